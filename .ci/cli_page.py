@@ -21,29 +21,41 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         "",
-        "Written by `make docs` from `libs/paceline/cli/`. A command that cannot work with what it",
-        "was given exits with 2 and says why.",
+        "Written by `make docs` from `libs/paceline/cli/`. A command with invalid arguments exits",
+        "with 2 and prints the reason.",
         "",
         escaped(inspect.cleandoc(root.help)),
         *parameter_table(root, context),
         "",
-        *("| command | what it does |", "|---|---|"),
+        *("| command | effect |", "|---|---|"),
     ]
-    names = root.list_commands(context)
-    for name in names:
-        what = root.commands[name].get_short_help_str(limit=200)
-        lines.append(f"| [`{PROGRAM} {name}`](#{PROGRAM}-{name}) | {escaped(what)} |")
-    for name in names:
-        lines += command_lines(root.commands[name], context)
+    commands = list(commands_of(root, context))
+    for name, command, _ in commands:
+        what = command.get_short_help_str(limit=200)
+        anchor = f"{PROGRAM}-{name}".replace(" ", "-")
+        lines.append(f"| [`{PROGRAM} {name}`](#{anchor}) | {escaped(what)} |")
+    for name, command, above in commands:
+        lines += command_lines(name, command, above)
     return "\n".join(lines) + "\n"
 
 
-def command_lines(command: Any, above: Any) -> Iterator[str]:
-    """One command: its usage, its help, a table of what it takes."""
+def commands_of(group: Any, context: Any, before: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every command, those of groups included: its whole name and the context above it."""
+    for name in group.list_commands(context):
+        command = group.commands[name]
+        if hasattr(command, "commands"):
+            own = command.context_class(command, info_name=name, parent=context)
+            yield from commands_of(command, own, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command, context
+
+
+def command_lines(name: str, command: Any, above: Any) -> Iterator[str]:
+    """One command: its usage, its help, a table of its arguments and options."""
     context = command.context_class(command, info_name=command.name, parent=above)
     arguments = (argument_name(one) for one in command.params if is_argument(one))
-    usage = " ".join((PROGRAM, command.name, command.options_metavar, *arguments))
-    yield from ("", f"## {PROGRAM} {command.name}", "", f"    {usage}")
+    usage = " ".join((PROGRAM, name, command.options_metavar, *arguments))
+    yield from ("", f"## {PROGRAM} {name}", "", f"    {usage}")
     yield from ("", escaped(inspect.cleandoc(command.help or "")))
     yield from parameter_table(command, context)
 

@@ -14,7 +14,7 @@ from paceline.services.coordinator.machine.rules import RULES
 from paceline.services.coordinator.machine.slots import WORKER_TRANSITIONS
 from paceline.services.coordinator.machine.state import Phase
 
-NAMED = {frozenset(machine.BEGUN): "all but new", frozenset(machine.LIVE): "all that go on"}
+NAMED = {frozenset(machine.BEGUN): "all but new", frozenset(machine.LIVE): "all live"}
 TRACKS = (
     ("The run", machine.RUN),
     ("Rollouts, while it is running", machine.ROLLOUTS),
@@ -34,8 +34,8 @@ def machine_page() -> str:
         *("", "## Phases"),
         *(line for title, table in TRACKS for line in track_lines(title, table)),
         "",
-        "Failed may follow every phase of the run that goes on; a resumed run goes on from there.",
-        *("", "## What begins by itself", "", *rule_table()),
+        "Failed may follow every live phase; a resumed run continues from there.",
+        *("", "## Rules", "", *rule_table()),
         *("", "## Schedules", "", *(inspect.getdoc(schedule) or "").splitlines()),
         *("", "## Events", "", *event_table()),
         *("", "## Workers", "", *worker_diagram()),
@@ -47,6 +47,12 @@ def track_lines(title: str, table: Mapping[Phase, machine.PhaseRow]) -> Iterator
     """The phases of the run or of one track, as a state diagram and a table."""
     edges = [(phase, then, "") for phase, row in table.items() for then in row.then]
     yield from ("", f"### {title}", "", *diagram(edges), "", *phase_table(table))
+
+
+def learner_diagram() -> Iterator[str]:
+    """The learner's phases as a state diagram."""
+    edges = [(phase, then, "") for phase, row in machine.LEARNER.items() for then in row.then]
+    yield from diagram(edges)
 
 
 def worker_diagram() -> Iterator[str]:
@@ -62,16 +68,23 @@ def diagram(edges: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     yield "```"
 
 
+FIGURES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "workers": worker_diagram,
+    "learner": learner_diagram,
+}
+"""Figures of ARCHITECTURE.md, by name."""
+
+
 def rule_table() -> Iterator[str]:
     """What is looked at after every event, in this order."""
-    yield from ("| rule | what it begins |", "|---|---|")
+    yield from ("| rule | action |", "|---|---|")
     for rule in RULES:
         yield f"| `{rule.__module__.rsplit('.')[-1]}.{rule.__name__}` | {first_paragraph(rule)} |"
 
 
 def phase_table(table: Mapping[Phase, machine.PhaseRow]) -> Iterator[str]:
     """What entering each phase does, and whom it waits for."""
-    yield from ("| phase | entering it | waits for an answer of |", "|---|---|---|")
+    yield from ("| phase | action on entry | waits for |", "|---|---|---|")
     for phase, row in table.items():
         services = ", ".join(service.replace("_", " ") for service in CALLED_IN.get(phase, ()))
         entering = "" if row.enter is Decision else first_paragraph(row.enter)

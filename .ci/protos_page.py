@@ -30,9 +30,9 @@ def protos_page() -> str:
     lines = [
         "# Wire contracts",
         "",
-        "Written by `make docs` from `proto/paceline/v1/*.proto`. `stream` marks what comes in any",
-        "number. A field of a message is absent, or has the default of its type, where nothing was",
-        "set; `optional` ones tell these apart.",
+        "Written by `make docs` from `proto/paceline/v1/*.proto`. `stream` marks a sequence of",
+        "messages. An unset field has the default of its type. An `optional` field distinguishes",
+        "an unset value from the default.",
     ]
     for file in parsed_files():
         lines += file_lines(file)

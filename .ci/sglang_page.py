@@ -1,17 +1,10 @@
-"""Writes docs/sglang.md: the releases that are driven, the hook points, what of SGLang's layouts
-and of its router can be used, a run's memory.
-"""
+"""Writes docs/sglang.md: supported releases, hook points, layouts and the router."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
-from paceline.cli.plan import parse_gpus, plan_run
 from paceline.services.rollout_gateway.engines.sglang.hook_points import (
     HOOK_POINTS,
     RELEASES,
@@ -19,149 +12,99 @@ from paceline.services.rollout_gateway.engines.sglang.hook_points import (
 )
 from paceline.services.rollout_gateway.engines.sglang.refused import REFUSED
 
-EXAMPLE = "examples/sglang/qwen2.5-7b-8gpus.toml"
-GPUS = "8x80"
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "tie_word_embeddings": False,
-}
-"""The shape of Qwen2.5-7B."""
-EXPERTS_EXAMPLE = "examples/sglang/qwen3-30b-a3b.toml"
-QWEN_EXPERTS = {
-    **QWEN,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-}
-"""The shape of Qwen3-30B-A3B."""
 LAYOUTS = """
 ## GPUs of one worker
 
 A worker is one scheduler of SGLang and its tensor-parallel ranks
-(`gateway.engine.sglang.tensor_parallel_size`). What the gateway says between two rounds reaches
-every rank there: all prepare a version, all load it in the same round, and a token has one
-policy version. What is divided otherwise inside a worker keeps that:
+(`gateway.engine.sglang.tensor_parallel_size`). The gateway's commands reach every rank between the
+same two rounds. All ranks prepare a version and load it in the same round, so each token has one
+policy version. Two more layouts keep this property:
 
-- **Experts** (`expert_parallel_size`, SGLang's `ep_size`): the GPUs of a worker form so many
-  groups, each with its share of a model's experts; within a group each expert is divided. The
-  memory of the weights is the same either way. Qwen3's models with experts
-  (`Qwen3MoeForCausalLM`) are served and take versions, which `tests/sglang/test_experts.py`
-  shows on two ranks. They are not trained: both trainers and the embedded engine refuse them by
-  name.
-- `arguments` passes on how SGLang moves tokens to experts (`moe_a2a_backend`, `deepep_mode`,
-  `moe_runner_backend`) and all else that has no schedulers of its own. Of these nothing was
-  tried on GPUs yet.
+- **Experts** (`expert_parallel_size`, SGLang's `ep_size`). The GPUs of a worker form this number of
+  groups. Each group has its share of the experts, and each expert is divided within its group. The
+  memory of the weights does not change. Qwen3's models with experts (`Qwen3MoeForCausalLM`) are
+  served and receive versions (`tests/sglang/test_experts.py`, two ranks). The trainers and the
+  embedded engine refuse them by name.
+- **Arguments.** `arguments` passes SGLang's transport of tokens to experts (`moe_a2a_backend`,
+  `deepep_mode`, `moe_runner_backend`) and all other options without further schedulers. They were
+  not tried on GPUs.
 
-Layouts with schedulers that a commit would not reach in one round are refused before anything
-starts:
+A commit would not reach all schedulers of other layouts in one round. Such layouts are refused
+before the start:
 
-| arguments | why | instead |
+| arguments | reason | alternative |
 |---|---|---|
 """
 ROUTER = """
 ## SGLang's router in front
 
-With `gateway.engine.sglang.router = "http://HOST:30000"` a gateway stands in the list of an
-SGLang router (`pip install sglang-router`) while it serves: it enters with its HTTP address and
-the name of its model, enters again within ten seconds where the router has forgotten, and leaves
-when it stops. Where the router's list has a key of its own (`--control-plane-api-keys`),
-`$PACELINE_ROUTER_KEY` is it. Start the router with `--policy manual`, and let callers send
-`x-smg-routing-key` with a name of their conversation: one key goes to one gateway.
+With `gateway.engine.sglang.router = "http://HOST:30000"` the gateway registers at an SGLang router
+(`pip install sglang-router`). It registers its HTTP address and model name, registers again within
+ten seconds if the router lost them, and leaves when it stops. `$PACELINE_ROUTER_KEY` holds the
+router's control-plane key, if it has one (`--control-plane-api-keys`).
 
-What is so and stays so:
+Start the router with `--policy manual`. Callers send `x-smg-routing-key` with the name of their
+conversation; the router sends each key to one gateway.
 
-- Completions, chat and responses come through, streams too. `/v1/sessions`, `/v1/messages` and
-  `/tokenize` do not: the router has no such paths. An agent with a session opens it at its
-  gateway and speaks with that gateway.
-- A conversation without a session key is found again at the gateway that has it: with another
-  policy than `manual`, or without the header, its turns become sessions of several gateways.
-- The router writes requests anew: of a chat the fields that it does not know are gone without a
-  word (`return_token_ids`, `user` and their like), and a prompt of token ids is refused. Who
-  needs these speaks with a gateway directly.
-- Callers' keys pass through. Give the router no `--api-key`: it would put its own key before
-  that of each caller, and a request with two is refused.
-- A gateway with TLS is entered as https; the router then needs its authority
-  (`--ca-cert-paths`), which was not tried.
-- Samples of a run (`RunTasks`), weights and commands are gRPC between the services and never
-  pass the router. It balances what agents ask, no more.
-- Its health checks ask `/health`: 503 takes a gateway out while no worker serves.
+Limits:
 
-`tests/integration/gateway/test_sglang_router.py` runs all of this over router 0.3.2 where
-`$SGLANG_ROUTER_PYTHON` has it, and the list alone where not.
+- The router passes completions, chat and responses, streams included. It has no paths for
+  `/v1/sessions`, `/v1/messages` and `/tokenize`. An agent with a session calls its gateway.
+- A conversation without a session key belongs to one gateway. With another policy than `manual`,
+  or without the header, its turns become sessions of several gateways.
+- The router rewrites requests. It drops unknown fields of a chat silently (`return_token_ids`,
+  `user`) and refuses a prompt of token ids. Callers that need these call a gateway directly.
+- Callers' keys pass through. Give the router no `--api-key`: it would add its own key, and the
+  gateway refuses a request with two keys.
+- A gateway with TLS registers as https. The router then needs its authority (`--ca-cert-paths`).
+  This was not tried.
+- Samples of a run (`RunTasks`), weights and commands use gRPC between the services. They never pass
+  the router, which balances only requests of agents.
+- The router's health checks use `/health`. A gateway without a serving worker returns 503.
+
+`tests/integration/gateway/test_sglang_router.py` tests this with router 0.3.2 if
+`$SGLANG_ROUTER_PYTHON` has it; otherwise it tests only the registration.
 """
 
 
 PROFILE = """
 ## A policy in int8
 
-With `gateway.engine.sglang.profile = "int8_w8a8"` (`engine.dtype = "bfloat16"`, the extra `int8`)
-the decoder layers' matrices are in int8 with a scale for each row, and activations are rounded per
-token: SGLang's method `w8a8_int8`. The start policy and every version are rounded as they are
-loaded, into the storages that serve, by the function that rounds for the embedded engine; sets
-have the profile as their third member and keep it
-([ADR 70](adr/0070-weights-are-updated-in-place-by-profile.md)). The run needs a
-`policy_trainer.algorithm.correction`, as with every profile.
+The profile `gateway.engine.sglang.profile = "int8_w8a8"` needs `engine.dtype = "bfloat16"` and the
+extra `int8`. It stores the decoder layers' matrices in int8 with one scale per row, and rounds
+activations per token. This is SGLang's method `w8a8_int8`. The embedded engine's rounding function
+rounds the start policy and every version during the load into the serving storage. Every version
+set has the profile as its third member. Like every profile, it requires a
+`policy_trainer.algorithm.correction`.
 
-- On a CPU without AMX SGLang has no product of int8, and refuses. There ours is taken:
-  `tests/sglang/test_profile.py` runs it, with a canary, drafts and refused versions.
-- SGLang's kernels, on CUDA and on CPUs with AMX, have not been run.
-- SGLang 0.5.21 has no int8 weights with activations as they are: torchao is gone from it.
-- A model with experts is refused, and a drafter stays as it is.
+- On a CPU without AMX, SGLang has no int8 product. Paceline's product replaces it
+  (`tests/sglang/test_profile.py`, with a canary, drafts and refused versions).
+- SGLang's own kernels (CUDA, CPUs with AMX) have not been run.
+- SGLang 0.5.21 has no int8 weights with unrounded activations, because it dropped torchao.
+- Models with experts are refused. Drafters are not rounded.
 """
 
 
 def sglang_page() -> str:
-    """The page; the plan is what the command of the example's head prints."""
+    """The page."""
     lines = [
         "# SGLang as the engine",
         "",
         "Written by `make docs` from the code.",
         *("", "## Releases", ""),
         f"SGLang {' and '.join(RELEASES)}; every other release is refused by name.",
-        "`make setup-sglang` installs the first and `make test-sglang` runs the tests over it,",
-        "`SGLANG=RELEASE` behind either takes another. The torch and transformers of",
-        "`constraints.txt` are those that the first asks for; with these the tests have passed",
-        "over each, on the CPU.",
+        "`make setup-sglang` installs the first and `make test-sglang` runs its tests.",
+        "`SGLANG=RELEASE` selects another release. `constraints.txt` pins the torch and",
+        "transformers of the first release. With them, the tests passed over each release on CPU.",
         "",
-        "The plugin takes hold of SGLang at these functions, below `sglang.srt`. A test compares",
-        "their parameters with those of the installed release.",
-        *("", "| function | kind | ours | its parameters |", "|---|---|---|---|"),
+        "The plugin hooks these functions below `sglang.srt`. A test compares their parameters",
+        "with the installed release.",
+        *("", "| function | kind | hook | its parameters |", "|---|---|---|---|"),
         *map(row, HOOK_POINTS),
         *LAYOUTS.rstrip().split("\n"),
         *refusals(),
         *PROFILE.rstrip().split("\n"),
         *ROUTER.rstrip().split("\n"),
-        *("", "## Memory of a run on eight GPUs", ""),
-        f"`{EXAMPLE}` with Qwen2.5-7B on GPUs of 80 GiB. A turn is everything that a service needs",
-        "while it computes, with what the others keep on the same GPU meanwhile: with",
-        "`memory_saver` the engine keeps nothing, and the drafter trainer moves to the CPU.",
-        "Activations and logits are those of the longest trajectory, computed from the model's",
-        "shape; none of these figures was measured on a GPU yet.",
-        "",
-        *plan_block([EXAMPLE], GPUS, QWEN),
-        "",
-        f"`{EXPERTS_EXAMPLE}`, a gateway over a model with experts:",
-        "",
-        *plan_block([EXPERTS_EXAMPLE], GPUS, QWEN_EXPERTS),
     ]
     return "\n".join(lines) + "\n"
 
@@ -177,18 +120,3 @@ def refusals() -> Iterator[str]:
     """Lines of the table of arguments that a worker cannot have."""
     for refusal, found in groupby(REFUSED, REFUSED.__getitem__):
         yield f"| {', '.join(f'`{name}`' for name in found)} | {refusal.why} | {refusal.instead} |"
-
-
-def plan_block(files: Sequence[str], gpus: str, shape: Mapping[str, Any]) -> Iterator[str]:
-    """A console block of `paceline plan` and what it prints; the model's config.json stands in a
-    folder of its own here.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-        overrides = [f"gateway.model={folder}"]
-        plan = plan_run([Path(one) for one in files], overrides, parse_gpus(gpus))
-    yield "<!-- computed by: .ci/docs, from the model's shape -->"
-    yield "```console"
-    yield f"$ paceline plan {' '.join(f'--config {one}' for one in files)} --gpus {gpus}"
-    yield from plan.lines
-    yield "```"

@@ -18,11 +18,14 @@ FROM_ROOT = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
+    "DEVELOPERS.md": "developers.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
 """File of the tree -> page of the site."""
 DECISIONS = "adr/index.md"
+INDEX = "README.md"
+"""The index of docs/ for readers of the tree; the site has its nav instead."""
 UNLESS_ABSENT = {"tutorial.md"}
 """Pages that nav names and a tree may lack."""
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
@@ -36,7 +39,7 @@ def on_config(config: Any) -> Any:
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
     drawn = {"name": "mermaid", "class": "mermaid", "format": fence_code_format}
     fences["custom_fences"] = [drawn]
-    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != INDEX)
     config.nav = complete_nav(config.nav, pages)
     return config
 

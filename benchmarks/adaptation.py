@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "features 5 times": {"--option": "feature_weight=5.0"},
     "tokens 10 times": {"--option": "token_weight=1.0"},
 }
-"""Options of train-drafter in the place of those of BASE."""
+"""Options of `paceline drafter train` in the place of those of BASE."""
 COMMON = ("--heldout-share", "0.1")
 BASE_OPTIONS = {
     "--lr": "2.5e-3",
@@ -111,7 +111,7 @@ def compare(lengths: Mapping[str, Sequence[Mapping[int, float]]]) -> BenchResult
 
 
 async def _answers(out: Path, count: int) -> Path:
-    """The trained policy's answers to training tasks, as train-drafter reads them."""
+    """The trained policy's answers to training tasks, as `paceline drafter train` reads them."""
     path = out / f"answers-{count}.jsonl"
     if not path.is_file():
         await asyncio.to_thread(out.mkdir, parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ async def _learned(out: Path, data: Path, name: str, seed: int, steps: int) -> d
         length = ["--from", str(start), "--seed", str(seed), "--steps", str(steps)]
         often = ["--eval-every", str(max(1, steps // 4)), "--save-every", str(steps)]
         words = [word for pair in {**BASE_OPTIONS, **SETTINGS[name]}.items() for word in pair]
-        command = [sys.executable, "-m", "paceline.cli.main", "train-drafter"]
+        command = [sys.executable, "-m", "paceline.cli.main", "drafter", "train"]
         await demo_runs.run_to_end([*command, *places, *length, *COMMON, *often, *words])
         found = _lengths(log)
     return found

@@ -27,20 +27,20 @@ from benchmarks.engine.runs import (
     workload,
 )
 from benchmarks.options import above_zero
+from benchmarks.profile_accuracy import accuracy
+from benchmarks.profile_report import (
+    ProfileReport,
+    measure_profile,
+)
 from benchmarks.result import BenchResult, Goal, Ratio, Row, say
 from paceline.errors import InvalidInput
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
-from paceline.services.rollout_gateway.engines.embedded.profile_report import (
-    ProfileReport,
-    measure_profile,
-)
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 from paceline.services.rollout_gateway.environments.base import TextTurn
-from paceline.services.rollout_gateway.profile_accuracy import accuracy
 from paceline.tasks import Task, open_tasks
 
 SCORED_TOKENS = 64

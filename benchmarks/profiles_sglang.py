@@ -18,10 +18,10 @@ import zmq
 
 from benchmarks.bench_worker import BenchWorker
 from benchmarks.engine.runs import Decoded, TimedRun, Workload
+from benchmarks.profile_report import logprobs
 from benchmarks.result import say
 from paceline.models.config import read_config
 from paceline.models.in_place import ServedModel
-from paceline.services.rollout_gateway.engines.embedded.profile_report import logprobs
 from paceline.services.rollout_gateway.engines.sglang.spec import QUANTIZATION
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb

@@ -10,18 +10,13 @@ services serve, until the end, and how long a killed process and a killed keeper
 
 `tasks`: tasks a second through one gateway over the scripted engine, that the same launchers have
 started in turns.
-
-`copies`: seconds until hosts of engine workers have copied a version, from the gateway or from each
-other, over a network of this machine's own. Needs root, and is not among the parts by default.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from benchmarks.copies import CopiesPlan, copies
 from benchmarks.gateway.tasks import TasksPlan
 from benchmarks.launched_tasks import launched_tasks
 from benchmarks.launching import launches
@@ -43,8 +38,7 @@ Found = tuple[list[Row], list[Goal]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
-    without_root = [part for part in PARTS if part != "copies"]
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=without_root, help="to run")
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="to run")
     parser.add_argument("--slots", type=counts, default=(8, 64, 512, 4096), help="slots of a run")
     parser.add_argument("--steps", type=above_zero(int), default=3, help="of a run")
     parser.add_argument(
@@ -58,12 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pairs",
         type=above_zero(int),
         default=1,
-        help="launch, tasks: runs by each launcher; copies: pushes of each kind",
-    )
-    parser.add_argument("--hosts", type=above_zero(int), default=6, help="copies: besides one")
-    parser.add_argument("--megabytes", type=above_zero(int), default=32, help="copies: a version")
-    parser.add_argument(
-        "--mbit", type=above_zero(int), default=200, help="copies: what a host sends a second"
+        help="launch, tasks: runs by each launcher",
     )
     parser.add_argument(
         "--calls", type=above_zero(int), default=9, help="tasks: of each gateway, one after another"
@@ -111,12 +100,6 @@ async def tasks(options: argparse.Namespace) -> Found:
     return await launched_tasks(plan, options.pairs), []
 
 
-async def copied(options: argparse.Namespace) -> Found:
-    """Pushes to hosts that copy."""
-    plan = CopiesPlan(options.hosts, options.megabytes, options.mbit)
-    return await asyncio.to_thread(copies, plan, options.pairs)
-
-
 async def _simulation(options: argparse.Namespace) -> Found:
     return simulation(options)
 
@@ -125,5 +108,4 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Awaitable[Found]]] = {
     "simulation": _simulation,
     "launch": launch,
     "tasks": tasks,
-    "copies": copied,
 }

@@ -6,7 +6,7 @@ A block is a fence with a language. An HTML comment right above it may say how i
     <!-- background until: TEXT -->   its command goes on until the page's end; TEXT shows that it is ready
     <!-- run by: tests/PATH ... -->   that test runs it
     <!-- computed by: .ci/PATH ... -->  what it prints is written there from the code, and .ci/check compares
-    <!-- planned: REASON -->          its run takes too long: `paceline plan` reads its settings and files instead
+    <!-- planned: REASON -->          its run takes too long: `plan_run` checks its settings and files instead
     <!-- not run: REASON -->          nothing does
 
 A console block has its commands behind `$ `; lines below one are what it prints.
@@ -14,6 +14,7 @@ A console block has its commands behind `$ `; lines below one are what it prints
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -32,7 +33,8 @@ from markdown_it import MarkdownIt
 from paceline.local.patience import patient
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!R]*.md"))]
+"""README and the pages of docs/; the index docs/README.md has no code."""
 MARK = re.compile(
     r"<!-- (?P<how>file|background until|run by|computed by|planned|not run): (?P<what>\S.*?) -->",
     re.DOTALL,
@@ -43,6 +45,10 @@ WHOLE_RUN = re.compile(
 DEMO = "examples/demo/demo.toml"
 COMMAND_S = patient(60)
 CLI = "paceline.cli.main"
+CHECKED = """import json, pathlib, sys
+from paceline.cli.plan import plan_run
+plan_run([*map(pathlib.Path, json.loads(sys.argv[1]))], json.loads(sys.argv[2]))
+"""
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,17 @@ class Block:
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
-    def plans(self) -> list[str]:
-        """What plans the runs that a block starts."""
-        found = []
+    def plans(self) -> list[list[str]]:
+        """Commands that check the runs that a block starts."""
+        found: list[list[str]] = []
         for command, _ in self.commands():
             run = WHOLE_RUN.fullmatch(command)
             assert run is not None, f"{self}: no run of settings alone: $ {command}"
-            file = f" --config {DEMO}" if run["kind"] == "demo" else ""
-            found.append(f"paceline plan{file}{run['settings']}")
+            words = run["settings"].split()
+            files = [word for word in words if word != "--config" and "=" not in word]
+            files += [DEMO] if run["kind"] == "demo" else []
+            settings = [word for word in words if "=" in word]
+            found.append([sys.executable, "-c", CHECKED, json.dumps(files), json.dumps(settings)])
         return found
 
     def commands(self) -> list[tuple[str, list[str]]]:
@@ -128,7 +137,7 @@ class Reader:
                 return
             case "planned", "console":
                 for plan in block.plans():
-                    self._run(block, ["bash", "-c", self._said(plan)], timeout_s)
+                    self._run(block, [self._said(word) for word in plan], timeout_s)
             case "file", _:
                 (self.folder / block.what).write_text(text)
             case "background until", "console":

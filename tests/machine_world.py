@@ -15,7 +15,6 @@ from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
-from paceline.services.coordinator.machine.staff import staying, vacant_places
 from paceline.services.coordinator.machine.state import OPTIONAL, DrawnStep, Phase, Service, State
 from paceline.services.coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
@@ -27,8 +26,6 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
         commands.Evaluate,
         commands.TrainPolicy,  # whose slots its workers leave first
         commands.JoinDrafter,
-        commands.AddWorkers,
-        commands.DrainWorkers,
     ),
     Service.POLICY_TRAINER: (
         commands.TrainPolicy,
@@ -59,8 +56,6 @@ TRACK_OF: dict[type[Command], str] = {
     commands.PreemptDrafter: "drafter",
     commands.Evaluate: "run",
     commands.SaveCheckpoints: "run",
-    commands.AddWorkers: "joining",
-    commands.DrainWorkers: "leaving",
 }
 """Whose epochs a call's are compared with."""
 
@@ -90,7 +85,6 @@ class World(NamedTuple):
     calls: tuple[Call, ...]  # by kind
     faults: int  # that may still happen
     pauses: int = 0  # words of an operator about a pause that may still come
-    staffs: int = 0  # and about workers
 
 
 class Move(NamedTuple):
@@ -100,7 +94,6 @@ class Move(NamedTuple):
     calls: tuple[Call, ...]  # those that go on
     faults: int = 0  # that it takes
     pauses: int = 0  # as of World
-    staffs: int = 0
 
 
 @dataclass(slots=True)
@@ -135,15 +128,13 @@ class Checks:
     move: Callable[[World, Move, World], None]
 
 
-def explore(
-    settings: RunSettings, faults: int, checks: Checks, pauses: int = 0, staffs: int = 0
-) -> Explored:
+def explore(settings: RunSettings, faults: int, checks: Checks, pauses: int = 0) -> Explored:
     """Every interleaving of a run with at most so many faults, and words of an operator about a
-    pause and about workers; `checks` see all of it.
+    pause; `checks` see all of it.
     """
     with _without_collections():
         state, issued = step(State(), events.RunStarted(0.0, settings, VersionSet()))
-        return _explore(World(state, made((), issued), faults, pauses, staffs), checks)
+        return _explore(World(state, made((), issued), faults, pauses), checks)
 
 
 def _explore(first: World, checks: Checks) -> Explored:
@@ -173,7 +164,7 @@ def _explore(first: World, checks: Checks) -> Explored:
             if reached == len(found.worlds):
                 found.worlds.append(after)
                 waiting.append(reached)
-            if not (move.faults or move.pauses or move.staffs):
+            if not (move.faults or move.pauses):
                 found.before.setdefault(reached, []).append(number)
     return found
 
@@ -187,7 +178,7 @@ class _Numbers:
 
     def of(self, world: World) -> int:
         """A new world's number is that of the worlds before it."""
-        same = (id(world.state), world.calls, world.faults, world.pauses, world.staffs)
+        same = (id(world.state), world.calls, world.faults, world.pauses)
         if (number := self._by_world.get(same)) is None:
             number = self._by_name.setdefault(key(world), len(self._by_name))
             self._by_world[same] = number
@@ -207,7 +198,7 @@ def _without_collections() -> Iterator[None]:
 def play(world: World, move: Move) -> World:
     """The world after a move."""
     state, issued = step(world.state, move.event)
-    left = world.faults - move.faults, world.pauses - move.pauses, world.staffs - move.staffs
+    left = world.faults - move.faults, world.pauses - move.pauses
     return World(state, made(move.calls, issued), *left)
 
 
@@ -235,7 +226,6 @@ def moves(world: World) -> Iterator[Move]:
     if state.phase is Phase.FAILED:
         yield Move(events.Resumed(0.0, state.settings.total_steps), ())
     yield from about_a_pause(world)
-    yield from about_workers(world)
     if not world.faults or state.phase not in LIVE:
         return
     yield Move(events.Resumed(0.0, state.settings.total_steps), (), 1)
@@ -257,22 +247,6 @@ def about_a_pause(world: World) -> Iterator[Move]:
         yield Move(said(0.0), world.calls, pauses=1)
 
 
-def about_workers(world: World) -> Iterator[Move]:
-    """What an operator may ask of workers: one that is to join, or any that is to leave. Of a run
-    whose workers stay: another number of ranks.
-    """
-    state = world.state
-    if not world.staffs or state.phase not in LIVE:
-        return
-    if (vacant := vacant_places(state)) and state.settings.elastic:
-        yield Move(events.WorkersRequested(0.0, vacant[:1]), world.calls, staffs=1)
-    for worker in staying(state) if state.settings.elastic else ():
-        yield Move(events.DrainRequested(0.0, (worker,), 1.0), world.calls, staffs=1)
-    if not state.settings.elastic and not state.resharding.ranks:
-        ranks = len(state.settings.policy_slots)
-        yield Move(events.RanksRequested(0.0, ranks), world.calls, staffs=1)
-
-
 def choices(state: State) -> Iterator[Event]:
     """What an operator may ask for."""
     yield events.DrafterChosen(0.0, None, lasting=True)
@@ -289,9 +263,9 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
     match call.command:
         case commands.BeginStep(number):
             yield events.StepBegan(0.0, number), None
-        case commands.RunTasks(_, epoch, _, _, places, _, sharing):
+        case commands.RunTasks(_, epoch, _, _, places):
             for worker in range(len(state.workers)):
-                if worker not in call.said and (not sharing or sharing >> worker & 1):
+                if worker not in call.said:
                     yield events.ShareDone(0.0, epoch, worker), worker
             told = {place: _told(call, place, state) for place in bits(places)}
             if state.settings.schedule is Schedule.FULLY_ASYNC:
@@ -313,11 +287,7 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
             yield events.DrafterJoined(0.0, epoch, len(slots)), None
         case commands.PreemptDrafter(_, epoch):
             yield events.Preempted(0.0, epoch), None
-        case commands.TrainPolicy(_, epoch, _, version, _, ranks):
-            if ranks and not call.said & {"resharded", "stepped"}:
-                yield events.RanksChanged(0.0, epoch, ranks), "resharded"
-                yield events.RanksKept(0.0, epoch, 1, "one does not come up"), "resharded"
-                return
+        case commands.TrainPolicy(_, epoch, _, version):
             if "stepped" not in call.said:
                 yield events.PolicyStepped(0.0, epoch, version + 1), "stepped"
             yield events.PolicyPrepared(0.0, epoch, version + 1), None
@@ -327,10 +297,6 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
             yield events.EvaluationDone(0.0, epoch, kind, 1.0), None
         case commands.SaveCheckpoints(_, epoch):
             yield events.CheckpointsSaved(0.0, epoch), None
-        case commands.AddWorkers(_, epoch, workers):
-            yield events.WorkersJoined(0.0, epoch, workers), None
-        case commands.DrainWorkers(_, epoch, workers):
-            yield events.WorkersLeft(0.0, epoch, workers), None
         case commands.AwaitService(service):
             yield events.ServiceBack(0.0, service), None
 
@@ -369,10 +335,6 @@ def failures(call: Call) -> Iterator[Event]:
             yield events.Deadline(0.0, epoch, "evaluate", 1.0)
         case commands.SaveCheckpoints(_, epoch):
             yield events.Deadline(0.0, epoch, "close", 1.0)
-        case commands.AddWorkers(_, epoch, workers):
-            yield events.JoinRefused(0.0, epoch, workers, "it does not start")
-        case commands.DrainWorkers(_, epoch):
-            yield events.Deadline(0.0, epoch, "drain", 1.0)
         case commands.AwaitService(service) if service not in OPTIONAL:
             yield events.CallFailed(0.0, service, "recovery", "away for too long")
 
@@ -393,15 +355,11 @@ def key(world: World) -> tuple[object, ...]:
     learning = ranks(learner.epoch, *called["learner"])
     drafting = ranks(state.lease_epoch, state.candidate[0], *called["drafter"])
     waiting = ranks(state.phase_epoch, *called["run"])
-    coming = ranks(state.joining.epoch, *called["joining"])
-    going = ranks(state.leaving.epoch, *called["leaving"])
     epochs = {
         "rollouts": generating,
         "learner": learning,
         "drafter": drafting,
         "run": waiting,
-        "joining": coming,
-        "leaving": going,
     }
     drafter = ranks(
         *(state.candidate[1], state.versions.drafter, state.promoted, state.previous_drafter),
@@ -423,10 +381,7 @@ def key(world: World) -> tuple[object, ...]:
         committing and (committing.policy, drafter[committing.drafter], committing.profile),
         *(state.versions.profile, state.profile),
         *(state.drafter_benched, state.lost, state.failed_phase),
-        *(state.settings.total_steps, world.faults, state.paused, world.pauses, world.staffs),
-        *(coming[state.joining.epoch], state.joining.workers, state.joining.called),
-        *(going[state.leaving.epoch], state.leaving.workers, state.leaving.called),
-        *(state.resharding.ranks, state.resharding.epoch == learner.epoch),
+        *(state.settings.total_steps, world.faults, state.paused, world.pauses),
         tuple((str(call.kind), _rank(call, epochs), call.said) for call in world.calls),
     )
 

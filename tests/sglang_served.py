@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.services import rollout_gateway
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
@@ -30,7 +29,7 @@ from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
-CPU_KERNELS = Path(rollout_gateway.__file__).parent / "testing" / "cpu_kernels"
+CPU_KERNELS = Path(__file__).parent / "sglang" / "cpu_kernels"
 
 
 @dataclass

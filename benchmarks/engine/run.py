@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.engine import compared, gateways, sections
-from benchmarks.engine.compiled import compiled
 from benchmarks.engine.promotions import promotions
 from benchmarks.engine.sections import Extent, Findings
 from benchmarks.options import above_zero, counts
@@ -33,7 +32,6 @@ SECTIONS: dict[str, Callable[[Extent], Awaitable[Findings]]] = {
     "promotions": promotions,
     "bf16": compared.in_bf16,
     "threads": sections.more_threads,
-    "compiled": compiled,
     "profile": compared.profile,
     "launch": gateways.launch,
     "capture": gateways.capture,

@@ -16,13 +16,13 @@ from benchmarks.simulation.metered import MeteredCoordinator
 from benchmarks.simulation.run import VirtualRun
 from benchmarks.simulation.sections import SchedulePlan
 from paceline.local.push_tree import Network, direct_s, tree_s
-from paceline.local.scale_plan import HOST_GPUS, MODELS, ScalePlan
 from paceline.services.coordinator.machine.settings import Placement, Schedule
 
 ARITY = 2
 """A host that is slow then holds up a half of the others, in a chain all behind it."""
-VERSION_BYTES = ScalePlan(MODELS[0], HOST_GPUS).push_bytes
-"""Of 7B in bfloat16."""
+HOST_GPUS = 8
+VERSION_BYTES = 2 * 7_615_488_000
+"""Of Qwen2.5-7B in bfloat16."""
 SCHEDULES = {Schedule.SYNC: 0, Schedule.ONE_STEP_OFF: 1, Schedule.FULLY_ASYNC: 2}
 """With the versions that rollouts may be ahead."""
 GROWTH = 1.1

@@ -1,6 +1,6 @@
 """Trains a drafter on a policy's own answers, offline, and measures it.
 
-The answers come from the embedded engine, `paceline train-drafter` learns from them. So
+The answers come from the embedded engine, `paceline drafter train` learns from them. So
 `drafter_start/` was made for `policy_start/`, `drafter_trained/` for `policy_trained/`, and the
 frozen drafters that benches compare with.
 
@@ -67,7 +67,7 @@ def answers(
 
 
 def write_answers(options: argparse.Namespace, tokenizer: Tokenizer, path: Path) -> None:
-    """As many answers as asked for, to tasks in the order of a run's, as train-drafter reads
+    """As many answers as asked for, to tasks in the order of a run's, as `drafter train` reads
     them.
     """
     tasks = TaskCursor(read_tasks(options.tasks), options.seed).draw(options.answers)
@@ -85,7 +85,7 @@ def train(options: argparse.Namespace, data: Path, out: Path) -> Path:
     tokens = str(max(32, round(options.tokens / options.steps)))
     sizes = ("--steps", str(options.steps), "--batch-tokens", tokens, "--row-tokens", tokens)
     places = ("--data", str(data), "--model", str(options.model), "--out", str(out))
-    command = (sys.executable, "-m", "paceline.cli.main", "train-drafter")
+    command = (sys.executable, "-m", "paceline.cli.main", "drafter", "train")
     often = ("--eval-every", "500", "--save-every", "100000", "--log-every", "100")
     kind = ("--speculator", options.speculator, "--seed", str(options.seed))
     subprocess.run((*command, *places, *sizes, *LEARNING, *often, *kind), check=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -40,190 +40,184 @@ class Scoring(NamedTuple):
 
 
 class SamplingConfig(Config):
-    """How training samples are drawn."""
+    """Sampling of training rollouts."""
 
     temperature: float = Field(default=1.0, ge=TEMPERATURE.low, le=TEMPERATURE.high)
     """Softmax temperature."""
     max_tokens: int = Field(default=256, ge=1)
-    """Tokens of a response at most."""
+    """Maximum tokens of a response."""
 
 
 class EvaluationConfig(Config):
-    """Evaluations, made outside the timed steps with fixed seeds."""
+    """Evaluations outside the timed steps, with fixed seeds."""
 
     heldout_prompts: int = Field(default=512, ge=1)
-    """Held-out prompts for the accuracy: the first so many of heldout_path."""
+    """Number of held-out prompts for the accuracy, from the beginning of heldout_path."""
     samples: int = Field(default=1, ge=1)
-    """Samples of each: the accuracy is avg@k, and of several there is pass@2, pass@4 and so on."""
+    """Samples per prompt: the accuracy is avg@k, with pass@2, pass@4 and so on."""
     temperature: Temperature = 1.0
     """Softmax temperature of these samples; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass of these samples."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of such a response at most; empty: as in training."""
+    """Maximum tokens of such a response; empty: as in training."""
     solved_above: float = 0.5
-    """Reward above which a sample has solved its task."""
+    """Reward above which a sample solves its task."""
     every: int = Field(default=0, ge=0)
-    """RL steps between two accuracies; 0 measures at the start and the end only."""
+    """RL steps between two accuracies; 0: only at the start and the end."""
     forced_arm: str = ""
-    """Arm of the accuracy; empty lets the bandit choose."""
+    """Arm of the accuracy; empty: the bandit chooses."""
     probe_prompts: int = Field(default=64, ge=0)
-    """Held-out prompts of the acceptance probe; 0 switches it off."""
+    """Number of held-out prompts of the acceptance probe; 0: no probe."""
     probe_every: int = Field(default=10, ge=0)
-    """RL steps between two probes; 0 probes at the start and the end only."""
+    """RL steps between two probes; 0: only at the start and the end."""
     probe_arm: str = "eagle:5_1_6"
-    """Arm that the probe forces; engines without it are not probed."""
+    """Arm of the probe; engines without it are not probed."""
     environment: str = ""
-    """Environment of evaluations; empty: the run's own."""
+    """Environment of evaluations; empty: the run's."""
     reward: str = ""
-    """Reward rule of evaluations; empty: the run's own."""
+    """Reward rule of evaluations; empty: the run's."""
 
 
 class TaskColumnsConfig(Config):
-    """Which column of the task files holds what. Empty: the usual ones, of which a file has
-    prompt and answer, messages, or question and answer. `a.b` is field b of column a.
+    """Column names of the task files; `a.b` is field b of column a. Empty: the usual names (prompt
+    and answer, messages, or question and answer).
     """
 
     prompt: str = ""
-    """What is asked: text, or a list of messages."""
+    """Prompt: text, or a list of messages."""
     answer: str = ""
-    """What a reward compares with: text or a number."""
+    """Reference for rewards: text or a number."""
     task_id: str = ""
     """Unique name of the task: text or a whole number."""
     system: str = ""
-    """What the conversation begins with; empty: column "system", where there is one."""
+    """System message; empty: column "system", if present."""
 
 
 class LaterConfig(Config):
-    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift of what the
-    policy says.
-    """
+    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift."""
 
     from_step: int = Field(default=0, ge=0)
     """First RL step with these tasks; 0: never."""
     tasks_path: str = ""
     """Training tasks: .jsonl, .parquet, or a directory that datasets wrote with save_to_disk."""
     heldout_path: str = ""
-    """Held-out tasks of evaluations from then on; empty keeps those of before."""
+    """Held-out tasks of later evaluations; empty: the same as before."""
 
 
 class CoordinatorConfig(ServiceConfig):
-    """The run: how many steps of which tasks, and who may use the slots between."""
+    """The run: its steps, tasks and slots."""
 
     steps: int = Field(default=200, ge=0)
-    """RL steps of the run."""
+    """Number of RL steps."""
     tasks_path: str = ""
-    """Training tasks: .jsonl, .parquet, or a directory that datasets wrote with save_to_disk.
-
-    Empty with environment "external": open traffic, agents bring their own.
+    """Training tasks: .jsonl, .parquet, or a directory that datasets wrote with save_to_disk. Empty
+    with environment "external": agents bring their own tasks (open traffic).
     """
     heldout_path: str = ""
-    """Held-out tasks; empty makes no evaluations."""
+    """Held-out tasks; empty: no evaluations."""
     task_columns: TaskColumnsConfig = TaskColumnsConfig()
     system_prompt: str = ""
-    """Message of the system for every task that has none of its own; what is asked is then a
-    conversation under the chat template.
+    """System message of tasks without their own. The prompt is then a conversation under the chat
+    template.
     """
     later: LaterConfig = LaterConfig()
     task_filter: str = ""
-    """Your own choice of training tasks, module:function or file.py:function: asked once of every
-    task, it says True of those that are drawn. Empty: all.
+    """Your own filter of training tasks, module:function or file.py:function, called once per task.
+    It returns True for tasks to draw. Empty: all tasks.
     """
     prompts_per_step: int = Field(default=16, ge=1)
-    """Tasks drawn for a step; in open traffic the groups that must close for one."""
+    """Tasks per step; in open traffic the number of closed groups per step."""
     samples_per_task: int = Field(default=8, ge=2)
-    """Samples of a task: the group size. In open traffic agents give their groups' sizes."""
+    """Samples per task, the group size. In open traffic agents set their groups' sizes."""
     dynamic_sampling_rounds: int = Field(default=0, ge=0, le=64)
-    """Rounds in which other tasks are drawn for groups whose samples all got the same reward, from
-    which nothing is learned (DAPO's dynamic sampling). What is still without variance after the
-    last round is left out too: the step then trains fewer groups. 0 keeps all groups.
+    """Maximum rounds of DAPO's dynamic sampling, which replaces groups with equal rewards by other
+    tasks. Groups without variance after the last round are dropped, so the step trains fewer
+    groups. 0: all groups are kept.
     """
     sampling: SamplingConfig = SamplingConfig()
     environment: str = "single_turn"
-    """Environment of the gateway that runs the tasks; "external": agents from outside do."""
+    """Environment of the tasks in the gateway; "external": external agents run them."""
     reward: str = "math_answer"
-    """Reward rule of the gateway that scores them; "agent": the agent posts the reward itself."""
+    """Reward rule in the gateway; "agent": the agent posts the reward."""
     slots_per_worker: int = Field(default=1, ge=1)
-    """Slots that one worker holds: its tensor parallel size."""
+    """Slots per worker: its tensor parallel size."""
     drafter_enabled: bool = True
-    """Train the drafter on released slots; false needs no drafter trainer."""
+    """Whether the drafter trains on released slots; false: no drafter trainer."""
     drafter_schedule: Literal["harvest", "serial"] = "harvest"
-    """When the drafter trains: on slots that rollouts leave idle, or after the policy step while
-    everybody waits.
+    """Time of the drafter's training. harvest: on slots that rollouts leave idle; serial: after the
+    policy step, while other services wait.
     """
     schedule: Schedule = Schedule.SYNC
-    """How far rollouts may be ahead of the policy: sync not at all, one_step_off by the step that
-    is trained meanwhile, fully_async by max_policy_lag versions, with commits among rollouts.
+    """Lead of rollouts over the policy. sync: none; one_step_off: the step in training;
+    fully_async: up to max_policy_lag versions, with commits during rollouts.
     """
     placement: Placement = Placement.COLOCATED
-    """colocated: rollouts and policy take turns on all slots; disaggregated: the policy has
-    learner_slots of its own.
+    """colocated: rollouts and policy take turns on all slots; disaggregated: the policy has its own
+    learner_slots.
     """
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """Versions between the oldest token of a group and the policy that is trained on it; groups
-    that are older are dropped. Empty: 0 in sync, else 1.
+    """Maximum versions between the oldest token of a group and the trained policy; older groups are
+    dropped. Empty: 0 in sync, else 1.
     """
     learner_slots: int = Field(default=0, ge=0)
-    """Slots of the policy alone, where it is disaggregated."""
+    """Slots of a disaggregated policy."""
     commit_mode: CommitMode = CommitMode.IN_PLACE
-    """What becomes of requests that run when a set is committed: they go on, with their keys and
-    values (in_place) or new ones (retract), or are ended and go on from
-    their tokens with new ones (abort).
+    """Effect of a commit on running requests. in_place: continue with their keys and values;
+    retract: continue with recomputed keys and values; abort: end, and restart from their tokens.
     """
     profiles: Annotated[tuple[str, ...], AfterValidator(_rounded)] = ()
-    """Profiles that an operator may have the policy rounded to while the run goes on (`paceline
-    use-profile`), besides the one of the start and none.
+    """Profiles available to `paceline use-profile` during the run, besides the profile of the start
+    and none.
     """
     profile_stays: bool = False
-    """Sets keep the profile of the start, whatever an operator or the audit says, because the
-    engine was started with it: `paceline` sets it where SGLang has one.
+    """Whether sets keep the profile of the start, against operators and the audit. `paceline` sets
+    it for an SGLang engine with a profile.
     """
-    max_groups_in_flight: int = Field(default=0, ge=0)
-    """Groups that are rolled out at once, in fully_async; 0: as many as max_policy_lag allows."""
     training_interval_steps: int = Field(default=10, ge=1)
-    """The drafter trains in every so many RL steps."""
-    frozen_interval_steps: int = Field(default=5, ge=1)
-    """RL steps from one look at a drafter whose training is frozen to the next; in between it gets
-    no slots, and no rows are captured for it.
+    """RL steps between two trainings of the drafter."""
+    frozen_interval_steps: ClassVar[int] = 5
+    """RL steps between two checks of a frozen drafter. Meanwhile it gets no slots, and no rows are
+    captured.
     """
     min_workers_for_training: int = Field(default=1, ge=1)
-    """Workers that must be released before the drafter gets their slots."""
+    """Minimum released workers before a lease of the drafter."""
     train_during_push: bool = True
-    """In the schedule sync, colocated: the drafter gets the slots that the policy has left while
-    the policy's weights are pushed.
+    """Whether the drafter trains on the policy's slots during the push, in the schedule sync,
+    colocated.
     """
     max_drafter_slots: int = Field(default=1, ge=1)
-    """Slots leased to the drafter at most."""
+    """Maximum slots leased to the drafter."""
     max_drafter_steps: int = Field(default=0, ge=0)
-    """Optimiser steps of one activation at most; 0 for no limit."""
+    """Maximum optimiser steps per activation; 0: no limit."""
     activation_deadline_s: float = Field(default=30.0, gt=0)
-    """Seconds until the drafter must train after its lease, on an idle machine."""
+    """Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
     snapshot_entries: int = Field(default=1000, ge=1)
-    """Journal entries after which the end of a step writes a snapshot: a restarted coordinator
-    replays what follows it.
+    """Journal entries after which the end of a step writes a snapshot; a restarted coordinator
+    replays the later entries.
     """
     preempt_deadline_s: float = Field(default=4.0, gt=0)
-    """Seconds until the drafter must have given its slots back, on an idle machine."""
+    """Maximum time of a preemption of the drafter, on an idle machine, seconds."""
     step_deadline_s: float = Field(default=900.0, gt=0)
-    """Seconds that the rollouts, the policy step or an evaluation may take before the run fails. In
-    open traffic the rollouts last until enough groups have closed.
+    """Maximum time of rollouts, a policy step or an evaluation before the run fails, seconds. In
+    open traffic, rollouts last until enough groups have closed.
     """
     group_deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a group is trained without the siblings that are missing."""
+    """Time after which a group is trained without its missing siblings, seconds."""
     service_recovery_s: float = Field(default=120.0, gt=0)
-    """Seconds that a service may be away, or answer without progress, before the run fails."""
+    """Maximum absence of a service, or time without progress, before the run fails, seconds."""
     trackers: tuple[TrackerName, ...] = ()
-    """Experiment trackers that are told of every step: tensorboard, wandb, trackio, each to be
-    installed (pip install tensorboardX, wandb, trackio).
+    """Experiment trackers that receive every step: tensorboard, wandb, trackio (pip install
+    tensorboardX, wandb, trackio).
     """
     stall_alarm_s: float = Field(default=30.0, ge=0)
-    """Seconds without progress, while work remains, after which console, log and a metric show the
-    services that wait for each other. The machine's load stretches them; 0: never.
+    """Time without progress before console, log and a metric report the waiting services, seconds.
+    The machine's load stretches it. 0: never.
     """
     evaluation: EvaluationConfig = EvaluationConfig()
-    rollback_drop: float = Field(default=0.3, ge=0)
-    """Tokens of live acceptance length that a new drafter may lose against the one before, from one
-    RL step to the next, before that one serves again; 0 never rolls back.
+    rollback_drop: ClassVar[float] = 0.3
+    """Maximum loss of live acceptance length of a new drafter against its predecessor between two
+    RL steps, tokens; beyond it the predecessor serves again. 0: no rollback.
     """
 
     @property
@@ -333,12 +327,6 @@ class CoordinatorConfig(ServiceConfig):
                 seen=f"coordinator.schedule={schedule}",
                 allowed=f"{Schedule.SYNC} or {Schedule.ONE_STEP_OFF}, or tasks_path",
             )
-        if 0 < self.max_groups_in_flight < self.prompts_per_step:
-            raise ConfigError(
-                "a step's groups begin together; set coordinator.max_groups_in_flight",
-                seen=self.max_groups_in_flight,
-                allowed=f"0, or at least prompts_per_step={self.prompts_per_step}",
-            )
 
     @property
     def policy_lag(self) -> int:
@@ -381,7 +369,6 @@ class CoordinatorConfig(ServiceConfig):
             commit_mode=self.commit_mode,
             groups_per_step=self.prompts_per_step,
             samples_per_group=self.samples_per_task,
-            max_groups_in_flight=self.max_groups_in_flight,
             dynamic_sampling_rounds=self.dynamic_sampling_rounds,
             profiles=self.profiles,
             profile_stays=self.profile_stays,

@@ -12,87 +12,88 @@ STALLED = Gauge(
     "paceline.coordinator.stalled",
     "s",
     ("waits_for",),
-    "since the run got on, once that is longer than coordinator.stall_alarm_s; by whom all wait "
-    "for in the end; 0 when it goes on",
+    "time since the last progress, above coordinator.stall_alarm_s, else 0; waits_for: the "
+    "service at the end of the chain of waits",
 )
 ALARMS = Counter(
     "paceline.coordinator.alarms",
     "{alarm}",
     ("waits_for",),
-    "times that the run stood still for longer than coordinator.stall_alarm_s",
+    "stalls longer than coordinator.stall_alarm_s",
 )
 AWAY = Gauge("paceline.coordinator.away", "1", ("service",), "1 while a service does not answer")
 REFUSED = Counter(
     "paceline.coordinator.refused",
     "{event}",
     ("event",),
-    "news of calls and leases that had ended",
+    "late events of calls and leases that had ended",
 )
 PHASE_TIME = Counter(
     "paceline.coordinator.phase_time",
     "s",
     ("phase",),
-    "of phases that were left, e.g. rollout, policy, commit or rollout+policy",
+    "time in completed phases, e.g. rollout, policy, commit or rollout+policy",
 )
-SLOTS = Gauge("paceline.coordinator.slots", "{slot}", ("holder",), "by who may compute on them")
+SLOTS = Gauge("paceline.coordinator.slots", "{slot}", ("holder",), "slots by lease holder")
 LEASES = Counter(
     "paceline.coordinator.leases",
     "{lease}",
     ("holder",),
-    "times that slots were given to a trainer; holder: policy or drafter",
+    "leases granted to a trainer; holder: policy or drafter",
 )
 SAMPLES = Counter(
     "paceline.coordinator.samples",
     "{sample}",
     ("outcome",),
-    "that ended in rollouts; outcome: scored, or without a reward: unscored, aborted, or failed, "
-    "where a task, an environment or a reward was at fault",
+    "samples that ended in rollouts; outcome: scored, unscored, aborted, or failed (a fault of "
+    "task, environment or reward)",
 )
 TRAJECTORIES = Gauge(
     "paceline.coordinator.trajectories",
     "{trajectory}",
     ("fate",),
-    "of the run, as the ledger has them when a step ends; fate: published, and of these trained, "
-    "dropped, open (not decided yet) or lost, which a run has none of",
+    "the run's trajectories in the ledger at the end of a step; fate: published, and its parts "
+    "trained, dropped, open (undecided) and lost (always 0 in a correct run)",
 )
 SLOT_TIME = Counter(
     "paceline.coordinator.slot_time",
     "s",
     ("use",),
-    "slot-seconds of finished steps; use is generating, policy, drafter, transferring or idle, and "
-    "their sum is slots times wall",
+    "slot-seconds of finished steps; use: generating, policy, drafter, transferring or idle; the "
+    "sum is slots times wall time",
 )
 IDLE_TIME = Counter(
     "paceline.coordinator.idle_time",
     "s",
     ("cause",),
-    "slot-seconds of slot_time's idle by why nobody used them; cause: untrained, trainer_away, "
-    "trainer_done, commit, enough, giving_back, serial, hand_over, too_few or leasing",
+    "idle slot-seconds of slot_time by cause: untrained, trainer_away, trainer_done, commit, "
+    "enough, giving_back, serial, hand_over, too_few or leasing",
 )
-STEPS = Counter("paceline.coordinator.steps", "{step}", (), "RL steps that were committed")
+STEPS = Counter("paceline.coordinator.steps", "{step}", (), "committed RL steps")
 RESPONSE_TOKENS = Counter(
     "paceline.coordinator.response_tokens",
     "{token}",
     (),
-    "generated for the samples of steps",
+    "tokens generated for the samples of steps",
 )
 STEP_TIME = Histogram(
     "paceline.coordinator.step_time",
     "s",
     ("part",),
-    "of a step; part: step, the whole; rollout; policy; or preempt_wait, until the drafter left",
+    "time of a step; part: step (the whole), rollout, policy, or preempt_wait (until the drafter "
+    "left its slots)",
 )
 VERSION = Gauge(
     "paceline.coordinator.version",
     "{version}",
     ("of",),
-    "that the last step was drawn with; of: policy or drafter",
+    "version that sampled the last step; of: policy or drafter",
 )
 ACCEPT_LENGTH = Gauge(
     "paceline.coordinator.accept_length",
     "{token}",
     (),
-    "accepted drafts a round of the last step's rollouts, and the one token that follows them",
+    "accepted drafts per round of the last step's rollouts, plus the bonus token",
 )
 DRAFTED_ROUNDS = Counter(
     "paceline.coordinator.drafted_rounds",
@@ -104,54 +105,57 @@ DRAFTER_STEPS = Counter(
     "paceline.coordinator.drafter_steps",
     "{step}",
     (),
-    "optimiser steps that the drafter took in steps",
+    "optimiser steps of the drafter during steps",
 )
 REWARD = Gauge(
-    "paceline.coordinator.reward", "1", (), "mean of the last step's sessions, as in steps.jsonl"
+    "paceline.coordinator.reward",
+    "1",
+    (),
+    "mean reward of the last step's sessions, as in steps.jsonl",
 )
 RESPONSE_LENGTH = Gauge(
     "paceline.coordinator.response_length",
     "{token}",
     ("quantile",),
-    "of the last step's samples; quantile: 0.5, 0.9 or 1",
+    "response length of the last step's samples; quantile: 0.5, 0.9 or 1",
 )
 TRUNCATED_SHARE = Gauge(
     "paceline.coordinator.truncated_share",
     "1",
     (),
-    "0 to 1: of the last step's samples those that their limit of tokens has ended",
+    "share of the last step's samples that the token limit ended, 0 to 1",
 )
 NEAR_TIES = Counter(
     "paceline.coordinator.near_ties",
     "{sample}",
     (),
-    "samples with a draw whose two best tokens lay within 1e-5",
+    "samples with a draw between two best tokens less than 1e-5 apart",
 )
 GROUPS = Counter(
     "paceline.coordinator.groups",
     "{group}",
     ("solved",),
-    "of steps; solved: by_none, by_some or by_all of their samples, or left_out, which dynamic "
-    "sampling did for equal rewards",
+    "groups of steps; solved: by_none, by_some or by_all of their samples, or left_out (equal "
+    "rewards, replaced by dynamic sampling)",
 )
 REWARD_PART = Gauge(
     "paceline.coordinator.reward_part",
     "1",
     ("rule",),
-    "mean over the last step's samples of what a rule of a mixture gave, before its weight",
+    "unweighted reward of a mixture's rule, mean over the last step's samples",
 )
 EVALUATION = Gauge(
     "paceline.coordinator.evaluation",
     "1",
     ("kind",),
-    "last value on held-out tasks; kind: accuracy, with several samples a task also pass@2 and so "
-    "on and accuracy_se, its standard error; or accept_length_probe",
+    "latest held-out value; kind: accuracy, pass@2 and so on (several samples per task), "
+    "accuracy_se (standard error), or accept_length_probe",
 )
 POINTS_DROPPED = Counter(
     "paceline.coordinator.points_dropped",
     "{step}",
     ("tracker",),
-    "steps that a slow tracker was not told of",
+    "steps that a slow tracker did not receive",
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from paceline.errors import FailedPrecondition, InvalidInput, RunFailed
+from paceline.errors import FailedPrecondition, RunFailed
 from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
 from paceline.report.solved import total_unscored
@@ -20,9 +20,6 @@ from paceline.services.coordinator.journal.facts import all_slots
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.choice import Choice, due_profile, objection
-from paceline.services.coordinator.machine.ranks import first_step
-from paceline.services.coordinator.machine.rollout import bits
-from paceline.services.coordinator.machine.staff import staying, there, vacant_places
 from paceline.services.coordinator.machine.state import Phase, State
 from paceline.services.coordinator.machine.step import LIVE
 from paceline.services.coordinator.runner import Runner
@@ -38,8 +35,6 @@ SERVICE_NAME = "paceline.v1.CoordinatorService"
 FINISH_GRACE_S = 1.0
 """Between the last fact and the end of the process: a subscriber that missed one asks once more."""
 _STOP_GRACE_S = 1.0
-DRAIN_S, MOST_DRAIN_S = 5.0, 3600.0
-"""Seconds that the requests of a drained worker have to end: where nobody says, and at most."""
 
 
 class CoordinatorServicer(CoordinatorServiceServicer):
@@ -48,7 +43,6 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     def __init__(self, run_id: str, runner: Runner) -> None:
         self._run_id = run_id
         self._runner = runner
-        self._requests = asyncio.Lock()
 
     async def GetSnapshot(
         self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext
@@ -67,12 +61,6 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             away=sorted(state.lost),
             drafters=drafters_of(state),
             paused=state.paused,
-            workers=there(state),
-            joining=bits(state.joining.workers),
-            leaving=bits(state.leaving.workers),
-            ranks_wanted=state.resharding.ranks,
-            ranks=state.resharding.had,
-            ranks_failure=state.resharding.failure,
             samples_unscored=total_unscored(records.finished),
         )
 
@@ -132,53 +120,6 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         return pb.ChooseProfileResponse(
             serving=versions_to_proto(state.versions), next=due_profile(state)
         )
-
-    async def RequestWorkers(
-        self, request: pb.RequestWorkersRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
-        """Has workers join. InvalidInput for none, FailedPrecondition naming what speaks against
-        it.
-        """
-        if not request.count:
-            raise InvalidInput("workers to add", seen=0, allowed="1 or more")
-        async with self._requests:  # else two operators would get the same places
-            vacant = vacant_places(self._runner.transitions.state)
-            if request.count > len(vacant) and self._runner.transitions.state.settings.elastic:
-                raise FailedPrecondition(
-                    "the run has no place for so many more workers",
-                    seen=request.count,
-                    allowed=f"{len(vacant)}; gateway.engine.most_workers says how many places",
-                )
-            chosen = vacant[: request.count]
-            await self._choose(events.WorkersRequested(self._runner.now(), chosen))
-        return pb.RequestWorkersResponse(workers=chosen)
-
-    async def RequestDrain(
-        self, request: pb.RequestDrainRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
-        """Has workers leave. InvalidInput for none or for seconds that it may not take,
-        FailedPrecondition naming what speaks against it.
-        """
-        drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
-        workers = tuple(sorted(set(request.workers)))
-        if not workers or not 0 <= drain_s <= MOST_DRAIN_S:
-            seen = f"{len(workers)} workers, {drain_s:g} s"
-            allowed = f"1 or more workers, 0 to {MOST_DRAIN_S:g} s"
-            raise InvalidInput("workers to drain", seen=seen, allowed=allowed)
-        await self._choose(events.DrainRequested(self._runner.now(), workers, drain_s))
-        return pb.RequestDrainResponse(staying=staying(self._runner.transitions.state))
-
-    async def RequestRanks(
-        self, request: pb.RequestRanksRequest, context: grpc.aio.ServicerContext
-    ) -> Any:
-        """Has the policy trained on another number of ranks. InvalidInput for none,
-        FailedPrecondition naming what speaks against it.
-        """
-        if not request.ranks:
-            slots = self._runner.transitions.state.settings.most_ranks
-            raise InvalidInput("ranks of the policy", seen=0, allowed=f"1 to {slots}")
-        before = await self._choose(events.RanksRequested(self._runner.now(), request.ranks))
-        return pb.RequestRanksResponse(from_step=first_step(before))
 
     async def _choose_drafter(
         self, request: pb.RollBackRequest | pb.PinDrafterRequest, *, lasting: bool

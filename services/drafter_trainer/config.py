@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,113 +13,115 @@ class DrafterOptimizerConfig(OptimizerConfig):
     """Muon, or AdamW, of the drafter."""
 
     kind: Literal["muon", "adamw"] = "muon"
-    """What moves the matrices between states; embeddings, heads and norms are AdamW's always.
-    Muon's products cost as much as those of a step of some 3.7 tokens for each column of the
-    policy's states: give it as many, or choose adamw.
+    """Optimiser of the matrices between hidden states; embeddings, heads and norms always use
+    AdamW. Muon's products cost as much as 3.7 tokens per hidden unit: use at least as many tokens
+    per step, or choose adamw.
     """
     iterations: int = Field(default=3, ge=1, le=10)
-    """Newton-Schulz iterations of Muon: with more its steps are truer and longer."""
+    """Newton-Schulz iterations of Muon; more iterations are more exact and slower."""
     average: float = Field(default=0.98, ge=0, lt=1)
-    """Decay per step of the averaged weights that are judged, served and kept; 0: the last ones."""
+    """Decay per step of the averaged weights, which are evaluated, served and kept; 0: the last
+    weights.
+    """
     lr: float = Field(default=3e-4, gt=0)
     """Learning rate after the warm-up."""
     clip_norm: float = Field(default=0.5, gt=0)
-    """Largest global gradient norm."""
+    """Maximum global gradient norm."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Updates over which the rate rises linearly from lr / warmup_steps."""
+    """Updates of the linear warm-up, from lr / warmup_steps to lr."""
 
 
 class BufferConfig(Config):
-    """What is kept for training."""
+    """The buffer of training rows."""
 
     samples: int = Field(default=2_000, ge=1)
-    """Samples kept at most."""
+    """Maximum samples."""
     byte_budget: int = Field(default=256 << 20, ge=1 << 16)
-    """Bytes kept at most."""
+    """Maximum size, bytes."""
     judged_every: int = Field(default=4, ge=1)
-    """One group in this many waits to be judged by before it is trained on."""
-    judged_samples: int = Field(default=64, ge=1)
-    """Samples that wait so, at most; older ones are trained on."""
-    recency: float = Field(default=0.7, gt=0, le=1)
+    """One group in this many is held out for the gate before training uses it."""
+    judged_samples: ClassVar[int] = 64
+    """Maximum held-out samples; older samples go to training."""
+    recency: ClassVar[float] = 0.7
     """Weight of a head one version older than the newest."""
     window: int = Field(default=512, ge=8)
-    """Positions of one sample used at a time, at most."""
-    long_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of draws from the previous step's long samples until this step's come."""
+    """Maximum positions of one sample per use."""
+    long_share: ClassVar[float] = 0.5
+    """Share of draws from the former step's long samples until the current step has long samples.
+    """
     rejected: bool = True
-    """Learn from rejected drafts where the engine captures them."""
+    """Whether rejected drafts are trained, if the engine captures them."""
 
 
 class GateConfig(Config):
-    """When a candidate is judged and promoted."""
+    """Evaluation and promotion of candidates."""
 
     interval_steps: int = Field(default=10, ge=1)
-    """Optimiser steps between two judgements."""
+    """Optimiser steps between two evaluations."""
     min_positions: int = Field(default=200, ge=1)
-    """Positions a judgement needs."""
+    """Minimum positions per evaluation."""
     min_groups: int = Field(default=3, ge=2)
-    """Groups of siblings a judgement needs: its noise is how these differ."""
+    """Minimum sibling groups per evaluation, for an estimate of the noise."""
     draft_steps: int = Field(default=5, ge=1)
-    """Tokens drafted per position when judging."""
+    """Drafted tokens per position in an evaluation."""
     samples: int = Field(default=32, ge=1)
-    """Samples used at most."""
+    """Maximum samples per evaluation."""
     verification: Literal["same_draw", "rejection"] = "same_draw"
-    """How the engine accepts: greedy drafts equal to its draw, or min(1, p/q)."""
-    verify_cost: float = Field(default=0.05, ge=0)
-    """Cost of verifying a draft, in plain rounds, until the engine measured it."""
-    draft_cost: dict[str, float] = Field(default={})
-    """Cost of a draft by kind, in plain rounds, until the engine measured it."""
-    other_draft_cost: float = Field(default=0.1, ge=0)
-    """The same of kinds that draft_cost does not name."""
-    freeze_after: int = Field(default=8, ge=0)
-    """Judgements without a promotion that freeze training where they show no gain; 0: never."""
-    freeze_gain: float = Field(default=0.02, ge=0)
-    """Share of a drafter's speed that counts as no gain, by the mean of those judgements and its
-    error.
+    """The engine's acceptance rule: greedy drafts equal to its draw, or min(1, p/q)."""
+    verify_cost: ClassVar[float] = 0.05
+    """Cost of verifying a draft before measurements of the engine, in plain rounds."""
+    draft_cost: ClassVar[float] = 0.1
+    """Cost of a draft by kind before measurements of the engine, in plain rounds."""
+    freeze_after: ClassVar[int] = 8
+    """Number of evaluations without promotion and gain before training freezes; 0: never."""
+    freeze_gain: ClassVar[float] = 0.02
+    """Relative speed gain that counts as no gain, by the mean of these evaluations and its error.
     """
 
 
 class DrafterTrainerConfig(ServiceConfig):
-    """Tree of the drafter trainer."""
+    """Settings of the drafter trainer."""
 
     model: str = ""
     """Checkpoint directory of the policy at version 0."""
     drafter: str = "eagle"
-    """Speculator to train from fresh weights ('eagle', package.module:KIND), or a checkpoint
+    """Trained speculator: a kind with fresh weights ('eagle', package.module:KIND) or a checkpoint
     directory.
     """
     options: dict[str, Any] = Field(default={})
-    """Settings of the fresh speculator's shape and loss."""
+    """Settings of a fresh speculator's shape and loss."""
     shadows: list[str] = Field(default=[])
-    """Speculators trained on the same rows beside it, as `drafter`."""
-    shadow_share: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the micro-batches, of all shadows together."""
+    """Further speculators trained on the same rows, named as `drafter`."""
+    shadow_share: ClassVar[float] = 0.5
+    """Share of the micro-batches for all shadows together."""
     servable: list[str] = Field(default=[])
-    """Kinds the engine can serve; empty: that of `drafter` alone."""
+    """Kinds that the engine can serve; empty: the kind of `drafter`."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where ranks compute while they hold a lease; with cuda a slot's number is a GPU's."""
+    """Device of ranks under a lease; with cuda, slot numbers are GPU numbers."""
     ranks: int = Field(default=1, ge=1)
-    """Ranks kept ready; one per slot the trainer may use."""
+    """Number of ready ranks, one per usable slot."""
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""
     niceness: int = Field(default=10, ge=0, le=19)
-    """Niceness of the ranks: rollouts on the same CPU come first."""
-    micro_batch_ms: float = Field(default=40.0, gt=0, le=50)
-    """Longest micro-batch aimed at, milliseconds of a rank's own time."""
-    micro_batch_bytes: int = Field(default=64 << 20, ge=1 << 16)
-    """Bytes of captured states of a micro-batch at most."""
+    """Niceness of the ranks, below rollouts on the same CPU."""
+    micro_batch_ms: ClassVar[float] = 40.0
+    """Target maximum of a micro-batch, milliseconds of a rank's own time."""
+    micro_batch_bytes: ClassVar[int] = 64 << 20
+    """Maximum size of the hidden states of a micro-batch, bytes."""
     micro_batches_per_step: int = Field(default=4, ge=1)
-    """Micro-batches of one optimiser step."""
+    """Micro-batches per optimiser step."""
     max_micro_batch_tokens: int = Field(default=1_024, ge=32)
-    """Tokens of a micro-batch at most."""
+    """Maximum tokens of a micro-batch."""
     max_epochs: float = Field(default=10, gt=0)
-    """Passes over the buffer in one activation at most."""
-    data_wait_s: float = Field(default=2.0, ge=0)
-    """Seconds after which an activation without rows ends."""
+    """Maximum passes over the buffer per activation."""
+    push_deadline_s: float = Field(default=30.0, gt=0)
+    """Maximum time of a push, seconds."""
+    data_wait_s: ClassVar[float] = 2.0
+    """Maximum wait of an activation for rows, seconds."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)
-    """Seconds from one checkpoint to the next."""
+    """Time between two checkpoints, seconds."""
     resume: bool = True
-    """Continue from the newest checkpoint of the run."""
+    """Whether the trainer continues from the run's newest checkpoint."""
     optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
     buffer: BufferConfig = BufferConfig()
     gate: GateConfig = GateConfig()

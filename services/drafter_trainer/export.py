@@ -1,4 +1,4 @@
-"""Writes a trained drafter as another engine's checkpoint: `paceline export-drafter`.
+"""Writes a trained drafter as another engine's checkpoint: `paceline drafter export`.
 
 What each engine wants is paceline.speculators.export. What was written is read back and compared,
 name by name.
@@ -34,7 +34,8 @@ vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP sp
 arctic: LSTM speculator of either method, for Snowflake's ArcticInference plugin of vLLM (method
 arctic).
 
-native: every kind; what `paceline serve gateway --drafter DIR` and `train-drafter --from DIR` read.
+native: every kind, for `paceline serve gateway --drafter DIR` and `paceline drafter train --from
+DIR`.
 """
 
 
@@ -69,7 +70,7 @@ def export(
     try:
         export_checkpoint(source, model, out, form, DTYPES[dtype] if dtype else None, speculator)
     except PacelineError as error:
-        typer.echo(f"paceline export-drafter: {error}", err=True)
+        typer.echo(f"paceline drafter export: {error}", err=True)
         raise typer.Exit(2) from error
     typer.echo(f"{out}: loads in {form}, read back and equal", err=True)
 
@@ -122,4 +123,4 @@ def _compare(exported: Exported, written: Mapping[str, Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    app(prog_name="paceline export-drafter")
+    app(prog_name="paceline drafter export")

@@ -26,72 +26,74 @@ CHECKPOINTS_DAMAGED = Counter(
     "paceline.drafter.checkpoints_damaged",
     "{checkpoint}",
     (),
-    "checkpoints that were not what had been written when a start wanted them; the one before was "
-    "taken",
+    "damaged checkpoints at a start; the trainer loads the checkpoint before",
 )
 SAMPLES_DROPPED = Counter(
     "paceline.drafter.samples_dropped",
     "{sample}",
     ("reason",),
-    "captured rows that nobody learns from any more; reason: evicted (the buffer was full), "
-    "unusable (could not be read), or why the rows of a head were forgotten, e.g. stale_head",
+    "captured rows dropped before training; reason: evicted (full buffer), unusable (unreadable), "
+    "or the reason for dropping a head's rows, e.g. stale_head",
 )
-STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "whole optimiser steps")
+STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "optimiser steps")
 STEPS_SKIPPED = Counter(
     "paceline.drafter.steps_skipped",
     "{step}",
     DRAFTER,
-    "optimiser steps not taken, because the gradient was NaN or infinite",
+    "optimiser steps skipped for a gradient that is NaN or infinite",
 )
 LOSS = Gauge(
     "paceline.drafter.loss",
     "1",
     ("drafter", "term"),
-    "mean over the positions of the last micro-batch: total and the parts that the network names",
+    "mean loss over the last micro-batch's positions: total, and the network's named terms",
 )
 ACCEPT_LENGTH = Gauge(
     "paceline.drafter.accept_length",
     "{token}",
     (*JUDGED, "bucket"),
-    "E[len] on fresh rows = 1 + sum of survivals; role is candidate or serving; bucket is all, "
-    "prompt_end (8 positions behind a prompt or a tool's answer), early or late (halves of the "
+    "E[len] on fresh rows, 1 + sum of survivals; role: candidate or serving; bucket: all, "
+    "prompt_end (8 positions after a prompt or a tool's answer), early or late (halves of the "
     "rest)",
 )
 SURVIVAL = Gauge(
-    "paceline.drafter.survival", "1", (*JUDGED, "position"), "drafts 1 .. i all accepted"
+    "paceline.drafter.survival",
+    "1",
+    (*JUDGED, "position"),
+    "share of positions with accepted drafts 1 to i",
 )
 CONDITIONAL_ACCEPTANCE = Gauge(
     "paceline.drafter.conditional_acceptance",
     "1",
     (*JUDGED, "position"),
-    "draft i accepted where all before it were",
+    "acceptance of draft i after accepted drafts 1 to i - 1",
 )
 PROJECTED_SPEEDUP = Gauge(
     "paceline.drafter.projected_speedup",
     "1",
     JUDGED,
-    "best over the number of drafts k: E[len] up to k by the cost of such a round, plain decoding "
-    "being 1",
+    "projected speed over plain decoding: the maximum over k of E[len] with k drafts, divided by "
+    "the cost of such a round",
 )
 JUDGED_POLICY_VERSION = Gauge(
     "paceline.drafter.judged_policy_version",
     "1",
     DRAFTER,
-    "policy version of the fresh rows behind the gauges above; not a label, which would make "
-    "new series at every RL step",
+    "policy version of the fresh rows behind the gauges above; a gauge, because a label would "
+    "create new series at every RL step",
 )
 DECISIONS = Counter(
     "paceline.drafter.decisions",
     "{decision}",
     ("drafter", "decision"),
-    "promoted, kept, frozen, reopened or rolled_back",
+    "the gate's decisions: promoted, kept, frozen, reopened or rolled_back",
 )
-SLOT_TIME = Counter("paceline.drafter.slot_time", "s", (), "slot-seconds that leases held")
+SLOT_TIME = Counter("paceline.drafter.slot_time", "s", (), "slot-seconds under leases")
 PREEMPTION_LATENCY = Histogram(
     "paceline.drafter.preemption_latency",
     "s",
     (),
-    "from Preempt to free slots",
+    "time from Preempt to free slots",
     LATENCY_BOUNDARIES_S,
 )
 

@@ -263,7 +263,6 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         guard,
         HeadHooks(ranks),
         targets=(WEIGHT_TARGET_POLICY_HEAD,),
-        max_bytes=config.run.max_version_bytes,
         handover=config.run.handover_dir("drafter_trainer"),
     )
     server = Server(config.addresses.drafter_trainer, config.security)

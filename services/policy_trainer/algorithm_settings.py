@@ -15,42 +15,40 @@ Aggregation = Literal[
 
 
 class KlConfig(Config):
-    """Keeps the policy near the one that training began with (algorithms/divergences.py)."""
+    """Divergence from the start policy (algorithms/divergences.py)."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the divergence; 0 leaves it out, and with it the reference model."""
+    """Weight of the divergence; 0: none, and no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of a token's divergence. In the loss k1 has a gradient of mean zero while the policy
-    is the one that sampled; k2 has the divergence's own.
+    """Estimator of a token's divergence. In the loss, k1 has a gradient with mean zero while the
+    policy is the sampler; k2 has the divergence's own gradient.
     """
     place: Literal["loss", "reward"] = "loss"
-    """Whether it is added to the loss of a token or taken from its reward."""
+    """Place of the divergence: added to the loss of a token, or subtracted from its reward."""
 
 
 class CorrectionConfig(Config):
-    """Corrects for tokens that other weights or other arithmetic drew than those that the step
-    starts from (algorithms/corrections.py).
-    """
+    """Corrections for tokens of other weights or number formats (algorithms/corrections.py)."""
 
     weight: Literal["none", "token", "sequence"] = "none"
-    """Weigh losses by the truncated ratio of a token, or of its whole sequence."""
+    """Weight of losses: none, or the truncated ratio of the token or of its whole sequence."""
     cap: float = Field(default=0.0, ge=0)
-    """Largest such weight; 0 is 2 for tokens, 5 for sequences."""
+    """Maximum weight; 0: 2 for tokens, 5 for sequences."""
     keep: Literal["all", "band", "geometric"] = "all"
-    """Train all tokens; those whose ratio lies in the bounds; or those of sequences whose geometric
-    mean ratio does.
+    """Trained tokens: all; band: ratio within the bounds; geometric: sequences with a geometric
+    mean ratio within the bounds.
     """
     keep_low: float = Field(default=0.0, ge=0)
-    """Lower bound; 0 is 0.5 for band, 0.99 for geometric."""
+    """Lower bound; 0: 0.5 for band, 0.99 for geometric."""
     keep_high: float = Field(default=0.0, ge=0)
-    """Upper bound; 0 is 5 for band, 1.01 for geometric."""
+    """Upper bound; 0: 5 for band, 1.01 for geometric."""
     veto: float = Field(default=0.0, ge=0, lt=1)
-    """Leave out sequences that hold a token whose ratio is below this; 0 leaves out none."""
+    """Minimum ratio of every token of a sequence; other sequences are masked. 0: no veto."""
     bypass: bool = False
-    """Take the sampling policy for the proximal one: the algorithm's own ratio then corrects."""
+    """Whether the sampler replaces the proximal policy, so the algorithm's own ratio corrects."""
     required: bool = True
-    """Refuse a run whose engine samples in coarser numbers than the trainer's unless one of weight,
-    keep and bypass corrects for it; false lets it be measured.
+    """Whether a run is refused if its engine draws with coarser numbers than the trainer's and
+    weight, keep and bypass are unset; false: permitted, for measurements.
     """
 
     @property
@@ -60,25 +58,25 @@ class CorrectionConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """What every algorithm has. The name says which one it is."""
+    """Settings of every algorithm; `name` selects the algorithm."""
 
     mini_batches: int = Field(default=1, ge=1)
-    """Parts of whole groups that a batch is cut into, one optimiser update each."""
+    """Number of parts of whole groups per batch, one optimiser update each."""
     passes: int = Field(default=1, ge=1)
-    """Times that the batch is gone through in a step."""
+    """Number of passes over the batch per step."""
     aggregation: Aggregation = "token_mean"
-    """How the losses of tokens become one."""
+    """Aggregation of token losses."""
     aggregation_tokens: int = Field(default=1024, ge=1)
-    """Tokens that aggregation `constant` divides a sequence's loss by."""
+    """Divisor of a sequence's loss with aggregation `constant`, tokens."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the entropy, which is added to what is maximised."""
+    """Weight of the entropy bonus."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below 1 - clip_low."""
+    """Lower clip of the ratio: 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above 1 + clip_high."""
+    """Upper clip of the ratio: 1 + clip_high."""
     dual_clip: float = Field(default=0.0, ge=0)
-    """Bounds the loss of a negative advantage at this many times its size; above 1, or 0 for no
-    bound.
+    """Maximum loss of a token with negative advantage, as a multiple of the advantage's size; above
+    1, or 0 for no bound.
     """
 
     kl: KlConfig = KlConfig()
@@ -111,7 +109,7 @@ class DrGrpoConfig(AlgorithmConfig):
     name: Literal["dr_grpo"] = "dr_grpo"
     """Which algorithm."""
     aggregation: Aggregation = "constant"
-    """How the losses of tokens become one."""
+    """Aggregation of token losses."""
 
 
 class RlooConfig(AlgorithmConfig):
@@ -138,28 +136,28 @@ class PpoConfig(AlgorithmConfig):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of a token's reward."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """Of generalised advantage estimation: 1 has no bias, 0 the least variance."""
+    """Lambda of generalised advantage estimation: 1 has no bias, 0 the least variance."""
     value_clip: float = Field(default=0.2, ge=0)
-    """By how much a value may move in a step before its loss stops to fall; 0: any amount."""
+    """Maximum change of a value per step before its loss is clipped; 0: no limit."""
     critic_lr: float = Field(default=1e-4, gt=0)
     """Learning rate of the critic."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """First RL steps that train the critic alone."""
+    """Number of first RL steps that train only the critic."""
 
 
 class DapoConfig(AlgorithmConfig):
-    """DAPO: a wider upper clip, and a penalty for answers that come near the length limit."""
+    """DAPO: a wider upper clip and a penalty near the length limit."""
 
     name: Literal["dapo"] = "dapo"
     """Which algorithm."""
     clip_high: float = Field(default=0.28, ge=0)
-    """The ratio is clipped above 1 + clip_high."""
+    """Upper clip of the ratio: 1 + clip_high."""
     overlong_tokens: int = Field(default=0, ge=0)
-    """Generated tokens of a session above which nothing more is taken off; 0: no such penalty."""
+    """Generated tokens of a session with the full penalty; 0: no penalty."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """Tokens below that limit in which the penalty grows to its whole."""
+    """Tokens below that limit over which the penalty grows."""
     overlong_penalty: float = Field(default=1.0, ge=0)
-    """Taken from the reward of a session at the limit."""
+    """Penalty on the reward of a session at the limit."""
 
     @model_validator(mode="after")
     def _buffer_below_limit(self) -> DapoConfig:
@@ -174,11 +172,11 @@ class GspoConfig(GroupedConfig):
     name: Literal["gspo"] = "gspo"
     """Which algorithm."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
-    """The ratio is clipped below 1 - clip_low."""
+    """Lower clip of the ratio: 1 - clip_low."""
     clip_high: float = Field(default=4e-4, ge=0)
-    """The ratio is clipped above 1 + clip_high."""
+    """Upper clip of the ratio: 1 + clip_high."""
     aggregation: Aggregation = "sequence_mean_token_mean"
-    """How the losses of tokens become one."""
+    """Aggregation of token losses."""
 
 
 class CispoConfig(GroupedConfig):
@@ -187,12 +185,12 @@ class CispoConfig(GroupedConfig):
     name: Literal["cispo"] = "cispo"
     """Which algorithm."""
     clip_low: float = Field(default=1.0, ge=0, le=1)
-    """The ratio is clipped below 1 - clip_low; 1: not at all."""
+    """Lower clip of the ratio: 1 - clip_low; 1: none."""
 
 
 class DecoupledConfig(GroupedConfig):
-    """Decoupled PPO: clipped around the weights that the step starts from, weighed by how those
-    differ from the ones that sampled: `correction.weight` is `token` and `correction.cap` 5.
+    """Decoupled PPO: clipped around the step's start weights, and weighed by start over sampler,
+    with `correction.weight` `token` and `correction.cap` 5.
     """
 
     name: Literal["decoupled"] = "decoupled"
@@ -201,14 +199,14 @@ class DecoupledConfig(GroupedConfig):
 
 
 class OwnConfig(GroupedConfig):
-    """Of an algorithm without a class here."""
+    """Settings of an algorithm without a class here."""
 
     name: str
     """Its name in algorithms/__init__.py, or your own class: `package.module:Class` or
     `path/to/file.py:Class`.
     """
     options: dict[str, float | int | bool | str] = Field(default={})
-    """Its settings."""
+    """Settings of the algorithm."""
 
 
 _TAGS = (

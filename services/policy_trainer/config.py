@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -21,22 +21,22 @@ class PolicyOptimizerConfig(OptimizerConfig):
 
 
 class AdaptersConfig(Config):
-    """Low-rank adapters that are trained in the place of the policy's weights (LoRA)."""
+    """Low-rank adapters (LoRA), trained instead of the policy's weights."""
 
     rank: int = Field(default=0, ge=0)
-    """Rank of the two matrices beside each target; 0 trains the weights themselves."""
+    """Rank of the two matrices per target; 0: the weights themselves are trained."""
     alpha: float = Field(default=32.0, gt=0)
-    """What they add is multiplied by alpha / rank."""
+    """Scale of the adapters: alpha / rank."""
     targets: tuple[
         Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
     ] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
     )
-    """Linear layers of each decoder layer that have them."""
+    """Linear layers with adapters, in each decoder layer."""
     publish: Literal["weights", "adapters"] = "weights"
-    """What is pushed: whole weights with the product added, or the adapters alone, which engines
-    add to the start policy they hold. That must be the same files, stored in publish_dtype.
+    """Content of a push: weights with the product added, or adapters alone. Engines then add the
+    product to their start policy, which must be the same files, stored in publish_dtype.
     """
 
     @property
@@ -45,41 +45,40 @@ class AdaptersConfig(Config):
         return self.alpha / self.rank
 
 
-class AuditBound(Config):
-    """How far log-probs of the engine may be from the trainer's, nats."""
+class AuditBound(NamedTuple):
+    """Bounds of the gap between log-probs of engine and trainer, nats."""
 
-    mean: float = Field(gt=0)
-    """Largest mean gap that is taken for rounding."""
-    upper: float = Field(gt=0)
-    """Largest 99th percentile of the gaps that is."""
+    mean: float
+    upper: float
+    """Maximum 99th percentile of the absolute difference attributed to rounding, nats."""
 
 
 class AuditConfig(Config):
-    """The exactness audit: the trainer scores a sample of the tokens again, in the policy version
-    that drew them. A way of drawing that is beyond its bound is turned off.
+    """The exactness audit: the trainer recomputes a sample of tokens in the policy version that
+    drew them, and disables paths beyond their bound.
     """
 
     share: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of the trajectories, drawn by a hash of their seeds; 0 switches the audit off. Tokens
-    of the weights that a step starts from are not computed again for it.
+    """Share of audited trajectories, chosen by a hash of their seeds; 0: no audit. Tokens of the
+    step's start weights need no further forward.
     """
     least_tokens: int = Field(default=256, ge=100)
-    """Tokens drawn alike that a verdict rests on."""
-    kept_versions: int = Field(default=1, ge=0)
-    """Earlier versions of the weights that stay in the CPU's memory for the tokens which they drew,
-    where `max_staleness` lets such tokens in; tokens of older ones are not audited.
+    """Minimum tokens of one path per verdict."""
+    kept_versions: ClassVar[int] = 1
+    """Number of earlier versions kept in CPU memory for their tokens, if `max_staleness` admits
+    them. Tokens of older versions are not audited.
     """
-    float32: AuditBound = AuditBound(mean=5e-4, upper=5e-3)
+    float32: ClassVar[AuditBound] = AuditBound(mean=5e-4, upper=5e-3)
     """Where engine and trainer compute in float32."""
-    bfloat16: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    bfloat16: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
     """Where one of them computes in 16 bits."""
-    quantised: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    quantised: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
     """Where the engine rounds weights to int8."""
-    coarse: AuditBound = AuditBound(mean=0.2, upper=3.0)
+    coarse: ClassVar[AuditBound] = AuditBound(mean=0.2, upper=3.0)
     """Where it rounds weights to e4m3, or activations too; SGLang's quantization, and keys and
     values in fewer bits.
     """
-    swapped: AuditBound = AuditBound(mean=0.1, upper=2.0)
+    swapped: ClassVar[AuditBound] = AuditBound(mean=0.1, upper=2.0)
     """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
 
 
@@ -92,7 +91,7 @@ def rows_of_head(vocabulary: int) -> int:
 
 
 class PolicyTrainerConfig(ServiceConfig):
-    """The policy trainer's tree."""
+    """Settings of the policy trainer."""
 
     model: str = "examples/demo/policy_start"
     """Hugging Face directory of the start policy (Llama, Qwen2, Qwen3)."""
@@ -100,99 +99,83 @@ class PolicyTrainerConfig(ServiceConfig):
     optimizer: PolicyOptimizerConfig = PolicyOptimizerConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute; auto takes CUDA where each of them has a GPU of its own."""
+    """Device of the ranks; auto: CUDA if each rank has its own GPU."""
     ranks: int = Field(default=0, ge=0)
     """Number of ranks, each on a slot; 0 is min(2, cores), in a whole run on GPUs as many as there
-    are of slots and GPUs. `paceline set-ranks` changes it while a run goes on.
-    """
-    hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Ranks on each host, the trainer's own first; empty: all on that. The others run
-    `python -m paceline.services.policy_trainer.rank_host`, each with its number. No host gets more
-    by `paceline set-ranks`.
-    """
-    interface: str = ""
-    """Network interface by which ranks on this host reach those on others; empty: the one of the
-    trainer's address, on another host the one that leads there.
+    are of slots and GPUs.
     """
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""
     reshard_after_forward: bool = False
-    """Free a layer's gathered weights between forward and backward, and add up gradients in shards:
-    less memory, more communication.
+    """Whether a layer's gathered weights are freed between forward and backward, with sharded
+    gradient sums: less memory, more communication.
     """
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Numbers that forward and backward compute with, and ranks gather; weights, their gradients'
-    sums and the optimiser's moments are float32 in either case.
+    """Number format of forward, backward and gathered weights. Weights, gradient sums and the
+    optimiser's moments are always float32.
     """
     attention: Literal["sdpa", "flex", "flash"] = "sdpa"
-    """Kernel of the attention: torch's own, which masks a packed row; flex, compiled and on CUDA
-    only, which skips what is masked; flash, where the package flash_attn is installed.
+    """Attention kernel. sdpa: torch's, which masks packed rows; flex: compiled, only CUDA, skips
+    masked blocks; flash: needs the package flash_attn.
     """
     offload: bool = False
-    """Keep weights and moments in the CPU's memory between steps, while others have the slots: less
-    memory of the GPU, two copies a step.
+    """Whether weights and moments move to CPU memory between steps: less GPU memory, two copies per
+    step.
     """
     recompute_activations: bool = False
-    """Keep of a layer's forward its input alone, and compute the rest again for the backward: less
-    memory, one more forward.
-    """
+    """Whether only a layer's input is kept for the backward: less memory, one more forward."""
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Most tokens of a rank's forward, padding included."""
+    """Maximum tokens of a rank's forward, padding included."""
     row_tokens: int = Field(default=0, ge=0)
-    """Tokens of a packed row; a longer trajectory has a row of its own. What a group's trajectories
-    in one row begin with alike is computed once, but with attention "flash". 0: for each batch the
-    width, up to 4,096, that promises the shortest step.
+    """Tokens of a packed row; a longer trajectory has its own row. Shared beginnings of a group in
+    one row are computed once, except with attention "flash". 0: the width with the shortest
+    predicted step for each batch, up to 4,096.
     """
     head_rows: int = Field(default=0, ge=0)
-    """Tokens whose logits are computed at once; more of them in chunks, which are computed again in
-    the backward. 0: as many as have 256 MiB of logits in float32.
+    """Maximum tokens per chunk of logits; the backward recomputes chunks. 0: as many as fit 256 MiB
+    of float32 logits.
     """
     head_kernel: Literal["torch", "compiled", "cut_cross_entropy"] = "torch"
-    """What turns the head's hidden rows into log-probs and entropy. compiled: one kernel reads the
-    logits once and keeps nothing of their size (torch.compile); the first step takes seconds more.
-    cut_cross_entropy: there are no logits at all, on CUDA and in bfloat16; entropy is then what the
-    trained tokens tell of it, the mean of their -log p, and cannot be rewarded.
+    """Kernel of log-probs and entropy. compiled: one kernel without copies of the logits
+    (torch.compile); the first step takes seconds more. cut_cross_entropy: no logits, only on CUDA
+    in bfloat16; the entropy is then the mean -log p of the trained tokens, and cannot be rewarded.
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""
     publish_deltas: Literal["auto", "always", "never"] = "auto"
-    """Push what has changed since the version before in the place of all weights; receivers get the
-    same bits. `auto`: where that is faster, judged by the last whole push; `always`: where at most
-    a tenth has changed, for networks whose bytes count; `never`. But for `never` each rank keeps
-    its rows of that version: a file without a name beside the one of the version that is pushed.
+    """Push of changed weights only; receivers get the same bits. `auto`: if faster than the last
+    full push; `always`: if at most a tenth has changed, for networks with a price per byte;
+    `never`. Except with `never`, each rank keeps its rows of the last version in an unnamed file
+    beside the pushed version.
     """
     push_head: bool = True
-    """Also push embed_tokens and lm_head to the drafter trainer."""
+    """Whether embed_tokens and lm_head are also pushed to the drafter trainer."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Policy versions that the oldest token of a group may lie behind the weights trained; a group
-    with an older one is not trained at all. Empty: coordinator.max_policy_lag in a whole run, else
-    0.
+    """Maximum policy versions between the oldest token of a group and the trained weights; older
+    groups are dropped whole. Empty: coordinator.max_policy_lag in a whole run, else 0.
     """
     audit: AuditConfig = AuditConfig()
     group_filter: str = ""
-    """Your own choice of the groups that are trained, module:function or file.py:function: asked of
-    the trajectories of each that would be. Those it says False of are dropped as "filtered".
+    """Your own filter of groups, module:function or file.py:function. It receives the trajectories
+    of a group; groups with the answer False are dropped as "filtered".
     """
     checkpoint_interval_steps: int = Field(default=10, ge=1)
-    """Steps between checkpoints."""
-    checkpoint_keep: int = Field(default=2, ge=1)
-    """Newest checkpoints kept; beside them the one with the best held-out accuracy (best.json)."""
-    checkpoint_keep_every: int = Field(default=0, ge=0)
-    """Also keep checkpoints whose version is a multiple of this; 0 keeps none of them."""
+    """RL steps between checkpoints."""
+    checkpoint_keep: ClassVar[int] = 2
+    """Number of newest checkpoints kept, besides the checkpoint with the best held-out accuracy
+    (best.json).
+    """
     ledger_keep: int = Field(default=16, ge=0)
-    """Steps whose trajectories Redis still names one by one when checkpoints hold them; of older
-    ones it keeps the totals.
+    """Number of checkpointed steps with single trajectories in Redis; older steps keep only totals.
     """
     resume: bool = True
-    """Continue from the run's directory where it holds something; false refuses to start on one
-    that does.
-    """
+    """Whether the run continues from its directory; false: a directory with a run is refused."""
     start_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds that ranks may load the model, or replay what the checkpoint misses, without
-    progress: of their processors while they work, else of the clock.
+    """Maximum time without progress while ranks load the model or replay steps, seconds: CPU time
+    while they work, else wall time.
     """
     step_deadline_s: float = Field(default=3600.0, gt=0)
-    """Longest wait of a collective, and of a step after its groups are closed."""
+    """Maximum wait of a collective, and of a step after its groups are closed, seconds."""
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
-from paceline.errors import DeadlineExceeded, PacelineError
-from paceline.ranks.group import HostShare
-from paceline.ranks.hosts import RankHosts
+from paceline.errors import DeadlineExceeded
+from paceline.local.processes import usable_cores
+from paceline.local.services import service
+from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Save, Saved
-from paceline.ranks.spread import RanksOfHost, SpreadRanks
 from paceline.ranks.watched import WatchedRanks
-from paceline.services.policy_trainer.chosen_ranks import read_ranks, write_ranks
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.hosts import group_on, ranks_of, same_on_hosts, shares
 from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Command,
@@ -28,7 +24,6 @@ from paceline.services.policy_trainer.messages import (
     News,
     Progress,
     Pushed,
-    Resharded,
     Started,
     Stepped,
     Train,
@@ -42,22 +37,21 @@ class PolicyDriver:
     """Runs one command at a time. `watched.supervise` must be running."""
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
-        """Raises ConfigError for hosts of ranks that cannot be, DataLoss for a damaged file of the
-        ranks that were chosen.
-        """
         self._config = config
-        self.hosts = RankHosts(len(config.hosts[1:]), "policy_trainer", same_on_hosts(config))
-        """Those beside this one, which may join."""
         self.progress = Progress()
-        self._set = ranks_of(config)
-        self._device = ""  # where they compute, once they have said so
-        own = group_on(config, 0)
-        self._parts: list[RanksOfHost] = [own, *self.hosts.ranks]
-        most = sum(config.hosts) or None
-        self._resize(shares(config, read_ranks(config.checkpoints_dir, self._set, most)))
-        folder = Path(config.run.dir) / "policy" / "ranks"
+        self.world_size = config.ranks or min(2, usable_cores())
+        """Number of ranks, each on a slot of its own."""
+        group = RankGroup(
+            "paceline.services.policy_trainer.rank",
+            self.world_size,
+            threads_per_rank=config.threads_per_rank,
+            log_dir=Path(config.run.dir) / "logs",
+            config=config,
+            heartbeat_s=config.run.heartbeat_s,
+            preload=service("policy_trainer").forked,
+        )
         self.watched = WatchedRanks[Message](
-            SpreadRanks(self._parts, folder) if self.hosts.ranks else own,
+            group,
             MESSAGES,
             service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
@@ -65,11 +59,6 @@ class PolicyDriver:
             on_message=self._take,
         )
         self._turn = asyncio.Lock()
-
-    @property
-    def world_size(self) -> int:
-        """Ranks, each on a slot of its own."""
-        return sum(part.size for part in self._parts)
 
     @property
     def busy(self) -> bool:
@@ -82,58 +71,21 @@ class PolicyDriver:
             async with asyncio.timeout(deadline_s), self._turn:
                 pass
 
-    async def run(self, command: Command, deadline_s: float, ranks: int = 0) -> AsyncIterator[News]:
-        """Sends a command and yields its news up to the last. `ranks`: that are to carry it out and
-        what follows, which is told first; 0: those that there are.
+    async def run(self, command: Command, deadline_s: float) -> AsyncIterator[News]:
+        """Sends a command and yields its news up to the last.
 
         Raises what WatchedRanks.run raises; ranks that stay silent are killed, because nobody knows
         where they are.
         """
+        last = {Train: Pushed, Save: Saved, Keep: Kept}[type(command)]
         async with self._turn:
             await self.watched.wait_ready(self._config.start_deadline_s)
-            if ranks:
-                yield await self._reshard(ranks, deadline_s)
-            async for news in self._told(command, deadline_s):
-                yield news
-
-    async def _told(self, command: Command, deadline_s: float) -> AsyncGenerator[News]:
-        last = {Train: Pushed, Save: Saved, Keep: Kept}[type(command)]
-        try:
-            async for news in self.watched.run(command, last, deadline_s):
-                yield news
-        except DeadlineExceeded:
-            self.watched.kill()
-            raise
-
-    async def _reshard(self, ranks: int, deadline_s: float) -> Resharded:
-        """Has so many ranks take up what those before have written; these again where that
-        fails.
-        """
-        began, failure = time.monotonic(), ""
-        try:
-            if ranks != self.world_size:
-                await self._start_anew(ranks, deadline_s)
-            write_ranks(self._config.checkpoints_dir, ranks, self._set)
-        except PacelineError as error:
-            failure = str(error).partition("\n")[0]
-            _log.error("ranks_not_changed", wanted=ranks, error=str(error))
-            await self.watched.wait_ready(self._config.start_deadline_s)
-        return Resharded(self.world_size, time.monotonic() - began, failure)
-
-    async def _start_anew(self, ranks: int, deadline_s: float) -> None:
-        # On the kind of device that they have now: GPUs that are too few are not left for the CPU.
-        wanted = shares(self._config, ranks, self._device)
-        before = shares(self._config, self.world_size, self._device)
-        # What a checkpoint has is resharded bit for bit; a replay by other ranks has other bits.
-        if self.progress.policy_version > self.progress.checkpoint_version:
-            async for _ in self._told(Save(), deadline_s):
-                pass
-        await self.watched.change(partial(self._resize, wanted), partial(self._resize, before))
-
-    def _resize(self, by_host: Sequence[HostShare]) -> None:
-        """The next start is of these."""
-        for part, share in zip(self._parts, by_host, strict=True):
-            part.resize(share)
+            try:
+                async for news in self.watched.run(command, last, deadline_s):
+                    yield news
+            except DeadlineExceeded:
+                self.watched.kill()
+                raise
 
     async def save(self, deadline_s: float) -> Saved:
         """Writes a checkpoint and waits for it."""
@@ -155,7 +107,7 @@ class PolicyDriver:
     def _take(self, news: Message) -> None:
         match news:
             case Started():
-                self.progress, self._device = news.progress, news.device
+                self.progress = news.progress
             case Stepped():
                 self.progress = news.progress
             case Saved():

@@ -95,18 +95,6 @@ class Started:
     """The first news: the ranks hold the model and have replayed what the checkpoint missed."""
 
     progress: Progress
-    device: str = ""  # cpu or cuda, where all of them compute
-
-
-@dataclass(frozen=True, slots=True)
-class Resharded:
-    """The number of ranks was to change before a step: they are as many as was wanted or, with the
-    reason, as they were. No rank says it: their parent does.
-    """
-
-    ranks: int
-    reshard_s: float
-    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +135,6 @@ class Kept:
 
 
 Command = Train | Save | Keep
-News = Resharded | Batched | Stepped | Pushed | Saved | Kept
+News = Batched | Stepped | Pushed | Saved | Kept
 Message = Command | News | Started | Failed | Impaired | Doing
 MESSAGES = TaggedJson[Message](*get_args(Message))

@@ -9,99 +9,98 @@ CHECKPOINTS_DAMAGED = Counter(
     "paceline.policy.checkpoints_damaged",
     "{checkpoint}",
     (),
-    "checkpoints that were not what had been written when a start wanted them; the one before was "
-    "taken, and the steps since then trained again",
+    "damaged checkpoints at a start; the trainer loads the checkpoint before and repeats the "
+    "later steps",
 )
 VERSIONS_TAKEN = Counter(
     "paceline.policy.versions_taken",
     "{version}",
     (),
-    "versions whose served bits a restarted trainer took, because its replay came to others",
+    "served versions that a restarted trainer adopted, because its replay gave other bits",
 )
 STALENESS = Histogram(
     "paceline.policy.staleness",
     "{version}",
     (),
-    "policy versions between the oldest token of a trained trajectory and the weights trained",
+    "policy versions between the oldest token of a trained trajectory and the trained weights",
     (0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
 )
 GROUPS_DROPPED = Counter(
     "paceline.policy.groups_dropped",
     "{group}",
     ("reason",),
-    "groups that a step asked for and did not train; reason: stale (a token of one of its sessions "
-    "is older than `max_staleness` allows), no_variance (dynamic sampling drew others), "
-    "filtered (by `group_filter`), "
+    "groups requested by a step and not trained; reason: stale (a token older than "
+    "`max_staleness`), no_variance (replaced by dynamic sampling), filtered (by `group_filter`), "
     "too_few_siblings, unscored, incomplete_session or not_finite",
 )
 NOT_FINITE = Counter(
     "paceline.policy.not_finite",
     "1",
     ("what",),
-    "left out because a number was NaN or infinite. session: of a group, not trained; update: of "
-    "the optimiser, not taken, because the loss or the gradient's norm was",
+    "items left out because of NaN or infinity. session: a group's session, not trained; update: "
+    "an optimiser update, skipped for its loss or gradient norm",
 )
 HEADS_LEFT_OUT = Counter(
     "paceline.policy.heads_left_out",
     "{version}",
     (),
-    "versions whose head was not pushed, because the drafter trainer did not take it",
+    "versions whose head was not pushed, because the drafter trainer refused it",
 )
 DEAD_LETTERS = Counter(
     "paceline.policy.dead_letters",
     "{entry}",
     (),
-    "entries of the trajectories' stream that could not be read",
+    "unreadable entries of the trajectories' stream",
 )
-STEPS = Counter("paceline.policy.steps", "{step}", (), "RL steps that were trained")
-UPDATES = Counter("paceline.policy.updates", "{update}", (), "updates that the optimiser took")
+STEPS = Counter("paceline.policy.steps", "{step}", (), "trained RL steps")
+UPDATES = Counter("paceline.policy.updates", "{update}", (), "optimiser updates")
 TOKENS_PER_SECOND = Gauge(
     "paceline.policy.tokens_per_second",
     "{token}/s",
     (),
-    "tokens of the last step's batch, those of prompts too, by the seconds of its training",
+    "tokens of the last step's batch, prompts included, per second of training",
 )
 PUSHED_BYTES = Counter(
     "paceline.policy.pushed_bytes",
     "By",
     ("encoding",),
-    "of versions that went to the gateway, `full` or as a `sparse_delta` to the one before",
+    "bytes of versions pushed to the gateway, `full` or as a `sparse_delta` to the version before",
 )
 CHECKPOINT_TIME = Histogram(
     "paceline.policy.checkpoint_time",
     "s",
     (),
-    "until rank 0's checkpoint lay on disk, written while the ranks train on; part_time's "
-    "checkpoint is how long they were held",
+    "time until rank 0's checkpoint is on disk, written in the background; part_time's checkpoint "
+    "is the time in which ranks wait",
 )
 VERSION = Gauge("paceline.policy.version", "{version}", (), "policy version of the last step")
 REWARD = Gauge(
     "paceline.policy.reward",
     "1",
     ("statistic",),
-    "of the sessions of the last step's batch; statistic: mean or std",
+    "reward of the last batch's sessions; statistic: mean or std",
 )
 FIGURE = Gauge(
     "paceline.policy.figure",
     "1",
     ("figure", "of"),
-    "what the last step measured (docs/algorithms.md): loss, grad_norm, entropy, behavior_gap ...; "
-    "of: the tokens that it is about, such as lag=1, arm=off or numbers=int8, or all",
+    "figures of the last step (docs/algorithms.md): loss, grad_norm, entropy, behavior_gap ...; "
+    "of: their tokens, such as lag=1, arm=off, numbers=int8, or all",
 )
 PART_TIME = Histogram(
     "paceline.policy.part_time",
     "s",
     ("part",),
-    "of a step; part: train, all of its computing, whose parts are proximal_logprobs, "
-    "reference_logprobs, values, forward_backward, optimizer and critic; beside it batch_wait, "
-    "publish, and checkpoint, which is the time until the ranks train on",
+    "time of a step; part: train (all computing) with its parts proximal_logprobs, "
+    "reference_logprobs, values, forward_backward, optimizer and critic; also batch_wait, "
+    "publish, and checkpoint (until the ranks continue)",
 )
 TRAINED = Counter(
     "paceline.policy.trained",
     "1",
     ("what",),
-    "what: trajectories, tokens (of prompts too), or groups_without_variance, which carry no "
-    "gradient",
+    "trained items; what: trajectories, tokens (prompts included), or groups_without_variance "
+    "(without gradient)",
 )
 
 

@@ -17,14 +17,12 @@ from paceline.rpc.progress import add_progress
 from paceline.services.policy_trainer.algorithms import check_algorithm
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.driver import PolicyDriver
-from paceline.services.policy_trainer.hosts import check_hosts
 from paceline.services.policy_trainer.messages import (
     Batched,
     Kept,
     News,
     Progress,
     Pushed,
-    Resharded,
     Sender,
     Stepped,
     Train,
@@ -33,11 +31,9 @@ from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 from paceline.v1.progress_pb2 import GetProgressResponse
-from paceline.v1.ranks_pb2_grpc import add_RankHostServiceServicer_to_server
 from paceline.v1.trajectory_pb2 import CommandContext
 
 SERVICE_NAME = "paceline.v1.PolicyService"
-HOSTS_NAME = "paceline.v1.RankHostService"
 STOP_GRACE_S = 20.0  # of a clean stop, its last checkpoint included: an orchestrator kills after 30
 _log = get_logger(__name__)
 
@@ -53,10 +49,10 @@ class PolicyServicer(PolicyServiceServicer):
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: Any
     ) -> AsyncIterator[pb.TrainStepResponse]:
-        """Resharded where ranks are named, BatchReady, PolicyStepped, PolicyPrepared. Raises
-        FailedPrecondition for fewer slots than ranks compute.
+        """BatchReady, PolicyStepped, PolicyPrepared. Raises FailedPrecondition for fewer slots than
+        ranks compute.
         """
-        slots, ranks = len(request.slots), request.ranks or self._ranks.world_size
+        slots, ranks = len(request.slots), self._ranks.world_size
         if slots and slots < ranks:
             raise FailedPrecondition(
                 "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
@@ -71,7 +67,7 @@ class PolicyServicer(PolicyServiceServicer):
             group_deadline_s=request.group_deadline_s,
         )
         deadline_s = request.group_deadline_s + self._config.step_deadline_s
-        async for news in self._ranks.run(command, deadline_s, request.ranks):
+        async for news in self._ranks.run(command, deadline_s):
             yield _response(news)
 
     async def SavePolicyCheckpoint(
@@ -127,15 +123,12 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     check_model(Path(config.model))
     check_algorithm(config.algorithm.name)
     require_fresh(config.checkpoints_dir, resume=config.resume)
-    check_hosts(config)
     server = Server(config.addresses.policy_trainer, config.security)
     ranks = PolicyDriver(config)
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
-    if ranks.hosts.ranks:
-        server.add(add_RankHostServiceServicer_to_server, ranks.hosts, HOSTS_NAME)
     add_progress(server, lambda: _progress(ranks))
     async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=1.0):
-        # No new call is taken; the hosts of ranks, whose calls last, stay for the checkpoint.
+        # No new call is taken while the last checkpoint is written.
         stopping = asyncio.create_task(server.stop(STOP_GRACE_S))
         await ranks.idle(STOP_GRACE_S / 2)
         await _save_final(ranks)
@@ -164,9 +157,6 @@ async def _save_final(ranks: PolicyDriver) -> None:
 
 def _response(news: News) -> pb.TrainStepResponse:
     match news:
-        case Resharded():
-            resharded = pb.Resharded(**shared_fields(news, pb.Resharded))
-            return pb.TrainStepResponse(resharded=resharded)
         case Batched(batch=batch):
             ready = pb.BatchReady(**shared_fields(batch, pb.BatchReady))
             return pb.TrainStepResponse(batch=ready)

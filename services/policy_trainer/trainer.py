@@ -92,7 +92,6 @@ class PolicyTrainer:
             self._export,
             prefix=_PREFIX,
             keep=config.checkpoint_keep,
-            keep_every=config.checkpoint_keep_every,
         )
         best = read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
@@ -127,7 +126,7 @@ class PolicyTrainer:
     def started(self) -> None:
         """The rank takes commands from now on."""
         if self.zero:
-            self.zero.tell(Started(self.progress, self.learner.mesh.device_type))
+            self.zero.tell(Started(self.progress))
             for fault in self._damaged:
                 self.zero.tell(Impaired(f"{fault}; the checkpoint before it is taken"))
 

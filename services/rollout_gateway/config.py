@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,16 +12,15 @@ from paceline.errors import ConfigError
 from paceline.local.processes import usable_cores
 from paceline.services.rollout_gateway.bandits.base import BanditConfig
 from paceline.services.rollout_gateway.engine_config import EngineConfig
-from paceline.services.rollout_gateway.engine_places import number_of_places
 from paceline.services.rollout_gateway.engines.settings import Precision
 from paceline.trajectory import TEMPERATURE
 
 
 class SpeculationConfig(Config):
-    """Arms and who chooses among them."""
+    """Arms and their choice."""
 
     arms: tuple[str, ...] = ()
-    """Arms to choose among; empty: the engine's default for its drafter."""
+    """Available arms; empty: the engine's default for its drafter."""
     forced_arm: str = ""
     """Arm of all rounds; empty: the bandit chooses."""
     bandit: BanditConfig = BanditConfig()
@@ -33,92 +32,91 @@ class FeaturesConfig(Config):
     dtype: Precision = "bfloat16"
     """Element type of hidden rows."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the training requests whose rows are captured."""
+    """Share of the training requests with captured rows."""
     layers: tuple[int, ...] = ()
-    """Inner states of a row, by the layer they enter; empty: what the drafters read."""
+    """Decoder layers with inputs in a row; empty: the drafters' layers."""
     rejected: bool = False
-    """Also rows of drafts that were verified and rejected, at most 4 per request and round."""
+    """Whether rows include rejected drafts, at most 4 per request and round."""
     byte_budget: int = Field(default=256 << 20, ge=1)
-    """Bytes of the features stream in Redis at most."""
+    """Maximum size of the features stream in Redis, bytes."""
 
 
 class SessionsConfig(Config):
-    """Sessions of agents, and what one of them may use."""
+    """Limits of agents' sessions."""
 
     limit: int = Field(default=10_000, ge=1)
-    """Sessions open at once; more are refused."""
+    """Maximum number of open sessions; further sessions are refused."""
     timeout_s: float = Field(default=3600, gt=0)
-    """Seconds of silence after which a session ends unscored."""
+    """Silence after which a session ends unscored, seconds."""
     implicit: bool = True
-    """Callers without a session key get one per conversation, found again by its messages."""
-    implicit_timeout_s: float = Field(default=600, gt=0)
-    """Seconds of silence after which such a session ends."""
+    """Whether callers without a session key get one session per conversation, found by its
+    messages.
+    """
+    implicit_timeout_s: ClassVar[float] = 600
+    """Silence after which such a session ends, seconds."""
     max_turns: int = Field(default=512, ge=1)
-    """Generations of one session at most."""
+    """Maximum generations per session."""
     max_tokens: int = Field(default=1 << 20, ge=1)
-    """Tokens kept for one session, prompts and responses."""
+    """Maximum tokens kept per session, prompts and responses."""
     max_parallel: int = Field(default=32, ge=1)
-    """Requests of one session under way at most."""
+    """Maximum concurrent requests per session."""
     untrainable: Literal["refuse", "override"] = "refuse"
-    """What a session to be trained does with sampling that cannot be trained (top_p below 1, a
-    penalty ...): refuse the request, or draw with the run's own sampling and say so in a header.
+    """Treatment of untrainable sampling (top_p below 1, a penalty ...) in a trainable session.
+    refuse: refuse the request; override: use the run's sampling and report it in a header.
     """
     temperature: float = Field(default=1.0, ge=TEMPERATURE.low, le=TEMPERATURE.high)
-    """The temperature that such a session draws with, outside the tasks of a run, which have
-    theirs.
-    """
+    """Temperature of such a session outside the tasks of a run, which have their own."""
     ended_tokens: int = Field(default=1 << 18, ge=0)
-    """Tokens of ended sessions kept for their export, those of the last ones; some 100 bytes each.
-    """
+    """Tokens of ended sessions kept for export, newest first, at about 100 bytes each."""
     group_deadline_s: float = Field(default=3600, gt=0)
-    """Seconds from the first sibling's end until a group closes as it is."""
+    """Time from the first sibling's end until an incomplete group closes, seconds."""
 
 
 class QueueConfig(Config):
-    """Requests of callers that wait for the engine; fair between session keys."""
+    """Queue of requests for the engine, fair between session keys."""
 
     limit: int = Field(default=1024, ge=1)
-    """Requests waiting at once; more are refused."""
+    """Maximum waiting requests; further requests are refused."""
     per_key: int = Field(default=256, ge=1)
-    """Requests of one session key that wait at once."""
+    """Maximum waiting requests per session key."""
     running: int = Field(default=0, ge=0)
-    """Requests in the engine at once; 0: engine.max_batch and one more a worker."""
+    """Maximum requests in the engine; 0: engine.max_batch plus one per worker."""
     wait_s: float = Field(default=120, gt=0)
-    """Seconds after which a waiting request is refused."""
+    """Maximum wait of a request before its refusal, seconds."""
 
 
 class CanaryConfig(Config):
-    """The worker that takes a new set first, where there are two or more."""
+    """The canary: the worker that tests a new version set, if there are two or more workers."""
 
     enabled: bool = True
-    """Have one worker judge a set before the others take it."""
+    """Whether a canary tests each set before the other workers load it."""
     tokens: int = Field(default=32, ge=4)
-    """Tokens drawn of each of four prompts to judge a new drafter."""
+    """Tokens of each of the four probes for a new drafter."""
     accepted: float = Field(default=0.25, ge=0, le=1)
-    """Drafts a round that have to be accepted, as share of the serving drafter's; 0 accepts any."""
+    """Minimum accepted drafts per round, as a share of the serving drafter's; 0: any."""
     deadline_s: float = Field(default=30, gt=0)
-    """Seconds until the canary has answered."""
+    """Maximum time of the canary's answer, seconds."""
 
 
 class ApiConfig(Config):
     """The HTTP API."""
 
     model_names: tuple[str, ...] = ()
-    """Further names that requests may ask for; "*" takes any. The model's directory name is always
-    served, every other name is 404.
+    """Further model names of requests; "*": any. The directory name is always valid; other names
+    return 404.
     """
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may talk to the API, e.g. "https://console.example"; "*": all, so that
-    any page that a user of this machine has open can generate and end sessions.
+    """Origins of web pages with access to the API, e.g. "https://console.example". "*": all
+    origins, so any page in a browser on this machine can generate and end sessions.
     """
     keep_alive_s: int = Field(default=75, ge=1)
-    """Seconds that a connection may be silent between two requests: an agent whose tools take
-    longer connects anew for its next turn.
+    """Maximum silence of a connection between two requests, seconds. After longer tool calls, an
+    agent reconnects.
     """
 
 
 class ChatConfig(Config):
-    """How conversations are rendered and read."""
+    """Rendering and parsing of conversations."""
 
     tool_format: Literal[
         "auto",
@@ -132,47 +130,51 @@ class ChatConfig(Config):
         "kimi_k2",
         "harmony",
     ] = "auto"
-    """How tool calls are spelled; auto: what the chat template shows."""
+    """Format of tool calls; auto: the format of the chat template."""
     tool_prompt: Literal["refuse", "default"] = "refuse"
-    """What becomes of tools, past calls and results that the chat template drops: refuse the
-    request by their names; default: show them as text in the messages, in the format's spelling.
+    """Treatment of tools, past calls and results that the chat template drops. refuse: refuse the
+    request by their names; default: write them into the messages as text, in the format of tool
+    calls.
     """
     tool_grammars: Literal["always", "untrained", "never"] = "untrained"
-    """Where a grammar holds calls to their tools' schemas (tool_choice "required" or a name, strict
-    tools): untrained: where no tokens may be trained, whose log-probs it would change; always: a
-    session to be trained refuses them; never: an answer is only begun as a call.
+    """Use of grammars for calls (tool_choice "required" or a name, strict tools). A grammar changes
+    log-probs. untrained: only without trained tokens; always: trainable sessions refuse such
+    requests; never: only the beginning of a call is forced.
     """
     reasoning: Literal["auto", "none", "think"] = "auto"
-    """Where a model reasons; think: between <think> and </think>; auto: there if its template does.
+    """Form of reasoning. think: between <think> and </think>; auto: think if the template has it.
     """
 
 
 class SandboxConfig(Config):
-    """Limits of a process that runs code of a model."""
+    """Limits of a process for a model's code."""
 
     wall_s: float = Field(default=10, gt=0)
-    """Seconds of a run."""
+    """Maximum wall time of a run, seconds."""
     cpu_s: int = Field(default=5, ge=1)
-    """Seconds of CPU time of a process."""
+    """Maximum CPU time of a process, seconds."""
     memory_bytes: int = Field(default=512 << 20, ge=1 << 24)
-    """Memory of all its processes together, and address space of each."""
+    """Maximum memory of all its processes together, and address space of each, bytes."""
     file_bytes: int = Field(default=16 << 20, ge=0)
-    """Bytes of one file; in namespaces its directory holds four such, apart from memory_bytes."""
+    """Maximum size of a file, bytes. In namespaces its directory holds four times as much, apart
+    from memory_bytes.
+    """
     output_bytes: int = Field(default=64 << 10, ge=1)
-    """Bytes kept of stdout, and of stderr."""
+    """Maximum kept output of stdout, and of stderr, bytes."""
     processes: int = Field(default=16, ge=1)
-    """Processes at once."""
+    """Maximum concurrent processes."""
     parallel: int = Field(default=4, ge=1)
-    """Sandboxes at once; more wait."""
+    """Maximum concurrent sandboxes; further sandboxes wait."""
     isolation: Literal["auto", "namespaces", "landlock", "limits"] = "auto"
-    """What shuts a sandbox in: "namespaces" with Landlock and a system-call filter, "landlock" with
-    the filter, "auto" the strongest of both that is there; each refuses to start without. "limits":
-    nothing, the code reads files and opens sockets as the gateway's user.
+    """Isolation of the code. "namespaces": namespaces, Landlock and a system-call filter;
+    "landlock": Landlock and filter; "auto": the strongest available. Each refuses to start without
+    its layers. "limits": no isolation; the code reads files and opens sockets as the gateway's
+    user.
     """
 
 
 class ToolServerConfig(Config):
-    """A server of the Model Context Protocol, whose tools a model may call."""
+    """A server of the Model Context Protocol."""
 
     command: tuple[str, ...] = ()
     """Program and its arguments, which speaks on its standard streams."""
@@ -202,119 +204,115 @@ class ToolServerConfig(Config):
 
 
 class RemoteRewardConfig(Config):
-    """A reward at a URL: POST with the episode as JSON, answered by {"reward": number or null}."""
+    """A reward at a URL: a POST of the episode as JSON, answered by {"reward": number or null}."""
 
     url: str = ""
-    """Where to ask; empty: there is no such reward."""
+    """URL of the rule; empty: none."""
     token: str = Field(default="", repr=False)
-    """Sent as bearer token."""
+    """Bearer token of the requests."""
     deadline_s: float = Field(default=30, gt=0)
-    """Seconds of one score, retries included."""
+    """Maximum time of a score with its retries, seconds."""
     attempts: int = Field(default=4, ge=1)
-    """Requests for one score at most."""
+    """Maximum requests per score."""
     parallel: int = Field(default=64, ge=1)
-    """Requests at once."""
+    """Maximum concurrent requests."""
     breaker_failures: int = Field(default=8, ge=1)
-    """Failures in a row after which nobody asks for breaker_open_s."""
+    """Failures in a row that open the circuit for breaker_open_s."""
     breaker_open_s: float = Field(default=10, gt=0)
-    """Seconds for which nobody asks then."""
+    """Time without requests after that, seconds."""
 
 
 class ModelRewardConfig(Config):
-    """A reward model: a sequence-classification checkpoint in a process of its own."""
+    """A reward model: a sequence-classification checkpoint in its own process."""
 
     model: str = ""
     """Checkpoint directory."""
     threads: int = Field(default=1, ge=1)
     """Compute threads."""
     max_batch: int = Field(default=16, ge=1)
-    """Texts scored at once."""
+    """Maximum texts per batch."""
     max_tokens: int = Field(default=2048, ge=8)
-    """Tokens of a text; of a longer one the end counts."""
+    """Maximum tokens of a text; of a longer text only the end is read."""
     deadline_s: float = Field(default=60, gt=0)
-    """Seconds of one score."""
+    """Maximum time of a score, seconds."""
 
 
 class RewardsConfig(Config):
     """Reward rules."""
 
     marker: str = "#"
-    """The answer of a response follows the last of these."""
+    """Text before the answer; the last occurrence in the response counts."""
     processes: int = Field(default=1, ge=1)
-    """Children that score for rules which do not run in the gateway."""
+    """Number of child processes for rules outside the gateway process."""
     deadline_s: float = Field(default=30, gt=0)
-    """Seconds of one score in a child; then it is killed and the sample unscored."""
+    """Maximum time of a score in a child, seconds; after that the child is killed and the sample is
+    unscored.
+    """
     own: dict[str, str] = Field(default={})
-    """Rules of your own: the name that requests use, and package.module:Class or file.py:Class."""
+    """Your own rules: name in requests, and package.module:Class or file.py:Class."""
     mixtures: dict[str, dict[str, float]] = Field(default={})
-    """Weighted sums of rules: the name that requests use, and a weight for each rule."""
+    """Weighted sums of rules: name in requests, and a weight for each rule."""
     sandbox: SandboxConfig = SandboxConfig()
     remote: RemoteRewardConfig = RemoteRewardConfig()
     model: ModelRewardConfig = ModelRewardConfig()
 
 
 class GatewayConfig(ServiceConfig):
-    """Everything `serve gateway` understands; shared sections come from ServiceConfig."""
+    """Settings of `serve gateway`."""
 
     model: str = ""
-    """Hugging Face checkpoint directory; served under its last path component."""
+    """Hugging Face checkpoint directory; its last path component is the served name."""
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the model's."""
     drafter: str = "ngram"
-    """What drafts: "off", "ngram", a trained kind with fresh weights ("eagle",
-    "package.module:KIND"), or a checkpoint directory.
+    """Drafter: "off", "ngram", a trained kind with fresh weights ("eagle", "package.module:KIND"),
+    or a checkpoint directory.
     """
     trajectories: bool | None = None
-    """Write ledger, trajectories and features to Redis; empty: in a run, not by itself."""
+    """Whether ledger, trajectories and features are written to Redis; empty: only in a run."""
     replicas: int = Field(default=1, ge=1)
     """Processes (elsewhere called fronts, or API servers) that share the gateway's workers,
     sessions and tasks behind its addresses, on one host; with several a thin process in front of
     them holds the addresses and the spool. Each needs a core, and a worker, of which it lends out
     all but the last in open traffic.
     """
-    replica_port: int = Field(default=0, ge=0, le=65_535)
-    """First of the ports at which hosts of engine workers join the replicas, one each; 0: free
-    ones.
-    """
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
     spool_dir: str = ""
     """Directory of weights kept for restarts; empty: <run.dir>/spool/gateway in a run, a temporary
-    one without trajectories.
+    directory without trajectories.
     """
     max_unsent_bytes: int = Field(default=64 << 20, ge=1)
-    """Bytes of trajectories not yet in Redis above which admission stops."""
+    """Maximum size of trajectories not yet in Redis before admission stops, bytes."""
     sessions: SessionsConfig = SessionsConfig()
     queue: QueueConfig = QueueConfig()
     canary: CanaryConfig = CanaryConfig()
     api: ApiConfig = ApiConfig()
     chat: ChatConfig = ChatConfig()
     environments: dict[str, str] = Field(default={})
-    """Environments of your own: the name that requests use, and package.module:Class or
-    file.py:Class.
-    """
+    """Your own environments: name in requests, and package.module:Class or file.py:Class."""
     tools: dict[str, str] = Field(default={})
-    """Tools of your own for the environment tool_use: the name that a model calls, and
+    """Your own tools for the environment tool_use: name in the model's calls, and
     package.module:function or file.py:function.
     """
     tool_servers: dict[str, ToolServerConfig] = Field(default={})
-    """Servers of the Model Context Protocol, by a name of yours (the extra mcp)."""
+    """Servers of the Model Context Protocol, by name (the extra mcp)."""
     interactions: dict[str, str] = Field(default={})
-    """Simulated users of your own for tool_use: the name that tasks use in metadata "interaction",
-    and package.module:Class or file.py:Class. A single one is that of all tasks.
+    """Your own simulated users for tool_use: name in the tasks' metadata "interaction", and
+    package.module:Class or file.py:Class. A single user applies to all tasks.
     """
     rewards: RewardsConfig = RewardsConfig()
     siblings: Literal["together", "dealt"] = "together"
-    """Where the samples of a task decode: together on one worker as far as equal shares allow, or
-    dealt out over the workers in turn. Together, a worker whose tasks are short is done earlier,
-    and its slot trains the drafter; dealt out, the workers end closer to each other.
+    """Placement of a task's samples. together: on one worker, as far as shares stay equal; a worker
+    with short tasks ends earlier, and the drafter trains on its slot. dealt: in turn over the
+    workers, which then end closer to each other.
     """
     release_after_s: float = Field(default=1.0, gt=0)
-    """Seconds after which an idle worker gives its slot away, in open traffic."""
+    """Idle time before a worker lends its slot, in open traffic, seconds."""
     reclaim_after_s: float = Field(default=2.0, gt=0)
-    """Seconds that requests of callers wait for lent workers before the coordinator hears of it and
-    takes the drafter's slots back.
+    """Wait of callers' requests for lent workers before the coordinator reclaims the drafter's
+    slots, seconds.
     """
 
     @property
@@ -335,19 +333,8 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def worker_count(self) -> int:
-        """Engine workers of the start; one per place of `hosts`, else per core, unless set."""
-        return self.engine.workers or sum(self.engine.hosts) or usable_cores()
-
-    @property
-    def worker_places(self) -> int:
-        """Engine workers that there may be. Raises ConfigError as number_of_places."""
-        engine = self.engine
-        return number_of_places(self.worker_count, engine.most_workers, engine.hosts, self.replicas)
-
-    @property
-    def places_here(self) -> int:
-        """Those of `worker_places` on the gateway's own host."""
-        return self.engine.hosts[0] if self.engine.hosts else self.worker_places
+        """Number of engine workers; one per core unless set."""
+        return self.engine.workers or usable_cores()
 
     @property
     def spool(self) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -15,39 +15,19 @@ class EngineConfig(ModelSettings):
     """The engine and its worker processes."""
 
     kind: str = "embedded"
-    """What runs the model: embedded, sglang, scripted (from a file, for tests), or your own as
-    package.module:KIND, an EngineKind.
+    """Engine: embedded, sglang, scripted (answers from a file, for tests), or your own EngineKind
+    as package.module:KIND.
     """
     workers: int = Field(default=0, ge=0)
-    """Worker processes; 0: one per core."""
-    most_workers: int = Field(default=0, ge=0)
-    """Places for workers, each with its slots from the start on: so many there may be when some are
-    added to a run that goes on. 0: as many as `workers`.
-    """
-    hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Places for workers on each host, the gateway's own first; empty: all on that. The others run
-    `python -m paceline.services.rollout_gateway.worker_host`, each with its number.
-    """
-    shared_spool: bool = True
-    """Whether `spool_dir` is one directory on all hosts. Where not, the others copy each version by
-    the gateway's address, to `<spool_dir>-host-N`.
-    """
-    copies_fan_out: int = Field(default=2, ge=0)
-    """Hosts that copy a version from the gateway, and from each that copies it; the gateway says
-    who from whom. 0: all from the gateway.
-    """
+    """Number of worker processes; 0: one per core."""
     script: str = ""
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})
-    """Settings of an engine of your own."""
-    pin_cores: bool = False
-    """A worker runs on cores of its own, one for each thread, as far as there are enough."""
+    """Settings of your own engine."""
     ready_deadline_s: float = Field(default=180, gt=0)
-    """Seconds until a worker has loaded its model: of its processor while it works, else of the
-    clock.
-    """
+    """Maximum time to load the model, seconds: CPU time while the worker works, else wall time."""
     command_deadline_s: float = Field(default=60, gt=0)
-    """Seconds until a worker has answered a command, counted likewise."""
+    """Maximum time to answer a command, counted likewise, seconds."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 

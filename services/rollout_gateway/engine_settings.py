@@ -1,16 +1,26 @@
-"""Picks of the gateway's settings those that an engine gets."""
+"""Passes the gateway's settings on to the engine, and makes its workers. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Config
 from paceline.errors import ConfigError
+from paceline.local.forking import Forker
 from paceline.plugins import import_object
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines import ENGINES, find_engine
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.settings import ModelSettings
+from paceline.services.rollout_gateway.features.publisher import ROW_DTYPES
+from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
+
+RING_ROWS = 16_384
+"""Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
+tokens of every round.
+"""
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
@@ -61,3 +71,21 @@ def _script(config: GatewayConfig) -> dict[str, Any]:
     tokenizer = Path(config.tokenizer or config.model) / "tokenizer.json"
     script = read_script(Path(config.engine.script)) if config.engine.script else {}
     return {"tokenizer": str(tokenizer), **script}
+
+
+def row_shape(config: GatewayConfig) -> RowShape | None:
+    """Shape of the hidden rows that workers capture; None where nobody reads any."""
+    if not config.trajectories:
+        return None
+    if path := find_engine(config.engine.kind).row_layout:
+        layout: RowLayout = import_object(path)(engine_settings(config))
+    else:
+        model = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
+        layout = RowLayout.last(int(model.get("hidden_size", 0)))
+    return RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
+
+
+def local_workers(config: GatewayConfig, places: int, forker: Forker | None = None) -> LocalWorkers:
+    """Makes the workers of a host that has `places` of them. `forker`: see LocalWorkers."""
+    settings, rows = engine_settings(config), row_shape(config)
+    return LocalWorkers(config.engine, settings, rows, config.run.heartbeat_s, places, forker)

@@ -28,6 +28,7 @@ from paceline.services.rollout_gateway.calls.planner import Planner
 from paceline.services.rollout_gateway.calls.queue import FairQueue
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_settings import local_workers, row_shape
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import Capability, Request, missing
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
@@ -43,14 +44,12 @@ from paceline.services.rollout_gateway.sessions.agents import Agents
 from paceline.services.rollout_gateway.sessions.outbox import Outbox
 from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.services.rollout_gateway.sessions.tree import Turn
-from paceline.services.rollout_gateway.worker_hosts import local_workers, other_hosts, row_shape
 from paceline.services.rollout_gateway.workers.expiry import Expiry
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.services.rollout_gateway.workers.quarantine import Quarantined
 from paceline.services.rollout_gateway.workers.router import Router
-from paceline.services.rollout_gateway.workers.staff import Staff
 from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.streams import connect
 from paceline.telemetry import get_logger
@@ -101,13 +100,11 @@ class Gateway:
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
         self.first_worker = place.first_worker if place else 0
-        self.worker_hosts = other_hosts(config, self.spool, place)
-        """Those that join it; None: all workers are here."""
         self.router = self._make_router(forker, place)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable, self.shard)
-        self.queue = FairQueue(config.queue, self._room(config.worker_count))
+        self.queue = FairQueue(config.queue, self._room())
         self.sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
         self.toolbox = Toolbox(self.sandbox, config.tools, config.tool_servers)
@@ -130,11 +127,6 @@ class Gateway:
         lent = self.state and self.state / "lent.json"
         self.lending = Lending(self.router.loans, len(self.router.seats), guard, lent)
         self.expiry = Expiry(self.lending)
-        self.staff = Staff(
-            self.router,
-            self.state and self.state / "workers.json",
-            lambda workers: self.queue.lead_to(self._room(workers)),
-        )
 
     def _log_end_tokens(self) -> None:
         """Log the end tokens; a warning where the model has none."""
@@ -146,17 +138,17 @@ class Gateway:
                 model=str(self.config.model_dir),
             )
 
-    def _room(self, workers: int) -> int:
-        """Requests inside so many engines, one more than fits into each: it is there when a place
-        comes free, and no round runs short.
+    def _room(self) -> int:
+        """Requests inside the engines, one more than fits into each: the next request is there when
+        a place comes free, and no round runs short.
         """
-        return workers * (self.config.engine.max_batch + 1)
+        return self.config.worker_count * (self.config.engine.max_batch + 1)
 
     def _make_router(self, forker: Forker | None, place: ReplicaPlace | None) -> Router:
         config = self.config
-        places_here = place.places_here if place else config.places_here
+        places_here = place.places_here if place else config.worker_count
         return Router(
-            config.worker_places,
+            config.worker_count,
             config.engine,
             local_workers(config, places_here, forker),
             row_shape(config),
@@ -165,7 +157,6 @@ class Gateway:
             config.queue.wait_s,
             config.reclaim_after_s,
             self.first_worker,
-            self.worker_hosts,
         )
 
     async def start(self) -> None:
@@ -177,7 +168,6 @@ class Gateway:
         self._log_end_tokens()
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
-        self.staff.take_up(self.config.worker_count)
         self.lending.take_up()
         await self.router.start()
         self.outbox.start()
@@ -187,7 +177,6 @@ class Gateway:
     async def stop(self) -> None:
         """End workers, send what waits for a few seconds, close connections."""
         self.aside.stop()
-        await self.staff.stop()
         await self.router.stop()
         await self.rewards.stop()
         await self.toolbox.stop()

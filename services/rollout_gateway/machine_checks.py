@@ -53,16 +53,8 @@ def sglang(config: GatewayConfig) -> Finding:
 
 
 def places(config: GatewayConfig) -> Finding:
-    """Where engine workers are, and what has to be started on other hosts."""
-
-    def found() -> str:
-        places, others = config.worker_places, config.engine.hosts[1:]
-        if not others:
-            return f"{places} on this host"
-        held = f"{sum(others)} on others: worker_host --host 1 to {len(others)}"
-        return f"{config.places_here} on this host, {held}, which --launcher ray starts"
-
-    return looked_at("engine workers", found)
+    """How many engine workers the gateway starts."""
+    return looked_at("engine workers", lambda: f"{config.worker_count} on this host")
 
 
 async def walls(config: GatewayConfig) -> Finding:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.models.profiles import profile_name
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
@@ -21,4 +20,4 @@ def open_spool(kind: type[S], directory: Path, config: GatewayConfig) -> S:
     drafter = Path(config.drafter)
     if drafter.is_dir() and (drafter / "config.json").is_file():
         initial[int(pb.WEIGHT_TARGET_DRAFTER)] = drafter
-    return kind(directory, initial=initial, profile=profile_name(config.engine.profile))
+    return kind(directory, initial=initial, profile=config.engine.profile)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import Config, SecurityConfig
 from paceline.errors import ConfigError
-from paceline.local.ports import free_ports
-from paceline.report.machine import same_on_hosts
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_places import OF_A_HOST, by_host, shares_of
+from paceline.services.rollout_gateway.engine_places import shares_of
 from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.tagged_json import from_object, to_object
 from paceline.whole_files import write_whole
@@ -25,12 +22,9 @@ class ReplicaPlace:
     shard: Shard
     first_worker: int
     workers: int
-    places_here: int  # of workers of all replicas, on the gateway's own host
+    places_here: int  # workers of all replicas
     sockets: str  # directory of its sockets, private to this user
     state: str  # directory of what it remembers over its restarts
-    hosts: tuple[int, ...] = ()  # of its workers on each host, the gateway's own first
-    hosts_address: str = ""  # where other hosts join it
-    same_on_hosts: Mapping[str, str] = field(default_factory=dict)  # see machine.same_on_hosts
 
     @property
     def name(self) -> str:
@@ -55,39 +49,26 @@ class ReplicaPlace:
 def places(config: GatewayConfig, spool: Path, sockets: Path) -> list[ReplicaPlace]:
     """The replicas of a gateway, which share its workers as evenly as can be.
 
-    Raises ConfigError where there are fewer workers than replicas, or places without a worker.
+    Raises ConfigError where there are fewer workers than replicas.
     """
-    count, workers, hosts = config.replicas, config.worker_places, config.engine.hosts
+    count, workers = config.replicas, config.worker_count
     if count > workers:
         raise ConfigError(
             "gateway.replicas: each replica needs an engine worker",
             seen=f"{count} replicas, {workers} workers",
             allowed=f"at most {workers}, or more gateway.engine.workers",
         )
-    elsewhere = len(hosts) > 1
-    ports = _join_ports(config) if elsewhere else [0] * count
-    host = config.addresses.gateway.rpartition(":")[0]
     return [
         ReplicaPlace(
             Shard(index, count),
             share.start,
             len(share),
-            config.places_here,
+            workers,
             str(sockets),
             str(spool / f"replica-{index}"),
-            by_host(share, hosts),
-            f"{host}:{port}" if elsewhere else "",
-            same_on_hosts(config, OF_A_HOST) if elsewhere else {},
         )
-        for index, (share, port) in enumerate(zip(shares_of(workers, count), ports, strict=True))
+        for index, share in enumerate(shares_of(workers, count))
     ]
-
-
-def _join_ports(config: GatewayConfig) -> Sequence[int]:
-    """Of the replicas, where hosts join them."""
-    if first := config.replica_port:
-        return range(first, first + config.replicas)
-    return free_ports(config.replicas)
 
 
 def check_cores(config: GatewayConfig, cores: int) -> None:
@@ -126,9 +107,7 @@ def _own_settings(place: ReplicaPlace, config: GatewayConfig) -> GatewayConfig:
     sessions, queue = config.sessions, config.queue
     return config.model_copy(
         update={
-            "engine": config.engine.model_copy(
-                update={"workers": place.workers, "most_workers": 0, "hosts": ()}
-            ),
+            "engine": config.engine.model_copy(update={"workers": place.workers}),
             "sessions": sessions.model_copy(update=shared(sessions, "limit", "ended_tokens")),
             "queue": queue.model_copy(update=shared(queue, "limit", "running")),
             **shared(config, "max_unsent_bytes"),

@@ -6,7 +6,6 @@ from paceline.local.processes import stopped
 from paceline.rpc.progress import AGENTS, REDIS, Activity
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.placement import Seat
-from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 
@@ -15,7 +14,7 @@ async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProg
     reception, where this process has one.
     """
     seats = gateway.router.seats
-    workers = [_worker(seat) for seat in seats if seat.process is not None or not seat.vacant]
+    workers = [_worker(seat) for seat in seats]
     agents, queue = gateway.agents, gateway.queue
     counts = {
         "requests_running": queue.running,
@@ -40,17 +39,12 @@ async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProg
     return GetProgressResponse(parts=[part, *workers])
 
 
-def _here(process: WorkerProcess) -> list[int]:
-    return [process.pid_here] if process.pid_here else []
-
-
 def _worker(seat: Seat) -> Part:
     process = seat.process
     if process is None:
-        trouble = "its host is not there" if seat.away else "it is being started"
-        part = seat.activity.part(trouble=trouble)
+        part = seat.activity.part(trouble="it is being started")
     else:
-        part = seat.activity.part({"requests": len(seat.live)}, trouble=stopped(_here(process)))
+        part = seat.activity.part({"requests": len(seat.live)}, trouble=stopped([process.pid]))
     part.ClearField("last_span")  # of this process, not of the worker
     if process is not None and process.unanswered:
         part.doing = part.doing or "takes a command"

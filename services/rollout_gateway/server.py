@@ -31,11 +31,9 @@ from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.place import ReplicaPlace, inside
 from paceline.services.rollout_gateway.progress import progress
-from paceline.services.rollout_gateway.workers.hosts import SERVICE as HOSTS_SERVICE
 from paceline.telemetry import get_logger
 from paceline.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from paceline.v1.workers_pb2_grpc import add_WorkerHostServiceServicer_to_server
 from paceline.weights import (
     SERVICE_NAME,
     Spool,
@@ -96,12 +94,9 @@ async def running(
         server.add(add_ReplicaServiceServicer_to_server, inner, REPLICA_SERVICE)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway, receives))
-    joins = None
-    if place is not None and gateway.worker_hosts is not None:
-        joins = Server(place.hosts_address, config.security)
     probe = asyncio.create_task(_compare_reading(config if place is None else None))
     try:
-        port = await _start(gateway, server, joins)
+        await gateway.start()
     except BaseException:
         await cancel(probe)
         raise
@@ -113,10 +108,7 @@ async def running(
         socket_path = place.http_socket if place else ""
         http, http_task, http_port = await start_http(app, config, socket_path)
         try:
-            if port:
-                server.open()
-            else:
-                port = await server.start()
+            port = await server.start()
             gateway.expiry.start()
             with _collected_seldom():
                 log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
@@ -129,11 +121,9 @@ async def running(
             gateway.agents.offers.stop()
             await gateway.expiry.stop()
             gateway.router.traffic.stop()
-            await gateway.router.keeper.stop_keeping()  # workers of other hosts end with the server
+            await gateway.router.keeper.stop_keeping()
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
-            if joins is not None:
-                await joins.stop(STOP_GRACE_S)
     finally:
         await gateway.stop()
 
@@ -148,23 +138,6 @@ async def _compare_reading(config: GatewayConfig | None) -> None:
     tokenizer = Path(config.tokenizer) if config.tokenizer else None
     for line in await asyncio.to_thread(check_reading, config.model_dir, tokenizer):
         log.warning("the model is read in another way than by transformers", difference=line)
-
-
-async def _start(gateway: Gateway, server: Server, joins: Server | None) -> int:
-    """Starts the gateway. Hosts of its workers join meanwhile, before anybody else is answered: at
-    a server of their own, or at this one, whose port is returned then, else 0.
-    """
-    hosts, joined, port = gateway.worker_hosts, joins or server, 0
-    if hosts is not None:
-        joined.add(add_WorkerHostServiceServicer_to_server, hosts, HOSTS_SERVICE)
-        port = await joined.start(first=HOSTS_SERVICE)
-    try:
-        await gateway.start()
-    except BaseException:
-        if port:
-            await joined.stop(0)
-        raise
-    return 0 if joins else port
 
 
 @contextlib.contextmanager
@@ -191,7 +164,6 @@ def receiver(
         spool,
         guard,
         hooks,
-        max_bytes=config.run.max_version_bytes,
         handover=config.run.handover_dir("gateway") if config.spool else None,
     )
 

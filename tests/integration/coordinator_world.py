@@ -66,10 +66,6 @@ class Script:
     """What the peers are to do, and what they saw."""
 
     workers: int = 2
-    vacant: set[int] = field(default_factory=set)  # places that have no worker
-    elastic: bool = True
-    drain_waits: bool = False
-    unwilling: set[int] = field(default_factory=set)  # workers that do not start
     hold_step: int | None = None  # the rollouts of this step wait until `released`
     hold_round: str = ""  # only what has this in the ids of its groups
     equal: frozenset[str] = frozenset()  # ids of groups whose samples all get the same reward
@@ -85,9 +81,6 @@ class Script:
     hold_policy_step: int | None = None  # the first training of this step never ends
     policy_failures: int = 0
     policy_ranks_lost: int = 0
-    ranks: int = 2  # of the policy
-    most_ranks: int = 8  # that come up
-    ranks_by_step: dict[int, list[int]] = field(default_factory=dict)  # at each training
     workers_lost: int = 0
     drafts: bool = True  # the engine has the probe's arm
     commits_failed: int = 0
@@ -150,29 +143,8 @@ class Gateway(RolloutServiceServicer):
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         count = self.script.workers
-        vacant, elastic = self.script.vacant, self.script.elastic
-        workers = [
-            rollout_pb2.WorkerStatus(worker_index=i, ready=i not in vacant, vacant=i in vacant)
-            for i in range(count)
-        ]
-        return rollout_pb2.GetStatusResponse(workers=workers, elastic=elastic)
-
-    async def AddWorkers(self, request: Any, context: Any) -> Any:
-        self.guard.check(request.context, Track.JOINING)
-        come = [one for one in request.workers if one not in self.script.unwilling]
-        self.script.vacant -= set(come)
-        self.script.order.append(f"add {list(request.workers)}")
-        await self.script.told()
-        failures = {one: "no memory" for one in request.workers if one not in come}
-        return rollout_pb2.AddWorkersResponse(workers=come, failures=failures)
-
-    async def DrainWorkers(self, request: Any, context: Any) -> Any:
-        self.guard.check(request.context, Track.LEAVING)
-        self.script.order.append(f"drain {list(request.workers)} {request.drain_s:g}")
-        await self.script.told()
-        await self.script.until(lambda: not self.script.drain_waits)
-        self.script.vacant |= set(request.workers)
-        return rollout_pb2.DrainWorkersResponse()
+        workers = [rollout_pb2.WorkerStatus(worker_index=i, ready=True) for i in range(count)]
+        return rollout_pb2.GetStatusResponse(workers=workers)
 
     async def RunTasks(self, request: Any, context: Any) -> AsyncIterator[Any]:
         script, step = self.script, request.context.step
@@ -196,9 +168,7 @@ class Gateway(RolloutServiceServicer):
             script.drawn_at.setdefault(step, served.policy)
             script.rolling_out.add(step)
             await script.told()
-        sharing = list(request.workers) or [*range(script.workers)]
-        assert not script.vacant & set(sharing) or not train
-        for place, share in enumerate(sharing):
+        for place in range(script.workers):
             if train and place == 1:
                 if script.bubbles:
                     await asyncio.wait_for(script.activated.wait(), WAIT_S)
@@ -209,11 +179,11 @@ class Gateway(RolloutServiceServicer):
                     await asyncio.wait_for(script.released.wait(), WAIT_S)
             if train and place == 2 and script.bubbles:
                 await asyncio.wait_for(script.joined.wait(), WAIT_S)
-            for sample in self._samples(request, place, len(sharing)):
+            for sample in self._samples(request, place, script.workers):
                 rewards = scored.setdefault(sample.group_id, [])
                 rewards += [sample.reward.value] if sample.HasField("reward") else []
                 yield rollout_pb2.RunTasksResponse(sample=sample)
-            yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=share))
+            yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=place))
         count = sum(map(len, scored.values()))
         tokens = 25 if train else 30
         stats = SpeculationStats(
@@ -370,16 +340,6 @@ class Policy(PolicyServiceServicer):
             self.script.hold_policy_step = None
             self.script.holding.set()
             await asyncio.sleep(WAIT_S)
-        if request.ranks:
-            before, failure = self.script.ranks, ""
-            if request.ranks > self.script.most_ranks:
-                failure = f"rank {before} ended with exit status 1: no GPU"
-            else:
-                self.script.ranks = request.ranks
-            yield policy_pb2.TrainStepResponse(
-                resharded=policy_pb2.Resharded(ranks=self.script.ranks, failure=failure)
-            )
-        self.script.ranks_by_step.setdefault(step, []).append(self.script.ranks)
         if self.script.policy_failures:
             self.script.policy_failures -= 1
             raise InternalError("the loss is not finite", seen="nan")

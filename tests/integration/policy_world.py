@@ -158,7 +158,6 @@ class World:
         deadline_s: float = 20,
         sessions: int = SIBLINGS,
         left_out: bool = False,
-        ranks: int = 0,
     ) -> list[Any]:
         request = pb.TrainStepRequest(
             context=CommandContext(run_id=self.run, step=step, epoch=epoch),
@@ -168,7 +167,6 @@ class World:
                 for g in range(GROUPS)
             ],
             group_deadline_s=deadline_s,
-            ranks=ranks,
         )
         async with channel(self.address, SECURITY) as peer:
             with rpc_errors():

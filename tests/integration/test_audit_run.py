@@ -16,7 +16,7 @@ from paceline.local.patience import patient
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 INEXACT = (
-    "gateway.engine.kind=paceline.services.rollout_gateway.testing.inexact:INEXACT",
+    f"gateway.engine.kind={Path(__file__).parents[1] / 'inexact.py'}:INEXACT",
     "policy_trainer.audit.share=1.0",
     "policy_trainer.audit.least_tokens=100",
     "coordinator.evaluation.probe_prompts=0",

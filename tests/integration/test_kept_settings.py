@@ -41,7 +41,7 @@ TOGETHER = (
     ("coordinator.samples_per_task",),
     ("coordinator.dynamic_sampling_rounds",),
 )
-WORKERS, TASKS = "gateway.engine.most_workers", "coordinator.tasks_path"
+WORKERS, TASKS = "gateway.engine.workers", "coordinator.tasks_path"
 
 
 async def test_a_run_is_not_taken_up_with_other_settings_than_its_state_is_counted_in(

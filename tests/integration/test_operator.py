@@ -54,7 +54,7 @@ async def test_paceline_rollback_serves_the_former_drafter_for_a_step(
         run = await held(script, config)
         assert await said(config, pb.RollBackRequest()) == [
             "drafter d2 serves; d1 from the next commit on; d3 was promoted and waits for a step",
-            "to keep it beyond the next step: paceline pin 1",
+            "to keep it beyond the next step: paceline drafter pin 1",
         ]
         assert await said(config, pb.RollBackRequest()) == await said(
             config, pb.RollBackRequest(drafter_version=1)
@@ -210,8 +210,9 @@ async def test_the_agents_token_chooses_no_drafter(
 
 def test_commands_where_nothing_runs_name_the_address() -> None:
     address = f"127.0.0.1:{free_port()}"
-    alone = ("status", "stop", "pause", "resume", "rollback", "unpin")
-    for command in (["pin", "3"], *([name] for name in alone)):
+    alone = ("status", "stop", "pause", "resume")
+    chosen = (["drafter", *words] for words in (["pin", "3"], ["rollback"], ["unpin"]))
+    for command in (*chosen, *([name] for name in alone)):
         told = CliRunner().invoke(app, [*command, "--address", address])
         assert told.exit_code == 2
         assert f"no coordinator answers; seen: {address}" in " ".join(told.output.split())
@@ -230,8 +231,8 @@ def test_a_run_is_found_by_its_address_or_its_name_and_not_by_two(tmp_path: Path
 
 
 def test_a_version_is_a_number_from_zero_on() -> None:
-    assert CliRunner().invoke(app, ["pin", "-1"]).exit_code == 2
-    assert CliRunner().invoke(app, ["rollback", "newest"]).exit_code == 2
+    assert CliRunner().invoke(app, ["drafter", "pin", "-1"]).exit_code == 2
+    assert CliRunner().invoke(app, ["drafter", "rollback", "newest"]).exit_code == 2
     with pytest.raises(Unavailable):
         asyncio.run(
             choose_drafter(

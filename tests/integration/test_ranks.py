@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,11 +18,11 @@ import pytest
 from listening import beyond_loopback, open_doors
 from standstill import standstill
 
-from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
-from paceline.ranks.group import HostShare, RankGroup, RankLost
+from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Doing, Save, Saved
 from paceline.ranks.watched import WatchedRanks
 from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Started
@@ -91,58 +91,6 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     await watched.wait_ready(patient(20.0))
     assert order == [stand, "start"]
     watching.cancel()
-    await watched.stop(2.0)
-
-
-async def test_a_group_changes_between_two_commands_and_is_as_it_was_where_that_fails(
-    tmp_path: Path,
-) -> None:
-    group = _group(tmp_path, 1, RANK_ECHO_NEWS=STANDS, RANK_ECHO_MOST="2")
-    watched, sizes = watching(group), list[int]()
-    supervising = asyncio.create_task(watched.supervise())
-
-    def resized(size: int) -> Callable[[], None]:
-        def resize() -> None:
-            sizes.append(size)
-            group.resize(HostShare(0, size, size))
-
-        return resize
-
-    await watched.wait_ready(patient(20.0))
-    first = watched.pids
-    with pytest.raises(FailedPrecondition, match="1 run here, of 1 in all"):
-        group.resize(HostShare(0, 2, 2))
-    await watched.change(resized(2), resized(1))
-    assert watched.ready
-    assert len(watched.pids) == 2
-    assert not {*first} & {*watched.pids}
-    with pytest.raises(RankLost, match="no device for this rank"):
-        await watched.change(resized(3), resized(2))
-    await watched.wait_ready(patient(20.0))
-    assert (len(watched.pids), sizes) == (2, [2, 3, 2])
-    supervising.cancel()
-    await watched.stop(2.0)
-
-
-async def test_a_change_that_nobody_waits_for_any_more_is_made_and_its_end_is_answered(
-    tmp_path: Path,
-) -> None:
-    group = _group(tmp_path, 1, RANK_ECHO_NEWS=STANDS)
-    watched, made = watching(group), asyncio.Event()
-    supervising = asyncio.create_task(watched.supervise())
-    await watched.wait_ready(patient(20.0))
-    changing = asyncio.create_task(watched.change(made.set, lambda: None))
-    await asyncio.wait_for(made.wait(), patient(20.0))
-    with pytest.raises(FailedPrecondition, match="being changed"):
-        await watched.change(made.clear, lambda: None)
-    changing.cancel()
-    await watched.wait_ready(patient(20.0))
-    made.clear()
-    changing = asyncio.create_task(watched.change(made.set, lambda: None))
-    await asyncio.wait_for(made.wait(), patient(20.0))
-    supervising.cancel()
-    with pytest.raises(Unavailable, match="not started any more"):
-        await changing
     await watched.stop(2.0)
 
 

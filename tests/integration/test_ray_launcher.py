@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
-from integration.test_elastic_run import ELASTIC, paceline, trained_once
 from ray_cluster import ray_head
 from ray_nodes import WITH_RAY
 
@@ -120,22 +119,6 @@ def test_a_service_comes_back_whether_it_or_its_keeper_dies(
     assert run["trajectories_lost"] == 0
     assert run["trajectories_published"] == run["trajectories_trained"] == 6 * 16
     assert left_over(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_workers_and_ranks_come_and_go_on_the_slots_that_their_pool_has(
-    tmp_path: Path, on_cluster: list[str]
-) -> None:
-    ranks = "policy_trainer.ranks=2"
-    process = demo(tmp_path, "--steps", "500", *SMALL, *ELASTIC, ranks, *on_cluster)
-    wait_for(process, "step 1/500")
-    run = tmp_path / "demo-0-1"
-    assert "worker 1 there" in paceline(run, "add-workers")
-    assert "worker 0 gone" in paceline(run, "drain-workers", "0")
-    assert "the policy has 1 rank" in paceline(run, "set-ranks", "1")
-    paceline(run, "stop")
-    finished(process)
-    trained_once(tmp_path)
 
 
 @pytest.mark.slow

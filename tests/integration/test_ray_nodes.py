@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 from demo_runs import left_over, wait_for
-from integration.test_elastic_run import paceline, trained_once
 from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, started
 
 from paceline.cluster.launcher import RunOnCluster, on_cluster
@@ -59,77 +57,6 @@ def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path:
     assert summary["trajectories_published"] == (
         summary["trajectories_trained"] + sum(summary["trajectories_dropped"].values())
     )
-    assert left_over(tmp_path) == []
-
-
-def test_ranks_of_the_policy_are_on_as_many_nodes_as_its_hosts_and_start_again_without_one(
-    tmp_path: Path,
-) -> None:
-    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
-    two_hosts = ("policy_trainer.hosts=[1,1]", "coordinator.learner_slots=2")
-    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES, 1)}, port) as nodes:
-        process = run_with_redis(tmp_path, f"{HEAD}:{port}", *two_hosts)
-        lines = wait_for(process, "step 1/")
-        trainer, gateway = (host_of(run, name) for name in ("policy_trainer", "gateway"))
-        (second,) = (there := nodes_of_ranks(port)) - {trainer}
-        assert there == {trainer, second}
-        assert second != gateway
-        nodes[second].kill()
-        output, _ = process.communicate(timeout=patient(400))
-        assert process.returncode == 0, "".join(lines) + output
-        assert "the run is taken up again on the nodes that there are" in output
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
-    assert summary["trajectories_lost"] == 0
-    assert left_over(tmp_path) == []
-
-
-def test_ranks_leave_a_node_and_come_back_on_an_operators_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
-    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
-    two_hosts = ("policy_trainer.hosts=[1,1]", "coordinator.learner_slots=2")
-    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:3], 1)}, port):
-        process = run_with_redis(tmp_path, f"{HEAD}:{port}", *two_hosts, "--steps", "500")
-        wait_for(process, "step 1/")
-        both = nodes_of_ranks(port)
-        assert "the policy has 1 rank" in paceline(run, "set-ranks", "1")
-        assert nodes_of_ranks(port) == {host_of(run, "policy_trainer")}
-        assert "the policy has 2 ranks" in paceline(run, "set-ranks", "2")
-        assert nodes_of_ranks(port) == both
-        assert len(both) == 2
-        paceline(run, "stop")
-        output, _ = process.communicate(timeout=patient(400))
-    assert process.returncode == 0, output
-    trained_once(tmp_path)
-    assert left_over(tmp_path) == []
-
-
-def test_workers_of_a_node_that_is_lost_come_back_on_another_and_the_run_goes_on_meanwhile(
-    tmp_path: Path,
-) -> None:
-    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
-    two_hosts = ("gateway.engine.workers=0", "gateway.engine.hosts=[1,1]", "--steps", "1000")
-    address, names = f"{HEAD}:{port}", NODES[:3]  # none to spare
-    with ray_nodes({HEAD: 0, **dict.fromkeys(names, 1)}, port) as nodes:
-        process = run_with_redis(tmp_path, address, *two_hosts)
-        wait_for(process, "step 1/")
-        gateway = host_of(run, "gateway")
-        (second,) = set(names) - {gateway, host_of(run, "policy_trainer")}
-        assert nodes_of("engines.worker.process", port) == {gateway, second}
-        nodes[second].kill()
-        said = wait_for(process, "worker_host_1 is lost")
-        said += wait_for(process, "step ")
-        nodes[second] = started(second, 1, f"--address={address}")
-        said += wait_for(process, "engine worker 1 after")  # its place had none for so long
-        said += wait_for(process, "step ")
-        assert nodes_of("engines.worker.process", port) == {gateway, second}
-        assert "taken up again" not in "".join(said)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=patient(120))
-        assert host_of(run, "gateway") == gateway
-    assert json.loads((run / "summary.json").read_text())["trajectories_lost"] == 0, output
     assert left_over(tmp_path) == []
 
 

@@ -12,10 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.moves import worker_slots
-from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Holder, WorkerState, slot_row
-from paceline.services.coordinator.machine.staff import staying
 from paceline.services.coordinator.machine.state import Phase, Service, State
 from paceline.services.coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
@@ -28,9 +26,6 @@ UNNUMBERED = (
     events.ProfileChosen,
     events.Paused,
     events.Continued,
-    events.WorkersRequested,
-    events.DrainRequested,
-    events.RanksRequested,
     events.ServiceLost,
     events.ServiceBack,
     events.CallFailed,
@@ -42,7 +37,6 @@ def outline(state: State) -> State:
     """The state without its epochs."""
     slots = slot_row(replace(slot, epoch=0) for slot in state.slots)
     lease = state.lease and replace(state.lease, epoch=0)
-    joining, leaving = (replace(one, epoch=0) for one in (state.joining, state.leaving))
     draws = tuple(replace(draw, epoch=0) for draw in state.rollouts.draws)
     rollouts = replace(state.rollouts, epoch=0, draws=draws)
     learner = replace(state.learner, epoch=0)
@@ -53,9 +47,6 @@ def outline(state: State) -> State:
         lease_epoch=0,
         slots=slots,
         lease=lease,
-        joining=joining,
-        leaving=leaving,
-        resharding=replace(state.resharding, epoch=0),
         rollouts=rollouts,
         learner=learner,
     )
@@ -87,7 +78,6 @@ class World(RuleBasedStateMachine):
         pushing=st.booleans(),
         groups=st.integers(1, 3),
         rounds=st.integers(0, 2),
-        vacant=st.integers(0, 7),
     )
     def start(
         self,
@@ -101,12 +91,9 @@ class World(RuleBasedStateMachine):
         pushing: bool,
         groups: int,
         rounds: int,
-        vacant: int,
     ) -> None:
         wanted = RunSettings(
             workers=workers,
-            vacant=vacant % ((1 << workers) - 1),  # one is there
-            elastic=True,
             slots_per_worker=slots_per_worker,
             total_steps=3,
             training_interval_steps=interval,
@@ -151,8 +138,7 @@ class World(RuleBasedStateMachine):
     def take(self, command: commands.Command) -> None:
         match command:
             case commands.RunTasks():
-                everybody = (1 << len(self.state.workers)) - 1
-                self.generating = set(bits(command.workers or everybody))
+                self.generating = set(range(len(self.state.workers)))
             case commands.TrainPolicy():
                 self.stepped = False
             case commands.AwaitService(service):
@@ -184,8 +170,6 @@ class World(RuleBasedStateMachine):
         for worker, worker_state in enumerate(state.workers):
             holders = {state.slots[slot].holder for slot in worker_slots(state.settings, worker)}
             assert len(holders) == 1
-            if worker_state is WorkerState.ABSENT:
-                assert holders <= {Holder.NONE, Holder.POLICY}
             assert (worker_state is WorkerState.TRAINING) == (holders == {Holder.DRAFTER})
             if worker_state is WorkerState.GENERATING and Phase.ROLLOUT in state.phases:
                 assert holders == {Holder.ENGINE}
@@ -296,18 +280,6 @@ class World(RuleBasedStateMachine):
             known = self.state.quarantined
             self.feed(events.PathsBeyondBound(self.tick(), command.epoch, (inexact, inexact)))
             assert self.state.quarantined == tuple(dict.fromkeys((*known, inexact)))
-        elif command.ranks and not self.stepped and self.state.resharding.ranks:
-            epoch, ranks = command.epoch, command.ranks
-            if self.state.resharding.epoch == epoch:
-                kept = events.RanksKept(self.tick(), epoch, 1, "no GPU")
-                comes = ranks % 2
-                self.feed(events.RanksChanged(self.tick(), epoch, ranks) if comes else kept)
-                assert (self.state.resharding.ranks, not self.state.resharding.failure) == (
-                    0,
-                    bool(comes),
-                )
-            self.stepped = True
-            self.feed(events.PolicyStepped(self.tick(), epoch, command.policy_version + 1))
         elif not self.stepped:
             self.stepped = True
             self.feed(events.PolicyStepped(self.tick(), command.epoch, command.policy_version + 1))
@@ -345,7 +317,7 @@ class World(RuleBasedStateMachine):
     @rule(service=st.sampled_from(list(Service)))
     def service_lost(self, service: Service) -> None:
         dead = {
-            Service.GATEWAY: ["RunTasks", "Commit", "Evaluate", "AddWorkers", "DrainWorkers"],
+            Service.GATEWAY: ["RunTasks", "Commit", "Evaluate"],
             Service.POLICY_TRAINER: ["TrainPolicy", "SaveCheckpoints"],
             Service.DRAFTER_TRAINER: ["ActivateDrafter", "JoinDrafter", "PreemptDrafter"],
         }[service]
@@ -388,42 +360,6 @@ class World(RuleBasedStateMachine):
     def an_operator_pauses_or_goes_on(self, paused: bool) -> None:
         self.feed((events.Paused if paused else events.Continued)(self.tick()))
 
-    @precondition(lambda self: self.state.phase in LIVE)
-    @rule(worker=st.integers(0, 4), leaves=st.booleans())
-    def an_operator_asks_for_workers(self, worker: int, leaves: bool) -> None:
-        if leaves:
-            self.feed(events.DrainRequested(self.tick(), (worker,), 5.0))
-        else:
-            self.feed(events.WorkersRequested(self.tick(), (worker,)))
-        assert staying(self.state)
-
-    @precondition(lambda self: self.state.phase in LIVE)
-    @rule(ranks=st.integers(0, 9))
-    def an_operator_wants_other_ranks(self, ranks: int) -> None:
-        before = self.state.resharding
-        self.feed(events.RanksRequested(self.tick(), ranks))
-        taken = self.state.resharding != before
-        slots = len(self.state.settings.policy_slots)
-        assert not taken or (not before.ranks and 1 <= ranks <= slots)
-
-    @precondition(lambda self: "AddWorkers" in self.calls)
-    @rule(starts=st.booleans())
-    def workers_join(self, starts: bool) -> None:
-        command = self.calls.pop("AddWorkers")
-        assert isinstance(command, commands.AddWorkers)
-        epoch, workers = command.epoch, command.workers
-        if starts:
-            self.feed(events.WorkersJoined(self.tick(), epoch, workers))
-        else:
-            self.feed(events.JoinRefused(self.tick(), epoch, workers, "no memory"))
-
-    @precondition(lambda self: "DrainWorkers" in self.calls)
-    @rule()
-    def workers_leave(self) -> None:
-        command = self.calls.pop("DrainWorkers")
-        assert isinstance(command, commands.DrainWorkers)
-        self.feed(events.WorkersLeft(self.tick(), command.epoch, command.workers))
-
     @precondition(lambda self: any(name.startswith("await") for name in self.calls))
     @rule()
     def service_back(self) -> None:
@@ -463,8 +399,6 @@ class World(RuleBasedStateMachine):
                 lambda: self.drafter_news("epochs"),
             ),
             (lambda: "Commit" in self.calls, lambda: self.commit_news(True, False)),
-            (lambda: "AddWorkers" in self.calls, lambda: self.workers_join(True)),
-            (lambda: "DrainWorkers" in self.calls, self.workers_leave),
             (lambda: "Evaluate" in self.calls, self.evaluated),
             (lambda: "SaveCheckpoints" in self.calls, self.saved),
             (

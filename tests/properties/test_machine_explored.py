@@ -14,15 +14,13 @@ from paceline.services.coordinator.machine import (
     rollout,
     rules,
     schedule,
-    staff,
 )
 from paceline.services.coordinator.machine.decision import Decision
 from paceline.services.coordinator.machine.marks import rollout_call
 from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
 from paceline.services.coordinator.machine.slots import Holder, WorkerState
-from paceline.services.coordinator.machine.staff import staying
 from paceline.services.coordinator.machine.state import MachineError, Phase, State
-from paceline.services.coordinator.machine.step import EVENTS, LIVE, step
+from paceline.services.coordinator.machine.step import EVENTS, step
 
 THREE = RunSettings(workers=3, total_steps=2, training_interval_steps=1)
 APART = replace(THREE, placement=Placement.DISAGGREGATED, learner_slots=1)
@@ -115,46 +113,18 @@ PAUSED = {
     "fully_async, colocated": (replace(THREE, **ASYNC, workers=1), 0),
 }
 """As SETTINGS, of runs that an operator pauses."""
-ELASTIC = replace(THREE, workers=2, vacant=2, elastic=True)
-STAFFED = {
-    "sync": (ELASTIC, 0),
-    "sync, the drafter during a push": (replace(ELASTIC, train_during_push=True), 0),
-    "sync, serial drafter": (replace(SERIAL, workers=2, elastic=True), 0),
-    "sync, no drafter, one fault": (
-        replace(ELASTIC, total_steps=1, drafter_enabled=False, accuracy_enabled=True),
-        1,
-    ),
-    "one_step_off, disaggregated": (
-        replace(APART, **ONE_OFF, workers=2, vacant=1, elastic=True),
-        0,
-    ),
-    "fully_async, colocated": (
-        replace(ELASTIC, **ASYNC, drafter_enabled=False),
-        0,
-    ),
-}
-"""As SETTINGS, of runs whose workers join and leave."""
-RESHARDED = {
-    "sync": (replace(THREE, workers=2), 0),
-    "sync, no drafter, one fault": (
-        replace(THREE, workers=2, total_steps=2, drafter_enabled=False),
-        1,
-    ),
-    "one_step_off, disaggregated": (replace(APART, **ONE_OFF, workers=1), 0),
-    "fully_async, colocated": (replace(THREE, **ASYNC, workers=1, drafter_enabled=False), 0),
-}
-"""As SETTINGS, of runs whose policy gets another number of ranks."""
 FEWEST_STATES = 30_000
 ANSWERED = (
-    *(commands.RunTasks, commands.TrainPolicy, commands.Evaluate, commands.SaveCheckpoints),
-    *(commands.AddWorkers, commands.DrainWorkers),
+    commands.RunTasks,
+    commands.TrainPolicy,
+    commands.Evaluate,
+    commands.SaveCheckpoints,
 )
 
 
 def check_state(state: State) -> None:
     """What holds at any time."""
     one_holder_a_slot(state)
-    a_worker_stays_and_who_is_away_owes_nothing(state)
     lag_is_bounded(state)
     training_starts_when_the_rules_allow(state)
     groups_are_drawn_again_within_bounds(state)
@@ -175,11 +145,7 @@ def one_holder_a_slot(state: State) -> None:
     for worker, worker_state in enumerate(state.workers):
         holder = state.slots[worker].holder
         assert (worker_state is WorkerState.TRAINING) == (holder is Holder.DRAFTER)
-        if worker_state is WorkerState.ABSENT:
-            assert holder in (Holder.NONE, Holder.POLICY)
-        elif worker_state is WorkerState.LEAVING:
-            assert holder is not Holder.DRAFTER
-        elif state.phases & {Phase.ROLLOUT, Phase.SUSPENDED} and not interrupted:
+        if state.phases & {Phase.ROLLOUT, Phase.SUSPENDED} and not interrupted:
             assert (worker_state is WorkerState.GENERATING) == (holder is Holder.ENGINE)
     for slot in state.slots.where(Holder.POLICY):
         assert slot in state.settings.policy_slots
@@ -188,15 +154,6 @@ def one_holder_a_slot(state: State) -> None:
     if state.settings.colocated and state.slots.counted(Holder.POLICY):
         assert state.lease is None
         assert not state.workers.counted(WorkerState.GENERATING)
-
-
-def a_worker_stays_and_who_is_away_owes_nothing(state: State) -> None:
-    assert staying(state)
-    assert not state.joining.workers & state.leaving.workers
-    for wanted in (state.joining, state.leaving):
-        assert wanted.called & ~wanted.workers == 0
-    for draw in state.rollouts.running:
-        assert not (draw.called and draw.owed & state.away)
 
 
 def numbers_only_grow(before: State, after: State) -> None:
@@ -255,9 +212,8 @@ def a_set_is_tried_on_a_slot_of_nobody(before: State, after: State) -> None:
         return
     had = set(before.lease.slots) if before.lease else set()
     assert not after.lease or set(after.lease.slots) <= had
-    there = len(after.workers) - after.away.bit_count()
-    if before.committing is None and there > 1:
-        left = there - after.workers.counted(WorkerState.TRAINING)
+    if before.committing is None and len(after.workers) > 1:
+        left = len(after.workers) - after.workers.counted(WorkerState.TRAINING)
         assert left > 0, "nobody tries the set"
 
 
@@ -271,8 +227,7 @@ def nothing_begins_in_a_pause(before: State, after: State) -> None:
     if after.phase is Phase.PAUSED:
         assert after.paused
         assert after.lease is None
-        absent = after.workers.counted(WorkerState.ABSENT)
-        assert after.slots.counted(Holder.ENGINE) == after.settings.engine_slots - absent
+        assert after.slots.counted(Holder.ENGINE) == after.settings.engine_slots
         assert not after.rollouts.running
 
 
@@ -328,16 +283,6 @@ def leads_on(explored: Explored) -> None:
     )
 
 
-def words_are_followed(explored: Explored) -> None:
-    """From every world in which a step is to begin, those who are to join or to leave can do so."""
-    done = explored.lead_to(
-        lambda state: not (state.joining.workers or state.leaving.workers or state.resharding.ranks)
-    )
-    for number, world in enumerate(explored.worlds):
-        left = world.state.rollouts.begun < world.state.settings.total_steps
-        assert number in done or not left or world.state.phase not in LIVE
-
-
 def test_no_order_of_events_and_faults_breaks_a_rule_or_stops_a_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -358,29 +303,15 @@ def test_nor_does_an_operator_who_pauses_the_run_at_any_time(
     assert explored_states(PAUSED, capsys, pauses=2) >= FEWEST_STATES / 10
 
 
-def test_nor_does_an_operator_who_adds_and_drains_workers_at_any_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert explored_states(STAFFED, capsys, staffs=2) >= FEWEST_STATES / 10
-
-
-def test_nor_does_an_operator_who_changes_the_ranks_at_any_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert explored_states(RESHARDED, capsys, staffs=2) >= FEWEST_STATES / 10
-
-
 def explored_states(
     runs: dict[str, tuple[RunSettings, int]],
     capsys: pytest.CaptureFixture[str],
     pauses: int = 0,
-    staffs: int = 0,
 ) -> int:
     states = 0
     for name, (settings, faults) in runs.items():
-        explored = explore(settings, faults, CHECKS, pauses, staffs)
+        explored = explore(settings, faults, CHECKS, pauses)
         leads_on(explored)
-        words_are_followed(explored)
         states += len(explored.worlds)
         with capsys.disabled():
             print(f"\n{name}: {len(explored.worlds):,} states, {explored.moves:,} moves", end="")
@@ -466,23 +397,6 @@ def test_the_explorer_finds_a_pause_that_never_ends(monkeypatch: pytest.MonkeyPa
     stays = tuple(rule for rule in rules.RULES if rule is not rules.go_on)
     monkeypatch.setattr(rules, "RULES", stays)
     found(monkeypatch, replace(THREE, workers=1), "State", pauses=1)
-
-
-def test_the_explorer_finds_tasks_that_wait_for_a_worker_that_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(staff, "interrupted", lambda state: state)
-    with pytest.raises(AssertionError, match="owed"):
-        explore(replace(ELASTIC, vacant=0, total_steps=1), 0, CHECKS, staffs=1)
-
-
-def test_the_explorer_finds_workers_that_never_come_or_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = (rules.join, rules.leave)
-    stays = tuple(rule for rule in rules.RULES if rule not in waits)
-    monkeypatch.setattr(rules, "RULES", stays)
-    explored = explore(ELASTIC, 0, CHECKS, staffs=1)
-    with pytest.raises(AssertionError):
-        words_are_followed(explored)
 
 
 def test_the_explorer_finds_rollouts_that_are_never_taken_up_again(

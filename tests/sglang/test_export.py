@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 
 
 def exported(native: Path, out: Path) -> Path:
-    """What `paceline export-drafter --format sglang` makes of it."""
+    """What `paceline drafter export --format sglang` makes of it."""
     done = CliRunner().invoke(
         app,
         ["--from", str(native), "--model", str(POLICY), "--out", str(out), "--format", "sglang"],

@@ -1,4 +1,4 @@
-"""`paceline rollback`, `pin`, `unpin` and `use-profile`: what serves from the next commit on."""
+"""What an operator chooses to serve: `paceline drafter rollback`, `pin`, `unpin`, `use-profile`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
         console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
     if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
         console.print(
-            f"to keep it beyond the next step: paceline pin {answer.drafters.chosen}",
+            f"to keep it beyond the next step: paceline drafter pin {answer.drafters.chosen}",
             highlight=False,
         )
     return 0

@@ -29,7 +29,7 @@ Overrides = Annotated[
 NoToken = Annotated[
     bool,
     typer.Option(
-        "--no-token", help="make no tokens: every user of this machine may use and steer it"
+        "--no-token", help="create no tokens: every user of this machine may use and steer the run"
     ),
 ]
 ConfigFiles = Annotated[
@@ -37,28 +37,28 @@ ConfigFiles = Annotated[
 ]
 CoordinatorAddress = Annotated[
     str | None,
-    typer.Option(help="where the coordinator listens; else as the settings have it"),
+    typer.Option(help="address of the coordinator; default: from the settings"),
 ]
 LineFormat = Annotated[
     str | None,
     typer.Option(
         "--lines",
         metavar="text|json",
-        help="what is printed: lines to be read, or JSON objects on standard output; else text on "
-        "a terminal, JSON without one",
+        help="form of the output: text lines or JSON objects; default: text on a terminal, else "
+        "JSON",
         show_default=False,
     ),
 ]
 
 LauncherKind = Annotated[
-    str, typer.Option("--launcher", help=f"what starts the processes: {' | '.join(LAUNCHERS)}")
+    str, typer.Option("--launcher", help=f"launcher of the processes: {' | '.join(LAUNCHERS)}")
 ]
 ClusterAddress = Annotated[
     str | None,
     typer.Option(
         "--address",
-        help="with --launcher ray: host:port of the cluster, or auto on a node of it; else one of "
-        "this machine's own",
+        help="with --launcher ray: host:port of the cluster, or auto on its node; default: a "
+        "cluster on this machine",
         show_default=False,
     ),
 ]

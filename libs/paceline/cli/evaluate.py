@@ -41,7 +41,7 @@ class EvaluationOptions:
 
     model: Path
     tasks: Path
-    prompts: int  # the first so many; 0: all
+    prompts: int  # number of prompts, from the beginning; 0: all
     samples: int
     temperature: float
     max_tokens: int

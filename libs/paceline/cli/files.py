@@ -4,8 +4,6 @@ init.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +20,7 @@ from paceline.cli.command import (
     run_to_exit,
     say,
 )
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
 
@@ -42,7 +40,7 @@ def report(
         "compare.html"
     ),
 ) -> None:
-    """Write summary and report of a run as far as it has come; of several also one page."""
+    """Write summary and report of a run at any time; of several runs also a comparison."""
     from paceline.cli.report import report_runs
 
     run_to_exit(report_runs(runs or [], config or [], out, console))
@@ -54,11 +52,9 @@ def page(
         typer.Argument(help="the run, by directory or by its id below runs/", show_default=False),
     ] = None,
     config: ConfigFiles = None,
-    port: Annotated[
-        int, typer.Option(min=0, help="of the loopback address; 0: one that is free")
-    ] = 0,
+    port: Annotated[int, typer.Option(min=0, help="port on loopback; 0: any free port")] = 0,
 ) -> None:
-    """Serve a live page about a run, for this machine's browser alone."""
+    """Serve a live page about a run to browsers on this machine."""
     from paceline.cli.page import serve_page
 
     run_to_exit(serve_page(run, config or [], port, console))
@@ -70,13 +66,13 @@ def why(
         str,
         typer.Argument(
             metavar="STEP|TRACE",
-            help="a step's number, or the beginning of a trace id; else the slowest step",
+            help="number of a step, or beginning of a trace id; default: the slowest step",
             show_default=False,
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Say why a step or a trace took so long: its critical path beside the median step's."""
+    """Print the critical path of a step or a trace beside the median step's, and its main cause."""
     from paceline.cli.why import show_why
 
     try:
@@ -85,65 +81,32 @@ def why(
         raise refused(error) from error
 
 
-def logs(
-    run: Run,
-    services: Annotated[
-        list[str] | None, typer.Argument(help="of these services; else of all", show_default=False)
-    ] = None,
-    lines: Annotated[int, typer.Option("-n", min=1, help="last lines of each")] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on as they grow")] = False,
-) -> None:
-    """Print the ends of the logs of a run."""
-    from paceline.cli.access import run_directory
-
-    try:
-        files = _logs(run_directory(run) / "logs", services or [])
-    except PacelineError as error:
-        raise refused(error) from error
-    tail = shutil.which("tail")
-    if tail is None:
-        raise refused(NotFound("no tail on PATH", seen=os.environ.get("PATH", "")))
-    command = [tail, "-n", str(lines), *(["-F"] if follow else []), "--", *map(str, files)]
-    os.execv(tail, command)  # noqa: S606
-
-
-def _logs(folder: Path, services: list[str]) -> list[Path]:
-    """Logs of services and of their ranks. Raises NotFound for a service that has none."""
-    there = sorted(folder.glob("*.log"))
-    if not services:
-        return there
-    found = [
-        path
-        for name in services
-        for path in there
-        if path.stem == name or path.stem.startswith(f"{name.replace('-', '_')}.")
-    ]
-    if not found:
-        names = ", ".join(path.stem for path in there)
-        raise NotFound("no such logs", seen=", ".join(services), allowed=names or "none yet")
-    return found
-
-
 def evaluate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(min=0, help="the first so many; 0: all")] = 0,
-    samples: Annotated[int, typer.Option(min=1, help="answers to each: avg@k and pass@k")] = 1,
+    prompts: Annotated[
+        int, typer.Option(min=0, help="number of prompts, from the beginning; 0: all")
+    ] = 0,
+    samples: Annotated[
+        int, typer.Option(min=1, help="answers per prompt, for avg@k and pass@k")
+    ] = 1,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 512,
     reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
     environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
-    solved_above: Annotated[float, typer.Option(help="reward above which one counts")] = 0.5,
+    solved_above: Annotated[
+        float, typer.Option(help="reward above which an answer solves its task")
+    ] = 0.5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="PART=COLUMN", help="where prompt, answer, task_id, system stand"),
+        typer.Option(metavar="PART=COLUMN", help="columns of prompt, answer, task_id, system"),
     ] = None,
-    system: Annotated[str, typer.Option(help="the system's message of every task")] = "",
+    system: Annotated[str, typer.Option(help="system message of every task")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Measure a policy on a file of tasks, with a gateway of its own.
+    """Measure a policy on a file of tasks, with its own gateway.
 
     Settings of the gateway: paceline eval DIR FILE gateway.engine.workers=2
     """
@@ -190,12 +153,12 @@ def init(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="file to write")] = Path("paceline.toml"),
     tasks: Annotated[
-        Path | None, typer.Option(help="task file; without one agents bring the tasks")
+        Path | None, typer.Option(help="task file; default: agents bring the tasks")
     ] = None,
     heldout: Annotated[Path | None, typer.Option(help="task file of evaluations")] = None,
     reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
     agents: Annotated[
-        bool, typer.Option("--agents", help="agents claim the tasks; else the gateway answers")
+        bool, typer.Option("--agents", help="agents claim the tasks; default: the gateway answers")
     ] = False,
 ) -> None:
     """Write a commented TOML of a run that trains a model."""
@@ -225,7 +188,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "page": page,
     "why": why,
-    "logs": logs,
     "eval": evaluate,
     "init": init,
 }

@@ -14,21 +14,21 @@ from paceline.whole_files import write_whole
 
 _TEMPLATE = """\
 # A run of Paceline: paceline up --config {file}
-# Every setting, with its default: docs/settings.md. What is left out here has its default.
+# docs/settings.md lists every setting and its default.
 [run]
 id = {id}
-dir = {dir}                   # journal, checkpoints, logs and report; a run goes on from here
+dir = {dir}                   # journal, checkpoints, logs and report; a run resumes from here
 seed = 0
 
 [telemetry]
-spans_dir = {spans}           # what the report's latencies and its trace are made of
+spans_dir = {spans}           # source of the report's latencies and trace
 
 [coordinator]
 steps = 100                   # RL steps
 {tasks}
-prompts_per_step = 16         # tasks of a step ...
-samples_per_task = 8          # ... each answered so many times: a group
-training_interval_steps = 1   # the drafter trains in every so many steps
+prompts_per_step = 16         # tasks per step
+samples_per_task = 8          # samples per task: the group size
+training_interval_steps = 1   # RL steps between two trainings of the drafter
 min_workers_for_training = 1
 
 [coordinator.sampling]
@@ -37,14 +37,14 @@ max_tokens = 512
 {judged}
 [gateway]
 model = {model}
-drafter = "eagle"             # begins with nothing; or off, ngram, a directory
+drafter = "eagle"             # fresh weights; or off, ngram, a directory
 
 [gateway.engine]
 kind = "embedded"             # or "sglang", on GPUs: make setup-sglang
-workers = {workers}           # one on each slot: a GPU, on CPU a core
+workers = {workers}           # one per slot: a GPU, on CPU a core
 threads = 1
-max_batch = 32                # sequences of a worker
-max_sequence_tokens = 1024    # prompt and response
+max_batch = 32                # concurrent sequences per worker
+max_sequence_tokens = 1024    # prompt and response together
 
 [policy_trainer]
 model = {model}
@@ -67,15 +67,15 @@ tasks_path = {tasks}
 {heldout}
 reward = {reward}       # of paceline.services.rollout_gateway.rewards, or package.module:rule"""
 _AGENT = """\
-environment = "external"      # the tasks of your agents: docs/agents.md
-reward = "agent"              # whoever answers scores"""
+environment = "external"      # agents bring the tasks: docs/agents.md
+reward = "agent"              # the agent posts the reward"""
 _CLAIMED = """\
 environment = "external"      # agents claim the tasks: docs/agents.md
 tasks_path = {tasks}
 {heldout}
-reward = {reward}       # of what an agent leaves unscored; "agent": nothing of it is trained"""
+reward = {reward}       # for samples without an agent's reward; "agent": none"""
 _JUDGED = """
-[coordinator.evaluation]      # the gateway itself answers the held-out tasks
+[coordinator.evaluation]      # the gateway runs the held-out tasks
 environment = "single_turn"
 reward = {reward}
 """

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from paceline.cli.plan import plan_run
 from paceline.cli.proxy_checks import look_at_proxies
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
@@ -46,6 +47,7 @@ async def findings(
     yield look_at_proxies(config)
     yield _disk(Path(config.run.dir))
     yield _open_files()
+    yield looked_at("memory", lambda: _memory(files, overrides))
     for spec in SERVICES:
         try:
             launch = launch_of(spec, config, ())
@@ -86,6 +88,10 @@ def _disk(directory: Path) -> Finding:
     if lack:
         return Finding("disk", "fail", lack, "make room, or set run.dir to another disk")
     return Finding("disk", "ok", f"{shutil.disk_usage(there).free >> 20:,} MiB free at {there}")
+
+
+def _memory(files: Sequence[Path], overrides: Sequence[str]) -> str:
+    return "; ".join(plan_run(files, overrides).lines).removeprefix("memory: ")
 
 
 def _open_files() -> Finding:

@@ -39,8 +39,8 @@ from paceline.speculators.kinds import SPECULATORS, drafter_directory
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Reinforcement-learning post-training with speculative rollouts whose drafter learns in "
-    "their idle time.",
+    help="Reinforcement-learning post-training with speculative rollouts and a drafter that "
+    "trains in idle time.",
 )
 
 # gRPC reads these when it is loaded: its remarks would tear the live view, and children are exec'ed
@@ -48,25 +48,24 @@ app = typer.Typer(
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+drafter = typer.Typer(no_args_is_help=True, help="Train, export and choose drafters.")
+app.add_typer(drafter, name="drafter")
+
 SERVICE_NAMES = [spec.command_name for spec in SERVICES if spec.address_key]
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that hands its whole line, --help included, to a module."""
 
 TOOLS = {
-    "train-drafter": (
+    "train": (
         "paceline.services.drafter_trainer.offline",
         "Train a drafter offline from conversations, for a warm start.",
     ),
-    "export-drafter": (
+    "export": (
         "paceline.services.drafter_trainer.export",
         "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint.",
     ),
-    "profile": (
-        "paceline.services.rollout_gateway.profile_command",
-        "Round a model by profiles, and measure each against float32.",
-    ),
 }
-"""Command -> module that parses the rest of the line, and what the list of commands says of it."""
+"""Command of `paceline drafter` -> module that parses the rest of the line, and its help."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -180,28 +179,6 @@ def up(
 
 
 @app.command()
-def plan(
-    overrides: Overrides = None,
-    config: ConfigFiles = None,
-    gpus: Annotated[
-        str,
-        typer.Option(
-            metavar="COUNTxGIB", help="for such GPUs, e.g. 8x80, instead of this machine's"
-        ),
-    ] = "",
-) -> None:
-    """Print what each service of a run takes of a GPU's memory, or why it cannot fit."""
-    from paceline.cli.plan import parse_gpus, plan_run
-
-    try:
-        given = parse_gpus(gpus) if gpus else None
-        lines = plan_run(list(config or []), list(overrides or ()), given).lines
-    except PacelineError as error:
-        raise refused(error) from error
-    print("\n".join(lines))
-
-
-@app.command()
 def demo(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 80,
@@ -216,10 +193,10 @@ def demo(
         Path | None, typer.Option(help="serve this drafter and never train it")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="settings in the place of examples/demo/demo.toml")
+        Path | None, typer.Option(help="settings file instead of examples/demo/demo.toml")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="ID", help="continue the run of this id")
+        str | None, typer.Option(metavar="ID", help="id of the run to continue")
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
     no_token: NoToken = False,
@@ -253,15 +230,15 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[RUN | KEY=VALUE...]",
-            help="a run that goes on, by directory, id or the coordinator's host:port; or settings "
-            "of one that is to come",
+            help="a live run, by directory, id or the coordinator's host:port; or settings of a "
+            "future run",
             show_default=False,
         ),
     ] = None,
     config: ConfigFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Check this machine before a run; or, with RUN, show who waits for whom in it."""
+    """Check this machine before a run; or, with RUN, show which service waits for which."""
     from paceline.cli.access import find_coordinator
     from paceline.cli.doctor import check_machine, check_run
 
@@ -277,6 +254,8 @@ def doctor(
 
 for _command in operate.COMMANDS:
     app.command()(_command)
+for _command in operate.DRAFTER_COMMANDS:
+    drafter.command()(_command)
 for _name, _work in files.COMMANDS.items():
     app.command(_name)(_work)
 
@@ -299,7 +278,7 @@ def bench(context: typer.Context) -> None:
 
 
 def _add_tool(name: str, module: str, help_text: str) -> None:
-    @app.command(name, help=help_text, context_settings=REST)
+    @drafter.command(name, help=help_text, context_settings=REST)
     def run_tool(context: typer.Context) -> None:
         become(module, *context.args)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import memory_plan
-from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan, shown
+from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.local.processes import usable_cores
 from paceline.local.run_settings import gpu_settings, settings_of_run
 from paceline.models.config import read_config
@@ -29,7 +29,7 @@ class Checked(NamedTuple):
     """What a run gets."""
 
     lines: list[str]
-    """To be shown: one a service, and a warning where memory is short."""
+    """The memory that the run needs, in a sentence, and a warning where it is short."""
     overrides: list[str]
     """Settings that follow from the others, of those that are left open: what is given may change
     in its file before a service starts again.
@@ -47,8 +47,8 @@ def plan_run(
     *,
     elsewhere: bool = False,
 ) -> Checked:
-    """The plan of a run's settings; `gpus`: bytes of each, else those of this machine. `elsewhere`:
-    the slots are a cluster's, of whose GPUs no more is known than that each has one.
+    """Check a run's settings against its machine; `gpus`: bytes of each GPU, by default those of
+    this machine. `elsewhere`: the slots belong to a cluster, each with a GPU of unknown size.
 
     Raises ConfigError where slots and ranks contradict each other, or where a GPU is too small.
     """
@@ -65,24 +65,21 @@ def plan_run(
     per_worker = coordinator.slots_per_worker
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
-    slots, cores = gateway.worker_places * per_worker, usable_cores()
-    here = gateway.places_here * per_worker  # of them, on the trainers' host
-    named = policy.ranks or sum(policy.hosts)
-    leased = coordinator.learner_slots or (slots if named else here)
+    slots, cores = gateway.worker_count * per_worker, usable_cores()
+    leased = coordinator.learner_slots or slots
     count = leased if elsewhere and on_gpus else len(gpus)
-    ranks = memory_plan.policy_ranks(named, leased, cores=cores, gpus=count)
+    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, gpus=count)
     if gpus:
-        own = policy.hosts[0] if policy.hosts else ranks
-        _check_enough("policy_trainer.ranks", policy.device, own, len(gpus))
-        _check_enough("slots of the drafter", drafter.device, here, len(gpus))
+        _check_enough("policy_trainer.ranks", policy.device, ranks, len(gpus))
+        _check_enough("slots of the drafter", drafter.device, slots, len(gpus))
         engine = gateway.engine
         if coordinator.learner_slots and engine.kind == "sglang" and engine.sglang.device != "cpu":
-            apart = here + coordinator.learner_slots
+            apart = slots + coordinator.learner_slots
             _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
     _check_profiles(gateway.engine, coordinator.profiles)
     _check_correction(gateway, policy, coordinator.profiles)
-    lines = [*_memory(found, ranks, gpus), *_elsewhere(gateway.engine.hosts)]
-    chosen = [] if named else [f"policy_trainer.ranks={ranks}"]
+    lines = _memory(found, ranks, gpus)
+    chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
     chosen += _trajectories(gateway.trajectories)
     stays = gateway.engine.kind == "sglang" and gateway.engine.sglang.profile
     chosen += ["coordinator.profile_stays=true"] if stays else []
@@ -91,20 +88,13 @@ def plan_run(
     return Checked(lines, chosen, start_s, coordinator.steps)
 
 
-def _elsewhere(hosts: Sequence[int]) -> list[str]:
-    """What the memory above leaves out, since other machines have it."""
-    others = hosts[1:]
-    found = f"{sum(others)} on {len(others)} more"
-    return [f"engine workers: {hosts[0]} here, {found}, each as large as here"] if others else []
-
-
 def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:
     """Raises ConfigError where a GPU is asked for and there is none, before anything is started."""
     if wanted and not gpus and not any(Path(path).exists() for path in _GPU_FILES):
         raise ConfigError(
             "this machine has no GPU",
             seen=", ".join(f"{key}=cuda" for key in wanted),
-            allowed="cpu here; `paceline plan --gpus 8x80` plans for another machine",
+            allowed="cpu",
         )
 
 
@@ -192,10 +182,10 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
         model = read_config(gateway.model_dir, experts=gateway.engine.kind == "sglang")
         states = _kept_states(gateway, model.num_layers)
     except PacelineError as error:
-        return [f"no memory plan: {error}"]  # its service says what is wrong with a model
+        return [f"memory is unknown: {error}"]  # its service reports what is wrong with a model
     engine, on_gpus = _engine(gateway, model, states, gpus)
     if model.experts:
-        return [str(engine), "a model with experts is served, by `paceline serve`, and not trained"]
+        return [f"memory: {engine}; a model with experts is served and not trained"]
     plan = RunPlan(
         engine,
         memory_plan.policy_plan(
@@ -222,11 +212,8 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
     )
     if gpus and on_gpus and drafter.device == "cuda":
         plan.check(min(gpus))
-        return [*map(str, plan.services), plan.turns(min(gpus))]
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = sum(one.devices * one.total for one in plan.services)
-    short = f"memory may run short: {shown(needed)} of {shown(ram)}"
-    return [*map(str, plan.services), *([short] if needed > ram else [])]
+        return [plan.turns(min(gpus))]
+    return [plan.together(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
 
 
 def _kept_states(gateway: Any, num_layers: int) -> int:
@@ -239,7 +226,7 @@ def _kept_states(gateway: Any, num_layers: int) -> int:
 
 def _engine(gateway: Any, model: Any, states: int, gpus: Sequence[int]) -> tuple[ServicePlan, bool]:
     """The plan of the engine's workers, and whether they compute on GPUs."""
-    engine, workers = gateway.engine, gateway.places_here
+    engine, workers = gateway.engine, gateway.worker_count
     item, own = _ITEM[engine.dtype], engine.sglang
     if engine.kind == "sglang":
         memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)
@@ -299,11 +286,3 @@ def _rows(said: str) -> Iterator[tuple[str, str, str]]:
         match [part.strip() for part in line.split(",")]:
             case [index, uuid, mebibytes] if mebibytes.isdigit():
                 yield index, uuid, mebibytes
-
-
-def parse_gpus(text: str) -> list[int]:
-    """Bytes of each GPU that `8x80` means: eight of 80 GiB. Raises ConfigError."""
-    count, _, gib = text.partition("x")
-    if not (count.isdigit() and gib.isdigit() and int(count) and int(gib)):
-        raise ConfigError("no GPUs", seen=text, allowed="COUNTxGIB, such as 8x80")
-    return [int(gib) << 30] * int(count)

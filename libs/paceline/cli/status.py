@@ -37,9 +37,6 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     if snapshot.paused:
         when = "" if snapshot.phase == "paused" else " when what is under way has ended"
         console.print(f"paused{when}; to go on: paceline resume", highlight=False, soft_wrap=True)
-    if snapshot.ranks_wanted:
-        told = f"ranks of the policy from the next step on that trains: {snapshot.ranks_wanted}"
-        console.print(told, highlight=False, soft_wrap=True)
     if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
         console.print(drafter_line(snapshot.drafters), highlight=False, soft_wrap=True)
     console.print(_slots_table(snapshot.slots))

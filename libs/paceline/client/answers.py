@@ -1,5 +1,5 @@
-"""What the gateway answers, as typed values. Owns reading them from JSON; a field that is missing
-or of another kind raises DataLoss. `raw` is always the JSON as it came.
+"""The gateway's answers as typed values, read from JSON. A field that is missing or of another kind
+raises DataLoss. `raw` is always the received JSON.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one answer."""
+    """Token counts of one answer."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt: not computed anew
+    cached_tokens: int = 0  # of the prompt, reused from the cache
 
     @classmethod
     def read(cls, data: Any) -> Usage:
-        """Zeros where the gateway said nothing."""
+        """Zeros for absent counts."""
         if not isinstance(data, dict):
             return cls()
         details = data.get("prompt_tokens_details") or {}
@@ -40,14 +40,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A model's wish to call a tool."""
+    """A model's call of a tool."""
 
     id: str
     name: str
     arguments: str  # JSON text as the model wrote it
 
     def parsed(self) -> Json:
-        """The arguments as an object. Raises InvalidInput when the model wrote something else."""
+        """The arguments as an object. Raises InvalidInput when the model wrote anything else."""
         try:
             value = json.loads(self.arguments or "{}")
         except ValueError as error:
@@ -62,7 +62,7 @@ class ToolCall:
 
     @classmethod
     def read(cls, data: Json) -> ToolCall:
-        """From OpenAI's spelling."""
+        """From OpenAI's form."""
         function = need(data, "function", dict)
         return cls(
             str(data.get("id") or ""),
@@ -75,7 +75,7 @@ class ToolCall:
 class ChatAnswer:
     """One assistant message.
 
-    Append `message` to the conversation as it is: the gateway then knows its tokens again.
+    Append `message` to the conversation unchanged: the gateway then finds its tokens again.
     """
 
     completion_id: str
@@ -84,7 +84,7 @@ class ChatAnswer:
     finish_reason: str  # "stop", "length", "tool_calls"
     usage: Usage
     tool_calls: tuple[ToolCall, ...] = ()
-    reasoning: str = ""  # what the model thought before it spoke
+    reasoning: str = ""  # the model's reasoning before its content
     token_ids: tuple[int, ...] | None = None  # with return_token_ids
     raw: Json = field(default_factory=dict, repr=False)
 
@@ -158,7 +158,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What the gateway knows of a session."""
+    """The gateway's record of a session."""
 
     id: str
     state: State
@@ -176,7 +176,7 @@ class SessionInfo:
 
     @classmethod
     def read(cls, data: Json) -> SessionInfo:
-        """From a session object; only id and state must be there."""
+        """From a session object; only id and state are required."""
         reward = data.get("reward")
         return cls(
             id=need(data, "id", str),
@@ -197,7 +197,7 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
-    """A session as its opener sees it; the only answer that holds the key."""
+    """A session for its opener; the only answer with the key."""
 
     id: str
     api_key: str = field(repr=False)
@@ -221,9 +221,9 @@ class Sample:
     """One training sample of a session, T tokens."""
 
     token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]  # [T] 1 where the model said the token
-    behavior_logprobs: tuple[float, ...]  # [T] 0.0 where it did not
-    version_spans: tuple[Any, ...]  # which policy version said what, as the gateway spells it
+    loss_mask: tuple[int, ...]  # [T] 1 for a token drawn by the model
+    behavior_logprobs: tuple[float, ...]  # [T] 0.0 for other tokens
+    version_spans: tuple[Any, ...]  # policy versions of the tokens, in the gateway's form
     reward: float | None
 
     @classmethod
@@ -241,9 +241,7 @@ class Sample:
 
 @contextmanager
 def documented_shape() -> Iterator[None]:
-    """Around whatever reads an answer: one of another shape than docs/agents.md says raises
-    DataLoss.
-    """
+    """Wraps the reading of an answer: a shape that differs from docs/agents.md raises DataLoss."""
     try:
         yield
     except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
@@ -271,7 +269,7 @@ def text_of(data: Json, name: str) -> str:
 
 
 def only_choice(data: Json) -> Json:
-    """The one choice asked for. Raises DataLoss."""
+    """The requested choice. Raises DataLoss."""
     choices = need(data, "choices", list)
     if len(choices) != 1 or not isinstance(choices[0], dict):
         raise DataLoss("the answer does not hold one choice", seen=len(choices), allowed=1)
@@ -279,7 +277,7 @@ def only_choice(data: Json) -> Json:
 
 
 def reasoning_of(message: Json) -> str:
-    """What the model thought, under either of the names servers use."""
+    """The model's reasoning, under either of the usual names."""
     return text_of(message, "reasoning_content") or text_of(message, "reasoning")
 
 

@@ -1,4 +1,4 @@
-"""Spells every call of the gateway's HTTP API as a value: path, body, what may be asked twice."""
+"""Every call of the gateway's HTTP API as a value: path, body, and whether it may be repeated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESSAGE_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class GatewayCall(Generic[T]):
-    """One call. `repeatable`: asking again after a lost answer does no harm."""
+    """One call. `repeatable`: repeating it after a lost answer does no harm."""
 
     method: str
     path: str
@@ -40,12 +40,12 @@ class GatewayCall(Generic[T]):
     repeatable: bool = True
     slow: bool = False  # may take as long as a generation
     deadline_s: float | None = None  # None: the client's
-    extra_s: float = 0.0  # added to the client's deadline: what the call waits by design
-    accepts: tuple[int, ...] = ()  # statuses besides 200 and 201 that are answers
-    ends_as: tuple[str, ...] = ()  # states of the session, any of which is what was asked for
+    extra_s: float = 0.0  # added to the client's deadline: the call's intended wait
+    accepts: tuple[int, ...] = ()  # further statuses that are answers, besides 200 and 201
+    ends_as: tuple[str, ...] = ()  # session states that satisfy the call
 
     def content(self) -> bytes | None:
-        """The body as bytes. Raises InvalidInput for what JSON cannot say."""
+        """The body as bytes. Raises InvalidInput for values that JSON cannot express."""
         if self.body is None:
             return None
         try:
@@ -67,14 +67,14 @@ def models() -> GatewayCall[tuple[str, ...]]:
 
 
 def current(api_key: str) -> OpenedSession:
-    """The session of a key, known by that alone. Raises InvalidInput."""
+    """The session of a key, with only the key known. Raises InvalidInput."""
     if not check_header(api_key, "key"):
         raise InvalidInput("a session's key is empty")
     return OpenedSession("current", api_key, "", None)
 
 
 def open_session(about: Mapping[str, Any]) -> GatewayCall[OpenedSession]:
-    """Asked again after a lost answer: a session that nobody knows has said nothing and ends by its
+    """Repeatable after a lost answer: a session without a caller has no turns and ends by its
     time-out.
     """
     return GatewayCall("POST", "/v1/sessions", _opened, body=given(about))
@@ -83,7 +83,7 @@ def open_session(about: Mapping[str, Any]) -> GatewayCall[OpenedSession]:
 def claim(
     wait_s: float, timeout_s: float | None, override_sampling: bool | None = None
 ) -> GatewayCall[OpenedSession | None]:
-    """A session for the next task of the run; None when none came within `wait_s`."""
+    """A session for the next task of the run; None if none arrives within `wait_s`."""
     about = {"wait_s": wait_s, "timeout_s": timeout_s, "override_sampling": override_sampling}
     body = given({"claim": True, **about})
 
@@ -94,7 +94,7 @@ def claim(
 
 
 def session_info(session_id: str, key: str = "") -> GatewayCall[SessionInfo]:
-    """Where a session stands."""
+    """State of a session."""
     return GatewayCall("GET", _path(session_id), _info, key)
 
 
@@ -104,7 +104,7 @@ def export_tree(session_id: str, key: str = "") -> GatewayCall[Json]:
 
 
 def export_samples(session_id: str, key: str = "") -> GatewayCall[tuple[Sample, ...]]:
-    """What is or would be trained."""
+    """The samples for training."""
     return GatewayCall(
         "GET",
         _path(session_id, "/export?form=samples"),
@@ -136,7 +136,7 @@ def reward(
 def reward_completion(
     completion_id: str, value: float, accumulate: bool = False
 ) -> GatewayCall[SessionInfo]:
-    """A reward of a turn whose session the caller does not know."""
+    """A reward of a turn in an unknown session."""
     return GatewayCall(
         "POST", "/v1/rewards", _info, body=_reward_body(value, completion_id, accumulate)
     )
@@ -145,7 +145,7 @@ def reward_completion(
 def complete(
     session_id: str, value: float | None = None, key: str = ""
 ) -> GatewayCall[SessionInfo]:
-    """End a session. Slow: a task of the run is scored by its rule before the answer comes."""
+    """Ends a session. Slow: a task of the run is scored by its rule before the answer."""
     body = {} if value is None else {"reward": finite(value)}
     ends_as = ("final", "unscored")
     return GatewayCall(
@@ -154,14 +154,14 @@ def complete(
 
 
 def abort(session_id: str, key: str = "") -> GatewayCall[SessionInfo]:
-    """End a session; nothing of it is trained."""
+    """Ends a session; none of its tokens are trained."""
     return GatewayCall("POST", _path(session_id, "/abort"), _info, key, {}, ends_as=("aborted",))
 
 
 def fail(
     session_id: str, reason: Literal["infra", "data"], message: str = "", key: str = ""
 ) -> GatewayCall[SessionInfo]:
-    """End a session that could not be played to its end."""
+    """Ends a session that could not be completed."""
     if reason not in FAIL_REASONS:
         raise InvalidInput(
             "unknown reason of a failure", seen=repr(reason), allowed=", ".join(FAIL_REASONS)
@@ -206,7 +206,7 @@ def given(fields: Mapping[str, Any]) -> Json:
 
 
 def finite(value: float) -> float:
-    """A reward. Raises InvalidInput for what is not a finite number; True is 1.0."""
+    """A reward. Raises InvalidInput for a value that is not a finite number; True is 1.0."""
     try:
         number = float(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A streamed chat answer: chunks in, deltas out, and the message they add up to. Owns no bytes."""
+"""A streamed chat answer: chunks in, deltas out, and the joined message."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from paceline.errors import FailedPrecondition
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """News of one tool call; joined by index, names and arguments give the whole."""
+    """An update of one tool call; joined by index, names and arguments give the whole call."""
 
     index: int
-    id: str = ""  # with the first news of a call
-    name: str = ""  # with the first news of a call
+    id: str = ""  # in the first update of a call
+    name: str = ""  # in the first update of a call
     arguments: str = ""  # more of the JSON text
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of an answer. `str(delta)` is its text."""
+    """An update of an answer. `str(delta)` is its text."""
 
     completion_id: str
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()  # with return_token_ids
-    finish_reason: str = ""  # of the last one
+    finish_reason: str = ""  # of the last delta
 
     def __str__(self) -> str:
         return self.text
 
 
 class Joined:
-    """Adds up the chunks of one streamed answer."""
+    """Joins the chunks of one streamed answer."""
 
     def __init__(self) -> None:
         self._head: Json = {}
@@ -59,9 +59,9 @@ class Joined:
         self._raw_usage: Any = None
 
     def add(self, chunk: Json) -> Delta | None:
-        """What this chunk says; None for one that holds usage alone.
+        """The delta of this chunk; None for a chunk with usage alone.
 
-        Raises the error that it carries, or DataLoss.
+        Raises the error that the chunk carries, or DataLoss.
         """
         if "error" in chunk:
             raise error_in_stream(chunk)
@@ -99,7 +99,7 @@ class Joined:
         return delta
 
     def answer(self) -> ChatAnswer:
-        """The whole answer. Raises FailedPrecondition while it has not ended."""
+        """The whole answer. Raises FailedPrecondition before its end."""
         if not self._finish:
             raise FailedPrecondition(
                 "the streamed answer has not ended; iterate to its end first", reason="NOT_ENDED"

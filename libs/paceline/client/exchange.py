@@ -1,7 +1,7 @@
-"""Sets httpx up, sends one request with a deadline, and reads what its errors mean.
+"""Configures httpx, sends one request with a deadline, and interprets its errors.
 
-What asyncio and blocking calls do differently stands here twice, side by side: a deadline of
-asyncio cancels, one of a blocking call needs a time-out for every phase and a timer.
+The differences between asyncio and blocking calls are here, side by side. A deadline of asyncio
+cancels; a blocking call needs a time-out for every phase, and a timer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOT_SENT = (
 def http_options(settings: ClientSettings, verify: bool | ssl.SSLContext) -> dict[str, Any]:
     """Arguments of httpx.Client and httpx.AsyncClient.
 
-    Redirects are not followed: they would carry the key away.
+    Redirects are not followed, since they would pass the key to another server.
     """
     limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S)
     return {
@@ -52,9 +52,9 @@ def http_options(settings: ClientSettings, verify: bool | ssl.SSLContext) -> dic
 
 
 def direct(url: str, verify: bool | ssl.SSLContext = True) -> dict[str, Any]:
-    """Arguments of httpx's clients by which a URL of this machine is reached without a proxy.
+    """Arguments of httpx's clients for reaching a URL of this machine without a proxy.
 
-    httpx reads the variables of proxies and those of trusted certificates, or neither.
+    httpx reads the variables for proxies and for trusted certificates, or neither.
     """
     if proxied(url):
         return {"verify": verify}
@@ -64,7 +64,7 @@ def direct(url: str, verify: bool | ssl.SSLContext = True) -> dict[str, Any]:
 
 
 def lost_by(error: httpx.RequestError, *, late: bool) -> Lost:
-    """What an error of httpx means for the call."""
+    """The meaning of an httpx error for the call."""
     late = late or isinstance(error, httpx.TimeoutException)
     return Lost(
         sent=not isinstance(error, _NOT_SENT), late=late, cause=error, hopeless=_untrusted(error)
@@ -72,7 +72,7 @@ def lost_by(error: httpx.RequestError, *, late: bool) -> Lost:
 
 
 def within_bounds(size: int) -> int:
-    """Raises DataLoss when an answer grows beyond what is kept in memory."""
+    """Raises DataLoss when an answer exceeds the limit in memory."""
     if size > MAX_ANSWER_BYTES:
         raise DataLoss(
             "the answer is too long",
@@ -83,7 +83,7 @@ def within_bounds(size: int) -> int:
 
 
 def broken_off(cause: Exception | None, *, late: bool) -> PacelineError:
-    """The error of a stream that ended before its end."""
+    """The error of a stream that broke off."""
     error: PacelineError
     if late:
         error = DeadlineExceeded("the deadline passed while the answer was streamed")
@@ -96,25 +96,25 @@ def broken_off(cause: Exception | None, *, late: bool) -> PacelineError:
 
 
 def async_until(end: float) -> asyncio.Timeout:
-    """Around what awaits: raises TimeoutError at `end`."""
+    """Wraps awaiting code: raises TimeoutError at `end`."""
     return asyncio.timeout(end - time.monotonic())
 
 
 def until(end: float) -> AbstractContextManager[None]:
-    """Around what blocks: `exchange` has bounded it already."""
+    """Wraps blocking code, which `exchange` has already bounded."""
     return nullcontext()
 
 
 def async_exchange(
     http: httpx.AsyncClient, send: Send, end: float
 ) -> AbstractAsyncContextManager[httpx.Response]:
-    """A response whose head has come; `async_until` bounds it."""
+    """A response with its head received, bounded by `async_until`."""
     return http.stream(send.method, send.path, headers=dict(send.headers), content=send.content)
 
 
 @contextmanager
 def exchange(http: httpx.Client, send: Send, end: float) -> Iterator[httpx.Response]:
-    """A response whose head has come and whose body ends by `end`."""
+    """A response with its head received; its body ends by `end`."""
     headers, extensions = dict(send.headers), {"timeout": TimeLeft(end)}
     with (
         http.stream(
@@ -126,8 +126,8 @@ def exchange(http: httpx.Client, send: Send, end: float) -> Iterator[httpx.Respo
 
 
 class TimeLeft(dict[str, float]):
-    """httpx's time-outs, counted when they are looked up: each phase of an exchange gets what the
-    earlier ones left.
+    """httpx's time-outs, computed on access: each phase of an exchange gets the time left by the
+    earlier phases.
     """
 
     def __init__(self, end: float) -> None:
@@ -141,11 +141,10 @@ class TimeLeft(dict[str, float]):
 
 @contextmanager
 def cut_off(response: httpx.Response, end: float) -> Iterator[None]:
-    """Shut the connection down at `end`: a body that comes in drops, or stalls, does not outlast
-    the deadline.
+    """Closes the connection at `end`, so a slow or stalled body cannot exceed the deadline.
 
-    httpx bounds each read of a body, not their sum. A body that is cut may look whole: look at the
-    clock afterwards.
+    httpx bounds each read of a body, not their sum. A truncated body may look complete, so check
+    the clock afterwards.
     """
     connection = response.extensions["network_stream"].get_extra_info("socket")
     timer = Timer(max(end - time.monotonic(), 0.0), _shut_down, (connection,))
@@ -159,14 +158,14 @@ def cut_off(response: httpx.Response, end: float) -> Iterator[None]:
 
 def _shut_down(connection: socket) -> None:
     try:
-        # the socket below TLS: its reader is in the middle of a read
+        # the socket below TLS, since its reader is in the middle of a read
         socket.shutdown(connection, SHUT_RDWR)
     except OSError:
-        return  # closed meanwhile: nobody reads any more
+        return  # already closed, without a reader
 
 
 def _untrusted(error: BaseException | None) -> bool:
-    """True when the peer's certificate is not trusted: no attempt will change that."""
+    """True when the peer's certificate is not trusted; no further attempt changes that."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True

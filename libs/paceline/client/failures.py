@@ -1,7 +1,4 @@
-"""Errors of paceline.errors from what came back.
-
-Owns the table of HTTP statuses; not what is tried again.
-"""
+"""Errors of paceline.errors from answers, by a table of HTTP statuses."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ _SHOWN = 300
 
 
 def error_of(status: int, body: bytes) -> PacelineError:
-    """The error that an answer of this status says. A body that is not the gateway's is quoted."""
+    """The error for an answer of this status. A foreign body is quoted."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError):
@@ -67,7 +64,7 @@ def _error(status: int, said: Any, body: bytes) -> PacelineError:
     reason = code.upper() if isinstance(code, str) and code else None
     if status == 401:
         reason = UNAUTHENTICATED
-    # The class whose own reason it is, which the gateway raised; for any other the status's.
+    # The class with this reason, which the gateway raised; otherwise the class of the status.
     kind = errors.FAMILIES.get(reason or "", _family(status))
     return kind(detail["message"], reason=reason)
 

@@ -1,8 +1,8 @@
-"""Decides attempts, waits, deadlines and what a lost answer means, without I/O.
+"""Decides attempts, waits and deadlines, and the meaning of a lost answer, without I/O.
 
-A flow is a generator. It yields what to do (`Send`, `Pause`), is sent what came of it, and returns
-the result. The synchronous and the asynchronous client carry out the same flows; neither decides
-anything.
+A flow is a generator. It yields an action (`Send`, `Pause`), receives the action's outcome, and
+returns the result. The synchronous and the asynchronous client run the same flows, without
+decisions of their own.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from paceline.errors import (
 
 T = TypeVar("T")
 REFUSED_UNBEGUN = (429, 503)
-"""The gateway says so before it begins."""
+"""Statuses with which the gateway refuses a call before starting it."""
 LOST_ON_THE_WAY = (502, 504)
-"""A proxy lost the answer: the gateway may have done what was asked."""
+"""Statuses of a proxy that lost the answer: the gateway may have carried out the call."""
 LONG_POLL_S = 30.0
 LATE_S = 10.0
-"""A gateway that has answered before may take so long beyond a wait."""
+"""Seconds that a gateway which has answered before may take beyond a wait."""
 EARLY_S = 1.0
-"""A gateway that answers "no task" without waiting is asked again after so long."""
+"""Seconds before repeating a claim that the gateway answered with "no task" without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Make one attempt, in at most `left_s` seconds."""
+    """Makes one attempt, in at most `left_s` seconds."""
 
     method: str
     path: str
@@ -54,14 +54,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait."""
+    """Waits."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """An answer came. A streamed one of status 200 has no body here."""
+    """A received answer. A streamed one of status 200 has no body here."""
 
     status: int
     headers: Mapping[str, str]  # names in lower case
@@ -70,7 +70,9 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """No answer came. `sent`: the request may have reached the gateway. `late`: the time was up."""
+    """A lost answer. `sent`: the request may have reached the gateway. `late`: the
+    deadline passed.
+    """
 
     sent: bool
     late: bool
@@ -91,11 +93,11 @@ class Attempts:
     deadline_s: float
     backoff: Backoff
     number: int = 0
-    doubt: bool = False  # an answer was lost: the gateway may have done what was asked
-    earlier: PacelineError | None = None  # what the attempt before was told
+    doubt: bool = False  # an answer was lost: the gateway may have carried out the call
+    earlier: PacelineError | None = None  # error of the previous attempt
 
     def wait_s(self, outcome: HttpAnswer | Lost) -> float | None:
-        """Seconds until the next attempt; None: there must be none."""
+        """Seconds until the next attempt; None: no further attempt."""
         if isinstance(outcome, Lost):
             self.doubt |= outcome.sent
             again = not (outcome.late or outcome.hopeless) and (
@@ -109,7 +111,7 @@ class Attempts:
         return self.backoff.wait_s(self.number, retry_after_s(outcome.headers)) if again else None
 
     def error(self, outcome: HttpAnswer | Lost) -> PacelineError:
-        """What the caller is told when this was the last attempt."""
+        """The error for the caller after the last attempt."""
         error = (
             self._lost(outcome)
             if isinstance(outcome, Lost)
@@ -142,10 +144,10 @@ class Attempts:
 
 
 def ask(call: GatewayCall[T], settings: ClientSettings) -> Flow[T]:
-    """Send until there is an answer, and read it.
+    """Sends until there is an answer, and reads it.
 
-    Raises the error the gateway answered; Unavailable when it cannot be reached; DeadlineExceeded
-    when the time was up while an answer was awaited; DataLoss when the answer cannot be read.
+    Raises the gateway's error; Unavailable when the gateway cannot be reached; DeadlineExceeded
+    when the deadline passed during a wait for an answer; DataLoss for an unreadable answer.
     """
     answer = yield from answered(_attempts(call, settings), settings)
     return _read(call, answer)
@@ -154,9 +156,9 @@ def ask(call: GatewayCall[T], settings: ClientSettings) -> Flow[T]:
 def ending(
     call: GatewayCall[SessionInfo], look: GatewayCall[SessionInfo], settings: ClientSettings
 ) -> Flow[SessionInfo]:
-    """End a session.
+    """Ends a session.
 
-    When an answer was lost and the session turns out to have ended as asked, that is the answer.
+    If an answer was lost but the session has ended as requested, its state is the answer.
     """
     attempts = _attempts(call, settings)
     try:
@@ -172,7 +174,7 @@ def ending(
 
 
 def opening(call: GatewayCall[Any], settings: ClientSettings) -> Flow[None]:
-    """Send until a stream begins; the driver keeps the stream."""
+    """Sends until a stream begins; the driver keeps the stream."""
     yield from answered(_attempts(call, settings), settings)
 
 
@@ -184,10 +186,10 @@ def next_task(
     *,
     heard: bool = False,
 ) -> Flow[OpenedSession | None]:
-    """A session for the next task; None when none came for `timeout_s`.
+    """A session for the next task; None if none arrives for `timeout_s`.
 
-    `heard`: the gateway has answered before. When it is away then, its run is over or it starts
-    again: no task comes. Raises as `ask` does.
+    `heard`: the gateway has answered before. If it is then away, its run has ended or it is
+    restarting, and there is no task. Raises as `ask`.
     """
     clock = settings.backoff.clock
     end = clock() + check_seconds("timeout_s", timeout_s)
@@ -212,13 +214,13 @@ def next_task(
 
 
 def answered(attempts: Attempts, settings: ClientSettings) -> Flow[HttpAnswer]:
-    """Attempts until one is answered well. Raises as `ask` does."""
+    """Repeats attempts until one succeeds. Raises as `ask`."""
     call, clock = attempts.call, attempts.backoff.clock
     content = call.content()
     end = clock() + attempts.deadline_s
     while True:
         attempts.number += 1
-        headers = _headers(call, settings)  # a run that begins meanwhile brings its token
+        headers = _headers(call, settings)  # a run that begins meanwhile has a token
         outcome = yield Send(call.method, call.path, headers, content, max(end - clock(), 0.001))
         assert outcome is not None
         if isinstance(outcome, HttpAnswer) and outcome.status in (200, 201, *call.accepts):
@@ -232,9 +234,7 @@ def answered(attempts: Attempts, settings: ClientSettings) -> Flow[HttpAnswer]:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that Retry-After asks for, as a number or a date; None when it says nothing
-    readable.
-    """
+    """Seconds in Retry-After, as a number or a date; None if it is absent or unreadable."""
     text = headers.get("retry-after", "").strip()
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
         return float(text)

@@ -1,9 +1,8 @@
-"""What a caller may ask of a generation: names and types of keyword arguments. Defaults are the
-gateway's.
+"""Keyword arguments of a generation: names and types. Defaults are the gateway's.
 
-A session that is to be trained takes temperature > 0 and neither top_p < 1, top_k, min_p nor
-penalties: the gateway refuses them with TrainabilityError. Open it with trainable=False to use
-them, or with override_sampling=True to have the run's own sampling used instead.
+A session for training takes temperature > 0 and neither top_p < 1, top_k, min_p nor penalties: the
+gateway refuses these with TrainabilityError. To use them, open the session with trainable=False;
+with override_sampling=True the run's own sampling is used instead.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ class GenerationOptions(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[str, float]  # token id as text -> bias
-    ignore_eos: bool  # go on after an end token
-    min_tokens: int  # before them nothing ends the answer
+    ignore_eos: bool  # continue after an end token
+    min_tokens: int  # no end before this many tokens
     stop_token_ids: Sequence[int]
-    include_stop_str_in_output: bool  # what ended the answer stays in its text
-    allowed_token_ids: Sequence[int]  # the only ones drawn
+    include_stop_str_in_output: bool  # the stop string stays in the text
+    allowed_token_ids: Sequence[int]  # the only tokens drawn
     prompt_logprobs: int  # log-probs of the prompt in `raw`, with so many alternatives each
-    truncate_prompt_tokens: int  # only so many last tokens of the prompt are read; -1: what fits
+    truncate_prompt_tokens: int  # last tokens of the prompt that are read; -1: as many as fit
     response_format: Mapping[str, Any]
     structured_outputs: Mapping[str, Any]  # one of json, regex, choice and grammar
-    extra: Mapping[str, Any]  # further fields of the body, as they are
-    deadline_s: float  # seconds for the whole call, retries included
+    extra: Mapping[str, Any]  # further fields of the body, unchanged
+    deadline_s: float  # seconds for the whole call, including retries
 
 
 class ChatOptions(GenerationOptions, total=False):
@@ -62,7 +61,7 @@ CHAT_OPTIONS = frozenset(ChatOptions.__annotations__)
 def body_fields(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     """The fields of the body.
 
-    Raises InvalidInput for a name that is not known, or an extra that is not free.
+    Raises InvalidInput for an unknown name, or for an extra field with a known name.
     """
     unknown = sorted(set(options) - known)
     if unknown:

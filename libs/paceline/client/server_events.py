@@ -1,7 +1,7 @@
-"""Server-sent events: bytes in, JSON objects out. Owns framing; not what the objects mean.
+"""Server-sent events: bytes in, JSON objects out.
 
 Only CR and LF end a line here. `str.splitlines` and httpx's `iter_lines` also split at U+2028 and
-its like, which a model may say and JSON does not escape.
+similar characters, which a model may write and JSON does not escape.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class EventReader:
-    """Gathers events from pieces cut anywhere. `done` is true after [DONE]."""
+    """Collects events from pieces cut anywhere. `done` is true after [DONE]."""
 
     def __init__(self) -> None:
         self.done = False
         self._rest = bytearray()
-        self._searched = 0  # bytes of the rest in which no line ends
+        self._searched = 0  # bytes of the rest without a line end
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> Iterator[dict[str, Any]]:
-        """The events that this piece completes.
+        """The events completed by this piece.
 
-        Raises DataLoss for one that is too long or not a JSON object.
+        Raises DataLoss for an event that is too long or not a JSON object.
         """
         self._rest += piece
         while not self.done:
@@ -60,7 +60,7 @@ class EventReader:
 
     def _take(self, line: bytes) -> None:
         name, _, value = line.partition(b":")
-        if name == b"data":  # the others are comments, ids and event names: nothing we use
+        if name == b"data":  # other lines are comments, ids and event names, which are unused
             self._data.append(value.removeprefix(b" "))
 
     def _event(self) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Holds what a session is, and decides how it ends when its block is left; no I/O."""
+"""State of a session, and its end when its block is left; no I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.errors import (
 )
 
 CLOSING_S = 5.0
-"""Longest time that ending a session takes when its block is left by an exception."""
+"""Longest time for ending a session when an exception leaves its block."""
 ENDED = "SESSION_ENDED"
 _INFRA = (
     Unavailable,
@@ -43,7 +43,7 @@ class SessionCalls:
     id: str
     group_id: str
     task: Task | None
-    """What to do, of a claimed session; None for one that the caller opened."""
+    """The task of a claimed session; None for a session opened by the caller."""
 
     def __init__(self, settings: ClientSettings, opened: OpenedSession) -> None:
         self.id, self.group_id, self.task = opened.id, opened.group_id, opened.task
@@ -59,30 +59,30 @@ class SessionCalls:
 
     @property
     def api_key(self) -> str:
-        """The session's key: what is generated under it belongs to this session.
+        """The session's key: generations under it belong to this session.
 
-        It may do nothing else.
+        It permits nothing else.
         """
         return self._key
 
     @property
     def base_url(self) -> str:
-        """Of an ordinary OpenAI client; ends in /v1."""
+        """Base URL for an ordinary OpenAI client; ends in /v1."""
         return f"{self._settings.base_url}/v1"
 
     @property
     def ended(self) -> bool:
         """True when this object has ended the session.
 
-        The gateway may have ended it too: ask `info`.
+        The gateway may have ended it too: call `info`.
         """
         return self._ended
 
     def openai_options(self) -> dict[str, Any]:
-        """Keyword arguments for `openai.OpenAI` or `openai.AsyncOpenAI`: each request carries the
+        """Keyword arguments for `openai.OpenAI` or `openai.AsyncOpenAI`. Each request carries the
         trace of the span that is current when it is sent.
 
-        Holds the key: do not log it.
+        Contains the key: do not log it.
         """
         headers = TraceHeaders()
         return {"api_key": self._key, "base_url": self.base_url, "default_headers": headers}
@@ -93,14 +93,16 @@ class SessionCalls:
         return info
 
     def _leave(self, error: BaseException) -> Flow[SessionInfo] | None:
-        """How the session ends when its block is left by `error`; None when it has ended."""
+        """The flow that ends the session when `error` leaves its block; None when the session has
+        ended.
+        """
         if self._ended or (isinstance(error, FailedPrecondition) and error.reason == ENDED):
             return None
         deadline_s = min(CLOSING_S, self._settings.deadline_s)
         return self._end(dataclasses.replace(self._verdict(error), deadline_s=deadline_s))
 
     def _verdict(self, error: BaseException) -> GatewayCall[SessionInfo]:
-        # KeyboardInterrupt, CancelledError and SystemExit are nobody's fault.
+        # KeyboardInterrupt, CancelledError and SystemExit are no fault of the session.
         if not isinstance(error, Exception):
             if self.task is None:
                 return calls.abort(self.id, self._key)
@@ -112,19 +114,19 @@ class SessionCalls:
 
 
 def turn_of(completion: ChatAnswer | Tokens | str | None) -> str | None:
-    """The id of a turn that was given as its answer, its tokens or its id."""
+    """The id of a turn, given as its answer, its tokens or its id."""
     if completion is None or isinstance(completion, str):
         return completion
     return completion.completion_id
 
 
 def not_ended(session: SessionCalls, failure: Exception) -> str:
-    """The note on the error that left a block when the session could not be ended."""
+    """The note added to the error of a block when the session could not be ended."""
     return f"session {session.id} could not be ended and will time out: {failure}"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and the members of groups."""
+    """The error, its causes, and the members of groups."""
     seen: set[int] = set()
     waiting: list[BaseException] = [error]
     while waiting:

@@ -1,6 +1,5 @@
-"""What a client is told once: where the gateway is, who asks, how long and how often.
-
-Owns their checks; no socket.
+"""Settings of a client with their checks: the gateway's address, credentials, deadlines and
+retries.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ DEADLINE_S = 30.0
 GENERATION_DEADLINE_S = 600.0
 MAX_CONNECTIONS = 256
 KEEPALIVE_S = 2.0
-"""Idle connections are closed before the server closes them (uvicorn: after 5 s), so that no call
-meets a dying one.
+"""Seconds after which idle connections are closed. The server closes them later (uvicorn: after 5
+s), so no call meets a closing connection.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
     """Waits between attempts: doubling from `first_s` to `most_s`, each drawn between its half and
-    its whole.
+    its full value.
     """
 
     first_s: float = 0.25
@@ -39,9 +38,7 @@ class Backoff:
     clock: Callable[[], float] = time.monotonic
 
     def wait_s(self, attempt: int, asked_s: float | None) -> float:
-        """Seconds before the attempt after `attempt` (from 1); not less than the server asked
-        for.
-        """
+        """Seconds before the attempt after `attempt` (from 1), at least the server's request."""
         whole = min(self.first_s * 2.0 ** min(attempt - 1, 32), self.most_s)
         drawn = whole * (0.5 + 0.5 * self.draw())
         return drawn if asked_s is None else asked_s + min(drawn, self.first_s)
@@ -51,19 +48,19 @@ class Backoff:
 class ClientSettings:
     """Checked settings of a client."""
 
-    base_url: str  # scheme, host, port and perhaps a path; no /v1, no slash at the end
+    base_url: str  # scheme, host, port and optionally a path; no /v1, no slash at the end
     token: str = field(repr=False)
     deadline_s: float  # of a call that does not generate
     generation_deadline_s: float
     backoff: Backoff
     finds_token: bool = False
-    """Look for the token of whoever serves there, as long as none was found: the run may begin
-    later than the agent.
+    """Search for the token of the local server until one is found: the run may begin later than the
+    agent.
     """
 
     @property
     def current_token(self) -> str:
-        """The agents' token, or "" where there is none."""
+        """The agents' token, or "" without one."""
         return self.token or (find_token(self.base_url) if self.finds_token else "")
 
     @classmethod
@@ -75,7 +72,7 @@ class ClientSettings:
         generation_deadline_s: float = GENERATION_DEADLINE_S,
         backoff: Backoff | None = None,
     ) -> ClientSettings:
-        """Check and complete. Raises InvalidInput."""
+        """Checks and completes settings. Raises InvalidInput."""
         url = _root(base_url)
         given = find_token(url) if token is None else token
         check_header(given, "token")
@@ -90,8 +87,8 @@ class ClientSettings:
 
 
 def find_token(base_url: str) -> str:
-    """The agents' token: of $PACELINE_AGENT_TOKEN, $PACELINE_TOKEN, or of the run that serves there
-    on this machine; "" where there is none.
+    """The agents' token: from $PACELINE_AGENT_TOKEN, $PACELINE_TOKEN, or the run served there on
+    this machine; "" without one.
     """
     given = (os.environ.get(name, "") for name in TOKEN_VARIABLES)
     return next(filter(None, given), "") or token_at(urlsplit(base_url).netloc)
@@ -107,7 +104,7 @@ def check_seconds(name: str, value: float) -> float:
 
 
 def check_header(value: str, name: str) -> str:
-    """Text that a header can carry. Raises InvalidInput, which does not show it."""
+    """Text for a header. Raises InvalidInput without showing the text."""
     if not value.isascii() or not value.isprintable():
         raise InvalidInput(
             f"the {name} holds characters that a header cannot carry", allowed="printable ASCII"
@@ -116,9 +113,7 @@ def check_header(value: str, name: str) -> str:
 
 
 def verification(verify: bool | ssl.SSLContext, ca: str | Path | None) -> bool | ssl.SSLContext:
-    """What httpx takes: trust in the usual authorities, in `ca` alone, in what a context says, or
-    in anybody.
-    """
+    """httpx's `verify`: the usual authorities, `ca` alone, a context's authorities, or no check."""
     if ca is None:
         return verify
     if verify is not True:
@@ -135,7 +130,7 @@ def _root(base_url: str) -> str:
     try:
         parts = urlsplit(base_url)
         well_formed = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a broken IPv6 address
+    except ValueError:  # a port that is no number, or a broken IPv6 address
         well_formed = False
     if not well_formed:
         raise InvalidInput(

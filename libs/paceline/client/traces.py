@@ -1,7 +1,7 @@
 """Carries the caller's trace to the gateway: W3C headers of the current OpenTelemetry span.
 
-Nothing is imported for it. A process in which nobody has imported opentelemetry has no current
-span, and one that has brings what is needed.
+It imports nothing. A process that has not imported opentelemetry has no current span; any other
+process has the necessary modules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROPAGATOR = f"{API}.propagation.tracecontext"
 
 
 def trace_headers() -> dict[str, str]:
-    """`traceparent`, and `tracestate` where there is one; empty outside any span."""
+    """`traceparent`, and `tracestate` if there is one; empty outside any span."""
     carrier: dict[str, str] = {}
     if API in sys.modules:
         module = importlib.import_module(PROPAGATOR)
@@ -24,8 +24,8 @@ def trace_headers() -> dict[str, str]:
 
 
 class TraceHeaders(Mapping[str, str]):
-    """What `trace_headers()` gives whenever it is looked up: for a client that is made once and
-    asks for its headers with every request, while spans come and go.
+    """The result of `trace_headers()` at each access: for a client that is created once and reads
+    its headers with every request, while spans change.
     """
 
     def __getitem__(self, name: str) -> str:
@@ -38,7 +38,7 @@ class TraceHeaders(Mapping[str, str]):
         return len(trace_headers())
 
     def __bool__(self) -> bool:
-        return True  # empty for now: what is given as `headers or {}` is still kept
+        return True  # may be empty now, but must survive `headers or {}`
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({trace_headers()})"

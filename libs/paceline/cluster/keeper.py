@@ -92,7 +92,7 @@ class _ServiceProcess:
         if self._child is not None:
             raise FailedPrecondition("this service is kept running already", seen=self._order.name)
         order = self._order
-        if order.host != node_address() and not order.may_move:
+        if order.host != node_address():
             raise Unavailable(
                 f"the slots of {order.name} are on another node now, where nobody looks for it",
                 reason=START_AGAIN,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.order import START_AGAIN, KeeperReport, ServiceOrder
-from paceline.errors import ConfigError, DeadlineExceeded, PacelineError, Unavailable
+from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, Supervised
 from paceline.local.patience import patient
 
@@ -17,8 +17,6 @@ _LOOK_S = 1.0
 """Seconds that a keeper waits for news before it answers."""
 _ANSWER_S, _AWAY_S = 30.0, 45.0
 _STOP_S = 10.0
-_MOVE_S = 5.0
-"""Between two tries to place what has lost its node: Ray tells nobody of a node that joins."""
 _NODE_DIED = "its node has died"
 """In what Ray says of an actor that died: nothing else tells it from one whose process ended. Where
 it were said in other words, the node would be lost when a new keeper does not answer.
@@ -63,32 +61,10 @@ class KeptService:
 
     async def run(self) -> None:
         """As Child.run; Unavailable with the reason START_AGAIN where it cannot come back alone, or
-        its keeper does not answer. One that may move waits for another node instead.
+        its keeper does not answer.
         """
         for need in self._needs:
             await need.is_healthy.wait()
-        told = False
-        while True:
-            try:
-                return await self._run()
-            except Unavailable as error:
-                if not self.launch.may_move or error.reason == ConfigError.reason:
-                    raise
-                if not told or self.is_healthy.is_set():
-                    self._tell("died", f"{error}; the run goes on without it until it has another")
-                told = True
-                await self._leave()
-
-    async def _leave(self) -> None:
-        """Gives its keeper up, whose name another one gets."""
-        self.is_healthy.clear()
-        self.pid = 0
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            await self._killed(keeper)
-        await asyncio.sleep(_MOVE_S)
-
-    async def _run(self) -> None:
         while True:
             self._keeper = await self._made()
             try:
@@ -119,11 +95,11 @@ class KeptService:
                 async with asyncio.timeout(patient(grace_s + _STOP_S)):
                     await keeper.stop.remote(grace_s)
                     self._take(KeeperReport.of(await keeper.look.remote(self._next, [], 0.0)))
-        await self._killed(keeper)
+        await self._kill(keeper)
         self.is_healthy.clear()
         self.pid = 0
 
-    async def _killed(self, keeper: Any) -> None:
+    async def _kill(self, keeper: Any) -> None:
         import ray
 
         with suppress(TimeoutError):  # Ray does so when it can

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
 from paceline.local.forking import FORKSERVER_VARIABLE
 from paceline.local.launch import ChildEvent, Launch, Supervised
 from paceline.local.patience import patient
-from paceline.local.services import RANK_HOST, WORKER_HOST, service
+from paceline.local.services import service
 from paceline.report.machine import versions
 
 _RESERVED_S = 60.0
@@ -192,20 +192,13 @@ class _ClusterRun:
         return [*self._run.overrides, *self.addresses]
 
     def launches(self, made: Sequence[Launch]) -> list[Launch]:
-        """Of a run's services, the forkservers of its pools and what holds ranks or engine workers
-        on other hosts; ports are looked at where they are bound.
+        """Of a run's services and the forkservers of its pools; ports are looked at where they are
+        bound.
         """
         forkservers = [
             Launch(name, ("",)) for pool in self._run.pools if (name := self._forkserver(pool))
         ]
-        named = [name for pool in self._run.pools for name in pool.services]
-        ranks = [Launch(name, ("",)) for name in named if name.startswith(RANK_HOST)]
-        workers = [
-            Launch(name, ("",), optional=True, may_move=True)
-            for name in named
-            if name.startswith(WORKER_HOST)
-        ]
-        return [*forkservers, *ranks, *workers, *(replace(one, ports=()) for one in made)]
+        return [*forkservers, *(replace(one, ports=()) for one in made)]
 
     def keep(self, launch: Launch, needs: Sequence[Supervised]) -> KeptService:
         """What keeps one of them running."""
@@ -225,7 +218,6 @@ class _ClusterRun:
             self._run.config.run.heartbeat_s,
             self._run.config.run.hung_s,
             self._hosts[pool.name],
-            launch.may_move,
         )
         around = self._surroundings.setdefault(
             pool.name, asyncio.get_running_loop().create_future()

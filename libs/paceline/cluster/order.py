@@ -33,7 +33,6 @@ class ServiceOrder:
     heartbeat_s: float = 3.0
     hung_s: float = 30.0
     host: str = ""  # address of the node that the others know it by
-    may_move: bool = False  # whether it may be on another node instead
 
     def text(self) -> str:
         """As JSON."""

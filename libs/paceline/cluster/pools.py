@@ -2,8 +2,7 @@
 
 A pool is a placement group on one node, with a bundle for each worker: the slots of a
 tensor-parallel group are never apart. Services that compute on the same slots in turns share a
-pool. Ranks of the policy and engine workers on several hosts are as many pools. That of the rewards
-alone is on whatever nodes have room: its slots know nothing of each other.
+pool.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.local.run_settings import gpu_settings, settings_of_run
-from paceline.local.services import rank_host, worker_host
 
 CONTROL, ROLLOUT, POLICY = "control", "rollout", "policy"
 CPU, GPU = "CPU", "GPU"
@@ -39,9 +37,7 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     """The pools of a run with these settings.
 
     Colocated, rollouts, policy and drafter take turns on the same slots. Where the learner has
-    slots of its own, both trainers are on the node of those, less what ranks on other hosts take of
-    them. Each of those hosts is a pool, and so is each further host of the engine workers. Raises
-    ConfigError where that leaves the trainer's own too few.
+    slots of its own, both trainers are on the node of those.
     """
     found = settings_of_run(files, overrides)
     gateway, coordinator = found["gateway"], found["coordinator"]
@@ -49,34 +45,15 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     for_sglang = engine.kind == "sglang" and engine.sglang.device != "cpu"
     kind = GPU if for_sglang or gpu_settings(found) else CPU
     worker = {kind: float(coordinator.slots_per_worker)}
-    places = gateway.worker_places  # raises ConfigError where its hosts do not fit
-    here, *elsewhere = engine.hosts or (places,)
-    rollout = (worker,) * here
-    own, *others = found["policy_trainer"].hosts or (1,)
-    learners = ({kind: 1.0},) * _at_home(coordinator.learner_slots, own, others)
+    rollout = (worker,) * gateway.worker_count
+    learners = ({kind: 1.0},) * coordinator.learner_slots
     trainers = ("policy_trainer", "drafter_trainer")
     control = Pool(CONTROL, ("redis", "redis_features", "coordinator"))
     if learners:
         apart = [Pool(ROLLOUT, ("gateway",), rollout), Pool(POLICY, trainers, learners)]
     else:
         apart = [Pool(ROLLOUT, ("gateway", *trainers), rollout)]
-    for number, ranks in enumerate(others, 1):
-        apart.append(Pool(f"{POLICY}_{number}", (rank_host(number).name,), ({kind: 1.0},) * ranks))
-    for number, workers in enumerate(elsewhere, 1):
-        held = worker_host(number).name
-        apart.append(Pool(f"{ROLLOUT}_{number}", (held,), (worker,) * workers))
     return [control, *apart]
-
-
-def _at_home(slots: int, own: int, others: Sequence[int]) -> int:
-    """Of the learner's own slots, those on the trainer's host."""
-    if not slots or slots - sum(others) >= own:
-        return max(0, slots - sum(others))
-    raise ConfigError(
-        "coordinator.learner_slots are fewer than the ranks on policy_trainer.hosts",
-        seen=f"{slots}, hosts={[own, *others]}",
-        allowed=f"at least {own + sum(others)}",
-    )
 
 
 def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> None:

@@ -38,31 +38,27 @@ Temperature = Annotated[
 
 
 class RunConfig(Config):
-    """Which run this is."""
+    """Identity and limits of the run."""
 
     id: str = Field(default="local", pattern=f"^{RUN_ID}$")
     """Name of the run: prefix of its Redis keys, part of every message."""
     dir: str = "runs/local"
     """Directory of the run's files."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed from which all request seeds follow."""
+    """Seed of all request seeds."""
     heartbeat_s: float = Field(default=3.0, ge=0)
-    """Seconds that a process may be stopped (SIGSTOP); a longer stop ends in its replacement:
-    services and Redis by their supervisor, ranks and engine workers by their service. A silent
-    process that is not stopped gets six times as long. 0: no limit, for debuggers.
+    """Maximum stop of a process (SIGSTOP) before its replacement, seconds. Supervisors replace
+    services and Redis; services replace ranks and engine workers. A silent process that is not
+    stopped gets six times as long. 0: no limit, for debuggers.
     """
     hung_s: float = Field(default=30.0, ge=0)
-    """Seconds after which what runs and gets nowhere is killed and replaced: a service whose event
-    loop does not turn, a Redis of the run's own that answers nothing. 0: never, as with
+    """Maximum time without progress before a process is killed and replaced, seconds: a service
+    with a blocked event loop, or the run's own Redis without answers. 0: no limit, also with
     heartbeat_s = 0.
     """
-    max_version_bytes: int = Field(default=0, ge=0)
-    """Most bytes of one version of weights that a receiver takes; 0: what finds room on the disk of
-    its spool.
-    """
     handover: bool = True
-    """Receivers take weights of senders on their host by file, from a directory of their own in
-    `<dir>/handover`; false: by the network alone.
+    """Whether receivers accept weights of senders on their host by file, from their own directory
+    in `<dir>/handover`; false: only by the network.
     """
 
     def handover_dir(self, receiver: str) -> Path | None:
@@ -71,18 +67,16 @@ class RunConfig(Config):
 
 
 class RedisConfig(Config):
-    """Where the two roles of Redis are served; paceline.local.redis.resolved fills in what is
-    empty.
-    """
+    """Redis servers of both roles; paceline.local.redis.resolved fills in empty values."""
 
     durable_url: str = ""
-    """Trajectories, ledger and journal; empty is $REDIS_URL, else a server of the run's own on a
-    unix socket. One at redis://127.0.0.1:PORT without a password is started too, and gets one.
+    """Server of trajectories, ledger and journal. Empty: $REDIS_URL, else an own server on a unix
+    socket. A server at redis://127.0.0.1:PORT without a password is also started, with a password.
     Other forms: docs/operating.md.
     """
     features_url: str = ""
-    """Hidden-state batches; empty is the durable one where that is given, else a server of the
-    run's own."""
+    """Server of hidden-state batches. Empty: the durable server if it is set, else an own server.
+    """
 
     @property
     def features(self) -> str:
@@ -91,44 +85,39 @@ class RedisConfig(Config):
 
 
 class TelemetryConfig(Config):
-    """What a process says about itself. OTLP export follows the standard OTEL_* variables."""
+    """Logs, spans and metrics. OTLP export follows the standard OTEL_* variables."""
 
     spans_dir: str = ""
-    """Directory of the local span files; empty writes none."""
+    """Directory of the local span files; empty: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe log line that is written."""
+    """Least severe level in the log."""
     log_json: bool = False
     """One JSON object per log line instead of console text."""
     prometheus: bool = True
-    """Keep metrics in memory for GET /metrics; of the services, the gateway has that page."""
+    """Metrics in memory for the gateway's GET /metrics."""
 
 
 class SecurityConfig(Config):
-    """Who may talk to the services. All off is right on loopback and refused elsewhere."""
+    """Access to the services. The defaults suit loopback and are refused elsewhere."""
 
     token_env: str = "PACELINE_TOKEN"  # noqa: S105  the name of a variable, not a secret
-    """Environment variable that holds the operators' bearer token: it opens everything."""
+    """Environment variable with the operators' bearer token, which opens everything."""
     agent_token_env: str = "PACELINE_AGENT_TOKEN"  # noqa: S105
-    """Environment variable that holds the agents' bearer token: sessions and generation."""
+    """Environment variable with the agents' bearer token, for sessions and generation."""
     run_tokens: bool = True
-    """Where these variables are empty, keep tokens in <run.dir>/tokens, for this user alone."""
+    """If these variables are empty, tokens in <run.dir>/tokens, readable for this user alone."""
     tls_cert: str = ""
     """PEM file of this process's certificate chain."""
     tls_key: str = ""
     """PEM file of its private key."""
     tls_ca: str = ""
-    """PEM file of the authority that peers' certificates must come from."""
+    """PEM file of the authority of the peers' certificates."""
     curve_key: str = ""
-    """File of the CURVE key pair that events are encrypted with and opened by, the same in every
-    process of a run; zmq.auth.create_certificates writes it (.key_secret).
+    """File of the CURVE key pair that encrypts events, the same in every process of a run.
+    zmq.auth.create_certificates writes it (.key_secret).
     """
     allow_insecure: bool = False
-    """Listen and connect beyond loopback without token, TLS and CURVE."""
-    plain_ranks: bool = False
-    """Let ranks of a trainer on several hosts exchange weights and gradients as they are: neither
-    gloo, as torch is built, nor NCCL has TLS or asks for a token. For a network that these hosts
-    alone reach.
-    """
+    """Permission to listen and connect beyond loopback without token, TLS and CURVE."""
 
     @property
     def token(self) -> str:
@@ -142,20 +131,20 @@ class SecurityConfig(Config):
 
 
 class AddressesConfig(Config):
-    """Where each service listens: host:port for gRPC and HTTP, a ZeroMQ endpoint for events."""
+    """Addresses of the services: host:port for gRPC and HTTP, a ZeroMQ endpoint for events."""
 
     coordinator: str = Field(default_factory=lambda: f"{loopback()}:7400")
-    """gRPC of the coordinator."""
+    """gRPC address of the coordinator."""
     gateway: str = Field(default_factory=lambda: f"{loopback()}:7401")
-    """gRPC of the rollout gateway."""
+    """gRPC address of the rollout gateway."""
     policy_trainer: str = Field(default_factory=lambda: f"{loopback()}:7402")
-    """gRPC of the policy trainer."""
+    """gRPC address of the policy trainer."""
     drafter_trainer: str = Field(default_factory=lambda: f"{loopback()}:7403")
-    """gRPC of the drafter trainer."""
+    """gRPC address of the drafter trainer."""
     events: str = Field(default_factory=lambda: f"tcp://{loopback()}:7405")
-    """ZeroMQ endpoint on which the coordinator publishes facts."""
+    """ZeroMQ endpoint of the coordinator's facts."""
     http: str = Field(default_factory=lambda: f"{loopback()}:7408")
-    """OpenAI-compatible HTTP of the gateway."""
+    """OpenAI-compatible HTTP address of the gateway."""
 
 
 class OptimizerConfig(Config):
@@ -168,11 +157,11 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     clip_norm: float = Field(default=1.0, gt=0)
-    """Largest global gradient norm."""
+    """Maximum global gradient norm."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the rate rises linearly from lr / warmup_steps."""
+    """Updates of the linear warm-up, from lr / warmup_steps to lr."""
     fused: bool = True
-    """One kernel for the update of all parameters instead of one for each of its operations."""
+    """A single kernel for the update of all parameters."""
 
 
 class ServiceConfig(Config):

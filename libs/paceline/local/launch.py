@@ -30,7 +30,6 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False  # the run is over when it exits with status 0
     optional: bool = False  # the others go on without it
-    may_move: bool = False  # to another node when its own is lost: nobody looks for it anywhere
     # Asked all the time of a server that tells of no turns; as `healthy`, and quick.
     ping: Callable[[float], Awaitable[object]] | None = None
     listening: socket.socket | None = None  # its input: a socket that outlives its restarts

@@ -1,4 +1,4 @@
-"""What each service of a run takes of a device's memory, in bytes, before anything is started.
+"""Estimates the memory that each service of a run needs, in bytes, before anything is started.
 
 Counted are weights, gradients, Adam's two moments, keys and values, and what a backward reads of
 its forward. A model's numbers follow from its config.json.
@@ -41,8 +41,7 @@ class ServicePlan:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {shown(size)}" for name, size in self.parts.items())
-        return f"{self.service}: {self.devices} x {shown(self.total)} ({parts})"
+        return f"{self.service} {self.devices} x {shown(self.total)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +70,24 @@ class RunPlan:
         }
 
     def turns(self, device_bytes: int) -> str:
-        """The peaks in words."""
-        peaks = (f"{service} {shown(size)}" for service, size in self.peaks.items())
-        return (
-            f"turns on a GPU of {shown(device_bytes)}: {', '.join(peaks)}; of which "
-            f"CUDA and NCCL {shown(LIBRARIES)} a service"
-        )
+        """The largest peak on a GPU of that size, in a sentence."""
+        service, most = max(self.peaks.items(), key=lambda turn: turn[1])
+        return f"memory of a GPU: at most {shown(most)} of {shown(device_bytes)}, for {service}"
+
+    def together(self, ram: int) -> str:
+        """All services in the memory of a machine without GPUs, in a sentence."""
+        needed = sum(one.devices * one.total for one in self.services)
+        verdict = "memory may run short" if needed > ram else "memory"
+        services = ", ".join(map(str, self.services))
+        return f"{verdict}: {shown(needed)} of {shown(ram)} ({services})"
 
     def check(self, device_bytes: int) -> None:
-        """Raises ConfigError where somebody's turn does not fit a device."""
+        """Raises ConfigError where the peak of a service does not fit a device."""
         service, most = max(self.peaks.items(), key=lambda turn: turn[1])
         if most > device_bytes:
             raise ConfigError(
                 f"a GPU is too small for the turn of {service}: "
-                + "; ".join(map(str, self.services)),
+                + ", ".join(map(str, self.services)),
                 seen=f"{shown(most)}",
                 allowed=f"{shown(device_bytes)}, with another model, more GPUs, memory_saver, "
                 "a smaller memory_fraction, reshard_after_forward, recompute_activations, "

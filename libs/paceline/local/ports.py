@@ -87,20 +87,6 @@ def split_address(address: str, setting: str = "address") -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def way_to(peer: str) -> tuple[str, str]:
-    """This host's address on the way to `host:port`, and that of the peer. Raises ConfigError where
-    no way leads there.
-    """
-    host, port = split_address(peer)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(found[0], found[1]) as towards:
-            towards.connect(found[4])  # sends nothing: the kernel chooses the way
-            return str(towards.getsockname()[0]), str(found[4][0])
-    except OSError as error:
-        raise ConfigError(f"no way leads to {peer}", reason="ADDRESS", seen=error) from error
-
-
 def require_free(address: str, setting: str) -> None:
     """Raise Unavailable naming port and setting when something listens on `address`; port 0 is
     always free.

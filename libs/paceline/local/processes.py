@@ -25,12 +25,8 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """Interface that no other host reaches."""
 
 
-def listening_on(interface: str) -> dict[str, str]:
-    """Environment under which torch's ranks listen on no other network interface."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
-LOOPBACK_ONLY = listening_on(LOOPBACK)
+LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+"""Environment under which torch's ranks listen on loopback alone."""
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2

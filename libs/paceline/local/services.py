@@ -94,58 +94,9 @@ SERVICES: tuple[ServiceSpec, ...] = (
 )
 
 
-RANK_HOST = "rank_host_"
-"""What holds ranks of the policy on another host is called, before its number."""
-
-
-def rank_host(number: int) -> ServiceSpec:
-    """What holds the policy's ranks on that host of `policy_trainer.hosts`, where a launcher starts
-    it: it waits for the trainer, as the trainer does for it.
-    """
-    return ServiceSpec(
-        f"{RANK_HOST}{number}",
-        "paceline.services.policy_trainer.rank_host",
-        "",
-        "",
-        (),
-        "training",
-        arguments=("--host", str(number)),
-        forked=service("policy_trainer").forked,
-    )
-
-
-WORKER_HOST = "worker_host_"
-"""What holds engine workers on another host is called, before its number."""
-
-
-def worker_host(number: int) -> ServiceSpec:
-    """What holds the engine's workers on that host of `gateway.engine.hosts`, where a launcher
-    starts it: it waits for the gateway, as the gateway does for it. Its workers are forks of its
-    own: it may be started again on another node than what it would fork from.
-    """
-    return ServiceSpec(
-        f"{WORKER_HOST}{number}",
-        "paceline.services.rollout_gateway.worker_host",
-        "",
-        "",
-        (),
-        "rollout",
-        arguments=("--host", str(number)),
-        optional=True,
-    )
-
-
-_HELD = {RANK_HOST: rank_host, WORKER_HOST: worker_host}
-
-
 def service(name: str) -> ServiceSpec:
-    """The service of this name, with - or _, or what holds ranks or workers for one; NotFound names
-    the others.
-    """
+    """The service of this name, with - or _; NotFound names the others."""
     wanted = name.replace("-", "_")
-    for prefix, held in _HELD.items():
-        if (number := wanted.removeprefix(prefix)) != wanted and number.isdecimal():
-            return held(int(number))
     for spec in SERVICES:
         if spec.name == wanted:
             return spec

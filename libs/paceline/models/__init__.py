@@ -1,3 +1,1 @@
-"""The engine's own inference forward of Llama, Qwen2 and Qwen3 checkpoints, and the draw of a
-token.
-"""
+"""The engine's own forward of Llama, Qwen2 and Qwen3 checkpoints, and the draw of a token."""

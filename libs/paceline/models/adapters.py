@@ -1,8 +1,8 @@
-"""Versions that say only what they add to the start policy: W + scale B A for some of its matrices
+"""Versions that contain only additions to the start policy: W + scale B A for some of its matrices
 (LoRA, Hu et al. 2021, arXiv 2106.09685).
 
-What arrives and is kept is small; the product is added a tensor at a time while a version is read,
-in float32, so that engines, profiles and updates in place see whole weights as ever.
+Transferred and stored versions are small. The product is added tensor by tensor in float32 while a
+version is read, so engines, profiles and updates in place see whole weights.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from paceline.weight_documents import ADAPTERS, DOCUMENTS
 
 FILE = DOCUMENTS[ADAPTERS]
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of A [rank, in] and B [out, rank], which begin as their matrix's do."""
+"""Suffixes of the names of A [rank, in] and B [out, rank], after the name of their matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedAdapters:
-    """What a version's document says."""
+    """Content of a version's document."""
 
     scale: float
-    """Of every product B A."""
+    """Factor of every product B A."""
     start: str
     """See `hash_of_start`."""
     stored: str = ""
-    """Numbers of the start's embedding and head, whose bytes name them; the sender's affair."""
+    """Dtype of the start's embedding and head, whose bytes give the head's hash; used by the
+    sender.
+    """
 
     def text(self) -> str:
-        """As a manifest carries it."""
+        """The document as text for a manifest."""
         return json.dumps({"scale": self.scale, "start": self.start})
 
 
 def read_version(path: Path, start: Path | None) -> Mapping[str, Tensor]:
-    """All tensors of a policy's version, as they are stored; those of adapters over the model in
-    `start`.
+    """All tensors of a policy's version, as stored; adapters are added to the model in `start`.
 
-    Raises as read_tensors does, and WeightsError for adapters of another start policy or of
-    matrices that this one has not.
+    Raises as read_tensors, and WeightsError for adapters of another start policy or of absent
+    matrices.
     """
     if not (path / FILE).is_file():
         return read_tensors(path)
@@ -66,12 +67,12 @@ def read_version(path: Path, start: Path | None) -> Mapping[str, Tensor]:
 
 
 class MergedTensors(Mapping[str, Tensor]):
-    """A model's tensors, its adapters' products added when one is asked for."""
+    """A model's tensors; the adapters' products are added on access."""
 
     def __init__(
         self, start: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float
     ) -> None:
-        """Raises WeightsError for adapters that do not fit the model, or are not finite."""
+        """Raises WeightsError for adapters that do not match the model, or are not finite."""
         self._start, self._adapters, self._scale = start, adapters, scale
         shapes: dict[str, tuple[int, ...]] = {}
         for name in adapters:
@@ -103,7 +104,7 @@ class MergedTensors(Mapping[str, Tensor]):
 
 
 def hash_of_start(directory: Path) -> str:
-    """Names a start policy by the sha256 of its weights' files, 16 hex digits.
+    """Name of a start policy: the sha256 of its weights' files, 16 hex digits.
 
     Raises InvalidInput for a directory without weights.
     """
@@ -113,7 +114,7 @@ def hash_of_start(directory: Path) -> str:
 
 @lru_cache(maxsize=4)
 def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """Once for files that stay as they are: reading them takes a second a gigabyte."""
+    """Cached while the files are unchanged, since reading them takes a second per gigabyte."""
     hashes = "".join(file_hash(path) for path, _, _ in files)
     return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 

@@ -1,9 +1,8 @@
-"""Keys and values of every slot, allocated once. Owns the memory; who sits in which slot is the
-engine's affair.
+"""Keys and values of every slot, allocated once. The engine assigns requests to slots.
 
-A cell holds one head's key or value of one token. Cells of a head follow each other by position,
-since attention reads them so; one indexed copy per layer stores what the fused projection emits for
-a block.
+A cell holds one head's key or value of one token. Cells of a head are ordered by position, as
+attention reads them. One indexed copy per layer stores the output of the fused projection for a
+block.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ class StaticCache:
         self.allocate()
 
     def allocate(self) -> None:
-        """Empty cells: at the beginning, and after `release`."""
+        """Allocates empty cells: at the start, and after `release`."""
         self.data = self.data.new_zeros(self._shape)
         self._flat = self.data.view(self._shape[0], -1, self._dim).unbind(0)
 
     def release(self) -> int:
-        """Free the cells and forget what they hold; returns bytes. `allocate` comes before the next
-        use.
+        """Frees the cells with their content; returns bytes. Call `allocate` before the
+        next use.
         """
         freed = self.data.nbytes
         self.data, self._flat = self.data.new_empty(0), ()
         return freed
 
     def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where tokens of slots [B] at positions [B, Q] are written: int64 [B, Q, 2 * kv_heads]."""
+        """Cells for tokens of slots [B] at positions [B, Q]: int64 [B, Q, 2 * kv_heads]."""
         heads = torch.arange(2 * self._heads, device=positions.device)
         return (slots[:, None] * (2 * self._heads) + heads)[:, None] * self.capacity + positions[
             :, :, None
         ]
 
     def write(self, layer: int, cells: Tensor, rows: Tensor) -> None:
-        """Store rows [N, 2 * kv_heads * head_dim] at cells [N * 2 * kv_heads]."""
+        """Stores rows [N, 2 * kv_heads * head_dim] at cells [N * 2 * kv_heads]."""
         self._flat[layer].index_copy_(0, cells, rows.reshape(-1, self._dim))
 
     def views(self, rows: slice, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -67,18 +66,16 @@ class StaticCache:
         return seen[:, :, : self._heads].unbind(0), seen[:, :, self._heads :].unbind(0)
 
     def gather(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer for slots that do not follow each other; copies."""
+        """Copies of one layer's keys and values, for slots that are not adjacent."""
         seen = self.data[layer, :, :, :length].index_select(0, rows)
         return seen[:, : self._heads], seen[:, self._heads :]
 
     def copy(self, source: int, destination: int, start: int, stop: int) -> None:
-        """What a slot holds of tokens start .. stop - 1 goes to another slot as well."""
+        """Copies tokens start .. stop - 1 of one slot to another slot."""
         self.data[:, destination, :, start:stop] = self.data[:, source, :, start:stop]
 
     def reorder(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
-        """Tokens of slots [B] at positions `sources` [B, P] go to positions `destinations` [B, P]
-        as well.
-        """
+        """Copies tokens of slots [B] from positions `sources` [B, P] to `destinations` [B, P]."""
         layers = self.data.view(len(self.data), -1, self._dim)
         moved = layers.index_select(1, self.cells(slots, sources).view(-1))
         layers.index_copy_(1, self.cells(slots, destinations).view(-1), moved)
@@ -89,8 +86,8 @@ class StaticCache:
 
 
 def cache_rows(slots: Sequence[int]) -> slice | Tensor:
-    """Slots as a slice when they follow each other, so that the cache is read without a copy; else
-    int64 [B].
+    """Slots as a slice if they are adjacent, so that the cache is read without a copy; else int64
+    [B].
     """
     first = slots[0]
     if all(slot == first + offset for offset, slot in enumerate(slots)):

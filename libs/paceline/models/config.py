@@ -1,6 +1,6 @@
-"""What a decoder-only checkpoint is shaped like, read from its config.json.
+"""The shape of a decoder-only checkpoint, read from its config.json.
 
-Owns no tensors and imports no torch.
+The module has no tensors and imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARCHITECTURES = {
 """Architecture name in config.json -> family."""
 
 EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": "qwen3_moe"}
-"""Those whose layers choose among experts: SGLang serves them, nothing here computes or trains
+"""Architectures with experts in their layers: SGLang serves them; nothing here computes or trains
 them.
 """
 
@@ -38,7 +38,7 @@ DEFAULTS = {
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {"max_position_embeddings": 32_768, "num_key_value_heads": 4},
 }
-"""What an absent key means to a family, as transformers has it."""
+"""A family's default for an absent key, as in transformers."""
 
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "attention_multiplier": (),
@@ -54,14 +54,14 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "residual_multiplier": (1,),
     "use_qk_norm": (False,),
 }
-"""Keys of other models that change the mathematics -> values at which they do not; null is one."""
+"""Keys of other models that change the mathematics -> values without an effect; null is one."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW, FULL_LAYERS = 4096, 28
-"""What absent sliding_window and max_window_layers mean, as transformers has it."""
+"""Defaults of absent sliding_window and max_window_layers, as in transformers."""
 MAX_COUNT, MAX_LAYERS = 2**31 - 1, 4096
-"""Of anything that a config.json counts, and of layers: what is more is no model, and takes for
-ever to list.
+"""Largest count and number of layers in a config.json: larger values belong to no model and take
+too long to process.
 """
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -69,9 +69,8 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: theta and how frequencies are scaled (Su et al.
-
-    2021; llama3 as in Llama 3.1).
+    """Rotary position embedding: theta and the scaling of frequencies (Su et al. 2021; llama3 as in
+    Llama 3.1).
     """
 
     theta: float = 10_000.0
@@ -102,7 +101,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over head_dim on queries and keys (Qwen3)
     rope: RopeConfig = RopeConfig()
     eos_token_ids: tuple[int, ...] = ()
-    experts: int = 0  # of a layer, in the place of its MLP; 0: it has the MLP
+    experts: int = 0  # of a layer, instead of its MLP; 0: the layer has an MLP
     experts_per_token: int = 0
     expert_size: int = 0  # intermediate_size of one expert
 
@@ -127,16 +126,16 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Numbers a token leaves in the cache per layer: keys and values of all KV heads."""
+        """Numbers per token and layer in the cache: keys and values of all KV heads."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
 def read_config(directory: Path, *, experts: bool = False) -> ModelConfig:
-    """ModelConfig of a checkpoint directory in Hugging Face format; `experts`: also of a model
-    whose layers choose among experts. Its end tokens are those of `reading.end_tokens`.
+    """ModelConfig of a checkpoint directory in Hugging Face format. `experts`: also for a model
+    with experts in its layers. Its end tokens come from `reading.end_tokens`.
 
-    Raises InvalidInput when the directory or its config.json is missing or unreadable, or names a
-    model not known here.
+    Raises InvalidInput when the directory or its config.json is missing or unreadable, or names an
+    unknown model.
     """
     raw = read_config_json(directory)
     try:
@@ -147,8 +146,8 @@ def read_config(directory: Path, *, experts: bool = False) -> ModelConfig:
 
 
 def check_model(directory: Path) -> None:
-    """Raises ConfigError unless the directory has the config.json of a model known here, and no
-    tokenizer with more tokens than that model has rows.
+    """Raises ConfigError unless the directory has the config.json of a known model, and no
+    tokenizer with more tokens than the model has rows.
     """
     try:
         raw = read_config_json(directory)
@@ -175,9 +174,9 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 
 
 def architecture(raw: Mapping[str, Any]) -> str:
-    """The one architecture a config.json names.
+    """The architecture named in a config.json.
 
-    Raises InvalidInput when `architectures` is no list with a name.
+    Raises InvalidInput when `architectures` is no list with one name.
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -227,8 +226,8 @@ def parse_config(raw: Mapping[str, Any], *, experts: bool = False) -> ModelConfi
 
 
 def _experts(raw: Mapping[str, Any]) -> dict[str, int]:
-    """How many experts a layer has, how many a token takes, and how large one is. Raises
-    InvalidInput where layers differ.
+    """Number of experts of a layer, number per token, and size of one. Raises InvalidInput if
+    layers differ.
     """
     for key, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if raw.get(key) not in (None, only):
@@ -254,10 +253,10 @@ def _reject_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _reject_windows(raw: Mapping[str, Any]) -> None:
-    """Raises InvalidInput where a layer sees less than a whole sequence.
+    """Raises InvalidInput if a layer sees less than a whole sequence.
 
-    As transformers has it for Qwen2 and Qwen3: without layer_types the layers from
-    max_window_layers on have the window, and all are full where it is null or switched off.
+    As in transformers for Qwen2 and Qwen3: without layer_types, the layers from max_window_layers
+    on have the window. All layers are full if the window is null or switched off.
     """
     layers = read_count(raw, "num_hidden_layers", most=MAX_LAYERS)
     window = None
@@ -285,7 +284,7 @@ def _reject_windows(raw: Mapping[str, Any]) -> None:
 
 
 def _shown(value: object) -> object:
-    """A value as an error shows it."""
+    """A value in the form for an error."""
     return "(none)" if value is None else value
 
 
@@ -296,7 +295,7 @@ def read_count(
     least: int = 1,
     most: int = MAX_COUNT,
 ) -> int:
-    """A whole number of a config.json. Raises InvalidInput naming the key."""
+    """An integer of a config.json. Raises InvalidInput naming the key."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
@@ -321,7 +320,7 @@ def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> f
 
 
 def read_flag(raw: Mapping[str, Any], key: str) -> bool:
-    """A switch of a config.json, off where it is not there. Raises InvalidInput naming the key."""
+    """A boolean of a config.json, false if absent. Raises InvalidInput naming the key."""
     value = raw.get(key)
     if value is not None and not isinstance(value, bool):
         raise InvalidInput(f"{key} must be true or false", seen=value, allowed="true, false")
@@ -354,8 +353,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     )
     if kind == "default":
         return rope
-    # No defaults here: a scaled model served without its own factors answers nonsense that looks
-    # like text.
+    # No defaults here: a scaled model without its own factors would return plausible nonsense.
     rope = replace(rope, factor=_number(scaling, "factor"))
     if kind == "linear":
         return rope

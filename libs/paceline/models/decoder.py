@@ -1,16 +1,15 @@
-"""The engine's forward of a decoder-only model over a static KV cache. Owns the arithmetic, not
+"""The engine's forward of a decoder-only model over a static KV cache: the arithmetic, without
 loading or scheduling.
 
 One function serves prefill and verification: a block of Q tokens for each of B cache slots, every
-row at its own positions; of a block only some tokens may be computed, and a row's tokens may be a
-tree (`Layout`). Query, key and value projections are one matrix, gate and up another; query and key
+row at its own positions. Only some tokens of a block may be computed, and a row's tokens may form a
+tree (`Layout`). Query, key and value projections are one matrix, gate and up another. Query and key
 heads are stored with interleaved halves (models/rope.py), which changes no product of a query with
 a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,9 +31,9 @@ class LayerWeights:
     """One decoder layer; D = head_dim, F = intermediate size, Nq and Nkv heads."""
 
     input_norm: Tensor | None
-    """[H]; None: the layer reads its input as it is."""
+    """[H]; None: the layer's input is not normalised."""
     qkv: Matrix
-    """[(Nq + 2 Nkv) D, H], or as wide as what a drafter projects; query and key heads
+    """[(Nq + 2 Nkv) D, H], or as wide as a drafter's projection; query and key heads are
     interleaved
     """
     qkv_bias: Tensor | None
@@ -53,12 +52,6 @@ class LayerWeights:
     """[H, F]"""
 
 
-Between: TypeAlias = Callable[[LayerWeights, LayerWeights, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""finish_layer of a layer and project_inputs of the following one, of x [N, H] and attended [N, Nq
-D]: the following one's x, and its queries, keys and values.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """A whole model as served."""
@@ -75,20 +68,18 @@ class DecoderWeights:
     """complex64 [positions, D / 2]"""
     head_hash: str = ""
     """Hash of the head's bytes as they were loaded."""
-    between: Between | None = None
-    """What is between two attentions as one compiled graph; layers in eight bits go without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a block differs from B runs of Q tokens that follow each other."""
+    """Differences of a block from B runs of Q adjacent tokens."""
 
     stored: Tensor | None = None
-    """int64 [B, Q]: cache position where each token is kept; None: its own position."""
+    """int64 [B, Q]: cache position of each token; None: its own position."""
     visible: Tensor | None = None
-    """bool [B, Q, length]: cache positions each token sees; None: all up to its own."""
+    """bool [B, Q, length]: cache positions that each token sees; None: all up to its own."""
     kept: Tensor | None = None
-    """int64 [N]: the tokens of the flattened block that are computed, ascending; None: all."""
+    """int64 [N]: computed tokens of the flattened block, ascending; None: all."""
 
 
 RECTANGLE = Layout()
@@ -97,8 +88,8 @@ RECTANGLE = Layout()
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where a block of B rows with Q tokens each stands; N of them are computed, B Q unless the
-    layout says less.
+    """Places of a block of B rows with Q tokens each; N tokens are computed, B Q unless the layout
+    has fewer.
     """
 
     rows: slice | Tensor
@@ -120,20 +111,21 @@ class Block:
     length: int
     """Cached positions that attention reads."""
     keys: tuple[Tensor, ...]
-    """Per layer [B, kv_heads, length, D] views of the cache; empty when rows is no slice."""
+    """Per layer [B, kv_heads, length, D] views of the cache; empty if rows is no slice."""
     values: tuple[Tensor, ...]
     kept: Tensor | None = None
     """int64 [N]: see Layout; None: N = B Q."""
     padding: Tensor | None = None
-    """int64 [B Q]: for each token of the block its row among the N computed, 0 for one that is not.
+    """int64 [B Q]: for each token of the block its row among the N computed, 0 if it is not
+    computed.
     """
 
 
 def tree_visible(bases: Tensor, window: Tensor, length: int) -> Tensor:
-    """What tokens kept behind position `bases` see: bool [B, Q, length].
+    """Visibility for tokens after position `bases`: bool [B, Q, length].
 
-    bases int64 [B]: everything before it is seen; window bool [B, Q, W]: which of the W cache
-    positions from it on.
+    bases int64 [B]: all earlier positions are visible. window bool [B, Q, W]: visibility of the W
+    cache positions from bases on.
     """
     batch, tokens, width = window.shape
     seen = torch.zeros(batch, tokens, length, dtype=torch.bool, device=window.device)
@@ -155,8 +147,8 @@ def make_block(
 ) -> Block:
     """Plan of one forward.
 
-    positions int64 [B, Q]: what is rotated by; length = largest cache position + 1, given by the
-    caller so that nothing waits for the device; masked forces a mask where none is needed.
+    positions int64 [B, Q]: positions for the rotation. length: largest cache position + 1, from the
+    caller, so that nothing waits for the device. masked: forces a mask even if none is needed.
     """
     batch, tokens = positions.shape
     keys: tuple[Tensor, ...] = ()
@@ -215,10 +207,9 @@ def layer_forward(
     index: int,
     block: Block,
 ) -> Tensor:
-    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N,
-    H].
+    """Layer number `index` of the cache. x [N, H]; the block's cells are written. Returns [N, H].
 
-    Rows of x behind those of the block are computed as well and mean nothing: see spare_rows.
+    Rows of x after the block's rows are also computed and have no meaning: see spare_rows.
     """
     eps = config.rms_norm_eps
     qkv = project_inputs(layer, x, eps)
@@ -239,7 +230,7 @@ def _attended(
     index: int,
     block: Block,
 ) -> Tensor:
-    """Attention of a layer [N, Nq D], zeros for rows behind those of the block. qkv is changed."""
+    """Attention of a layer [N, Nq D], zeros for rows after the block's. Modifies qkv."""
     count = len(block.rotation)
     queries = store(config, layer, qkv[:count], cache, index, block.rotation, block.cells)
     attended = attend(config, queries, cache, index, block)
@@ -266,8 +257,8 @@ def store(
 
 
 def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
-    """What follows attention in a layer: its output projection and the MLP. x [N, H], attended [N,
-    Nq D] -> [N, H].
+    """The part of a layer after attention: its output projection and the MLP. x [N, H], attended
+    [N, Nq D] -> [N, H].
     """
     x = add_projected(x, attended, layer.output)
     if layer.output_bias is not None:
@@ -307,7 +298,7 @@ def _rotated(config: ModelConfig, layer: LayerWeights, qkv: Tensor, rotation: Te
 
 
 def rotate_heads(heads: Tensor, norm: Tensor | None, rotation: Tensor, eps: float) -> None:
-    """Normalises heads [..., D], interleaved, by norm [..., D] or not at all and rotates them by
+    """Normalises heads [..., D], interleaved, by norm [..., D] if given, and rotates them by
     rotation [..., D / 2], in place.
     """
     dim = heads.shape[-1]
@@ -336,7 +327,7 @@ def attend(
 
     if block.padding is not None:
         queries = queries.index_select(0, block.padding)
-    # The query heads of one KV head stand as extra queries: no copy of keys or values per query
+    # The query heads of one KV head are extra queries, so keys and values are not copied per query
     # head.
     grouped = (
         queries.view(batch, tokens, kv, group, dim)
@@ -359,8 +350,8 @@ def forward_hidden(
     block: Block,
     inner: tuple[int, ...] = (),
 ) -> Tensor:
-    """Hidden states: those that enter the layers `inner`, before any norm, then the last one after
-    the final norm.
+    """Hidden states: inputs of the layers `inner`, before any norm, then the last state after the
+    final norm.
 
     token_ids int64 [N] or [B, Q] at the block's positions; the cache is written in place. inner:
     ascending, below the number of layers. Returns [N, (len(inner) + 1) H]; without inner states
@@ -369,30 +360,17 @@ def forward_hidden(
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     count = len(x)
-    between = _compiled(weights)
     if spare := spare_rows(x):
         x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []
-    qkv: Tensor | None = None
     for index, layer in enumerate(weights.layers):
         if index in inner:
             states.append(x[:count])
-        if qkv is None:
-            qkv = project_inputs(layer, x, config.rms_norm_eps)
-        attended = _attended(config, layer, qkv, cache, index, block)
-        if between is not None and index + 1 < len(weights.layers):
-            x, qkv = between(layer, weights.layers[index + 1], x, attended)
-        else:
-            x, qkv = finish_layer(layer, x, attended, config.rms_norm_eps), None
+        x = layer_forward(config, layer, x, cache, index, block)
     last = _rms_norm(x[:count], weights.norm, config.rms_norm_eps)
     return torch.cat((*states, last), dim=-1) if states else last
 
 
-def _compiled(weights: DecoderWeights) -> Between | None:
-    plain = all(isinstance(one.gate_up, Tensor) for one in weights.layers[:1])
-    return weights.between if plain else None
-
-
 def head_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
-    """Logits [..., V] of hidden states [..., W], whose last H numbers the head reads."""
+    """Logits [..., V] of hidden states [..., W]; the head reads the last H numbers."""
     return linear(hidden[..., -weights.config.hidden_size :], weights.head)

@@ -1,14 +1,13 @@
-"""Serves later versions of a model in the storages of the first (FlashRL; Liu et al. 2025): whoever
-holds a tensor of it, be it a view or a captured CUDA graph, computes with the new numbers.
+"""Serves later versions of a model in the storages of the first (FlashRL; Liu et al. 2025). Every
+holder of a tensor, such as a view or a captured CUDA graph, then computes with the new numbers.
 
-A version is read, put together and rounded one tensor at a time (records.py) into a file without a
-name: `staged`. Serving it is then one copy per tensor (`serve_staged`). The memory that this takes
-is that of the largest tensor as it is loaded; what is staged lies in the page cache, and on the
-disk.
+A version is read, assembled and rounded tensor by tensor (records.py) into an unnamed file:
+`staged`. Serving it is then one copy per tensor (`serve_staged`). This needs memory for the largest
+tensor as loaded; staged data is in the page cache and on the disk.
 
-A copy that is interrupted leaves the tensors before it new and those behind it old. The serving set
-is then read from its own files again, into the same storages. Rounding has no randomness, so it
-comes to the bits it had.
+An interrupted copy leaves earlier tensors new and later tensors old. The serving set is then read
+from its own files again, into the same storages. Rounding is deterministic, so the bits are the
+same.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 from paceline.errors import ResourceExhausted, WeightsError
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Between, DecoderWeights, Matrix
+from paceline.models.decoder import DecoderWeights, Matrix
 from paceline.models.loading import (
     assembled,
     build_weights,
@@ -41,33 +40,33 @@ from paceline.models.quantised import QuantisedMatrix, as_matrix
 from paceline.models.records import ServedTensor, model_records
 
 ALIGNED = 64
-"""Bytes that each tensor in the file begins at a multiple of."""
+"""Alignment in bytes of each tensor in the file."""
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of storages by name: a place, of a rounded matrix `<place>.values` and
+"""Dtype and shape of storages by name: a place, or for a rounded matrix `<place>.values` and
 `<place>.scales`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A version in a file, laid out as it will be served."""
+    """A version in a file, in the layout of the serving storages."""
 
     profile: Profile | None
     tensors: Mapping[str, Tensor]
     """Views of the mapped file, on the CPU."""
     head_hash: str
     path: Path
-    """Where it was read."""
+    """Directory from which it was read."""
 
     @property
     def layout(self) -> Layout:
-        """What the storages must be that it is copied into."""
+        """Required layout of the target storages."""
         return layout_of(self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """How an engine serves the versions of one model."""
+    """An engine's way of serving the versions of one model."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -75,30 +74,31 @@ class ServedModel:
     """Rows of the rotation table."""
     profile: Profile | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    between: Between | None = None
     start: Path | None = None
-    """The model that versions of adapters alone are added to."""
+    """The model to which versions of adapters are added."""
 
     @property
     def number_format(self) -> str:
-        """What spans of tokens are told to be computed with."""
+        """Number format for the spans of tokens."""
         return self.profile.name if self.profile else str(self.dtype).removeprefix("torch.")
 
     @property
     def records(self) -> tuple[ServedTensor, ...]:
-        """What is made of which tensors."""
+        """Served tensors with their sources."""
         return tuple(model_records(self.config))
 
     def under(self, profile: str) -> ServedModel:
-        """The same under a profile; "": not rounded. Raises InvalidInput for another name."""
+        """The same model under a profile; "": not rounded. Raises InvalidInput for an
+        unknown name.
+        """
         return replace(self, profile=PROFILES[check_profile(profile)] if profile else None)
 
     def load(self, path: Path) -> DecoderWeights:
-        """A version in storages of its own.
+        """Loads a version into new storages.
 
-        Raises InvalidInput, DataLoss, WeightsError or ConfigError saying what is wrong.
+        Raises InvalidInput, DataLoss, WeightsError or ConfigError.
         """
-        weights = build_weights(
+        return build_weights(
             self.config,
             read_version(path, self.start),
             dtype=self.dtype,
@@ -106,12 +106,11 @@ class ServedModel:
             device=self.device,
             profile=self.profile,
         )
-        return replace(weights, between=self.between)
 
     def built(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Storages by name, one record after the other, of those that all parts are given of.
+        """Storages by name, one record after the other, for records with all parts present.
 
-        Raises WeightsError where some are given and some are not.
+        Raises WeightsError if only some parts of a record are present.
         """
         for record in self.records:
             there = [part.name for part in record.parts if part.name in tensors]
@@ -127,10 +126,10 @@ class ServedModel:
                 yield from storages_of({record.place: matrix})
 
     def staged(self, path: Path) -> StagedWeights:
-        """Reads a version. The file lies in its directory where that can be written, else where
-        temporary files do.
+        """Reads a version. The file is in its directory if that is writable, else among temporary
+        files.
 
-        Raises as `load` does, and ResourceExhausted where the disk is full.
+        Raises as `load`, and ResourceExhausted if the disk is full.
         """
         named = checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
@@ -138,23 +137,23 @@ class ServedModel:
         return StagedWeights(self.profile, tensors, hash_head(stored_head(named)), path)
 
     def restore(self, weights: DecoderWeights, path: Path) -> None:
-        """Reads the version that serves into its storages again. Raises as `load` does."""
+        """Reads the serving version into its storages again. Raises as `load`."""
         found = storages(weights)
         for name, tensor in self.built(checked_model(self.config, read_version(path, self.start))):
             overwrite(found[name], tensor)
 
 
 def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
-    """The weights with a version's numbers in the storages that they have. Raises as `check_staged`
-    does, before anything is changed.
+    """The weights with a version's numbers in the present storages. Raises as `check_staged`,
+    before any change.
     """
     check_staged(weights, staged)
     return written_over(weights, staged)
 
 
 def check_staged(weights: DecoderWeights, staged: StagedWeights) -> None:
-    """Raises WeightsError where a version is laid out for another model or profile, or where a
-    scale is not finite.
+    """Raises WeightsError if a version has the layout of another model or profile, or if a scale is
+    not finite.
     """
     check_layout(layout_of(storages(weights)), staged.layout)
     for name, tensor in staged.tensors.items():
@@ -166,9 +165,9 @@ def check_staged(weights: DecoderWeights, staged: StagedWeights) -> None:
 
 
 def written_over(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
-    """The weights after a copy for each tensor of a version that has been checked.
+    """The weights after copying each tensor of a checked version.
 
-    Where one raises, those before it are new and those behind it old.
+    If a copy raises, earlier tensors are new and later ones old.
     """
     found = storages(weights)
     for name, tensor in staged.tensors.items():
@@ -177,13 +176,13 @@ def written_over(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeigh
 
 
 def overwrite(storage: Tensor, numbers: Tensor) -> None:
-    """Gives a storage that serves other numbers."""
+    """Replaces the numbers of a serving storage."""
     storage.copy_(numbers)
 
 
 def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
-    """The version in storages of its own, with what all versions share: for one whose profile is
-    another than the serving one's.
+    """The version in new storages, with the parts common to all versions: for a version with
+    another profile than the serving one.
     """
     device = weights.head.device
     built: dict[str, Matrix] = {}
@@ -195,8 +194,7 @@ def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
             built[place] = as_matrix(staged.profile, own, scales)
         elif kind != "scales":
             built[name] = own
-    made = assembled(weights.config, built, weights.rotation, staged.head_hash)
-    return replace(made, between=weights.between)
+    return assembled(weights.config, built, weights.rotation, staged.head_hash)
 
 
 def storages(weights: DecoderWeights) -> dict[str, Tensor]:
@@ -214,7 +212,7 @@ def storages(weights: DecoderWeights) -> dict[str, Tensor]:
 
 
 def storages_of(parts: Mapping[str, Matrix]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, of a rounded matrix both."""
+    """Tensors by name, both parts of a rounded matrix."""
     for place, part in parts.items():
         if isinstance(part, QuantisedMatrix):
             yield f"{place}.values", part.values
@@ -224,12 +222,12 @@ def storages_of(parts: Mapping[str, Matrix]) -> Iterator[tuple[str, Tensor]]:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Their dtypes and shapes."""
+    """Dtypes and shapes of tensors."""
     return {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
 
 
 def check_layout(serving: Layout, staged: Layout) -> None:
-    """Raises WeightsError where a version does not fit into the storages that serve."""
+    """Raises WeightsError if a version does not fit into the serving storages."""
     for name, wanted in staged.items():
         if serving.get(name) != wanted:
             raise WeightsError(
@@ -242,12 +240,12 @@ def check_layout(serving: Layout, staged: Layout) -> None:
 def _unnamed_file(directory: Path) -> IO[bytes]:
     try:
         return tempfile.TemporaryFile(dir=directory)
-    except OSError:  # a directory that is not ours to write to
+    except OSError:  # a directory that this user cannot write to
         return tempfile.TemporaryFile()
 
 
 def _written(file: IO[bytes], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Views of the file after all of these have been written."""
+    """Views of the file after all tensors are written."""
     places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
     end = 0
     for name, tensor in tensors:
@@ -265,7 +263,7 @@ def _written(file: IO[bytes], tensors: Iterator[tuple[str, Tensor]]) -> dict[str
             ) from error
         end += -(-raw.nbytes // ALIGNED) * ALIGNED
     file.truncate(end)
-    # Private: torch wants memory that it might write to.
+    # Private: torch requires writable memory.
     mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_COPY)
     return {
         name: torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=begin).view(

@@ -1,8 +1,8 @@
-"""Which decoder layers' inputs a drafter reads: EAGLE-3's rule, which DFlash drafters here begin
-with too, and what checkpoints of both say. Imports no torch.
+"""The decoder layers whose inputs a drafter reads: EAGLE-3's rule, also the default of DFlash
+drafters here, and the layers in checkpoints of both. Imports no torch.
 
 A layer is named by the residual stream that enters it (speculators/base.py, CaptureSpec). A
-checkpoint's config.json names the layer that the state leaves, one less.
+checkpoint's config.json names the layer before, one less.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from paceline.errors import ConfigError
 INNER_STATES = 3
 """States that an EAGLE-3 drafter reads besides the last."""
 SHALLOWEST = INNER_STATES + 1
-"""Layers that a target needs at least: nothing is read before the first one."""
+"""Least number of target layers, since nothing is read before the first one."""
 
 
 def default_inner_layers(num_layers: int, drafter: str = "EAGLE-3") -> tuple[int, int, int]:
     """Layers 2, L // 2 and L - 3 (Li et al. 2025, arXiv 2503.01840, as released: low, middle and
     high).
 
-    Where these do not ascend, below seven layers, the nearest three of 1 .. L - 1 that do. Raises
-    ConfigError naming the drafter for fewer than four layers.
+    Below seven layers these do not ascend, and the nearest three ascending layers of 1 .. L - 1 are
+    used. Raises ConfigError naming the drafter for fewer than four layers.
     """
     if num_layers < SHALLOWEST:
         raise ConfigError(
@@ -57,9 +57,9 @@ def inner_layers(num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ..
 
 
 def eagle3_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers that the EAGLE-3 drafter of a config.json reads of a target with `num_layers`.
+    """Layers of a target with `num_layers` that the EAGLE-3 drafter of a config.json reads.
 
-    Raises ConfigError as `inner_layers` does, and for what is no list of layers.
+    Raises ConfigError as `inner_layers`, and for a value that is no list of layers.
     """
     left = (config_json.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or []
     if not isinstance(left, list) or any(type(one) is not int for one in left):
@@ -68,11 +68,11 @@ def eagle3_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def dflash_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers that the DFlash drafter of a config.json reads of a target with `num_layers`: as many
-    as it names, by default those of EAGLE-3, so that both learn from the same rows.
+    """Layers of a target with `num_layers` that the DFlash drafter of a config.json reads: all the
+    layers that it names, by default EAGLE-3's, so that both learn from the same rows.
 
-    Raises ConfigError for a target too shallow for the default, for what is no list of layers, and
-    for layers the target does not have.
+    Raises ConfigError for a target too shallow for the default, for a value that is no list of
+    layers, and for layers that the target lacks.
     """
     inside = config_json.get("dflash_config") or {}
     left = inside.get("target_layer_ids", config_json.get("target_layer_ids"))

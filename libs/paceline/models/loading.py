@@ -1,8 +1,7 @@
-"""Checkpoints into DecoderWeights: strict names, strict shapes, finite numbers. Owns no serving
-state.
+"""Loads checkpoints into DecoderWeights: strict names, strict shapes, finite numbers.
 
-Names and shapes are those of Hugging Face checkpoints. A wrong one is named before any request is
-accepted.
+Names and shapes are those of Hugging Face checkpoints. A wrong one is reported before any request
+is accepted.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ _BUFFERS = (
     *("attn.masked_bias", "attention.masked_bias", "attn.bias", "attention.bias"),
     *("embeddings.position_ids", "model.position_ids"),
 )
-"""Ends of the names of buffers that older exporters store beside weights; models compute them."""
+"""Name suffixes of buffers that older exporters store beside weights; models compute them."""
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a known buffer, which no reader of weights needs."""
+    """Whether a tensor of a checkpoint is a known buffer, which readers of weights skip."""
     return name.endswith(_BUFFERS)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint directory but known buffers, dtypes as stored:
-    model.safetensors, or all shards model-*.safetensors.
+    """All tensors of a checkpoint directory without known buffers, in their stored dtypes: from
+    model.safetensors, or from all shards model-*.safetensors.
 
     Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors
-    file, WeightsError when two files hold the same tensor.
+    file, WeightsError when two files contain the same tensor.
     """
     files = weight_files(directory)
     tensors: dict[str, Tensor] = {}
@@ -82,7 +81,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files with a checkpoint's weights; an optimiser's state may lie beside them.
+    """The files with a checkpoint's weights; files of an optimiser's state are excluded.
 
     Raises InvalidInput.
     """
@@ -103,7 +102,7 @@ def layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor name of a checkpoint and its shape."""
+    """Every tensor name of a checkpoint, with its shape."""
     return _shapes(model_records(config))
 
 
@@ -117,11 +116,11 @@ def check_tensors(
     dtypes: Mapping[str, torch.dtype] | None = None,
     looked_at: Collection[str] | None = None,
 ) -> None:
-    """Raises WeightsError naming what is missing, extra, misshapen, of a wrong dtype, or not
-    finite.
+    """Raises WeightsError naming a tensor that is missing, extra, misshapen, of a wrong dtype, or
+    not finite.
 
-    dtypes: of tensors that are no weights; all others hold floats. looked_at: those whose numbers
-    are read, and not their shape alone; None: all.
+    dtypes: of tensors that are no weights; all others are floats. looked_at: tensors to check for
+    finite numbers; None: all.
     """
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
@@ -166,7 +165,7 @@ def _check_tensor(
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
-    # Both are NaN where a number is; looking at each number takes three copies of the tensor.
+    # Both are NaN if any number is; checking each number would take three copies of the tensor.
     if not all(torch.isfinite(one) for one in torch.aminmax(tensor)):
         wrong = tensor[~torch.isfinite(tensor)]
         raise WeightsError(
@@ -183,8 +182,8 @@ def fuse_layer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerWeights:
-    """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under
-    the prefix.
+    """LayerWeights from checkpoint tensors; input_norm is None if the checkpoint has none under the
+    prefix.
     """
     records = list(layer_records(config, prefix))
     if f"{prefix}input_layernorm.weight" in tensors:
@@ -193,7 +192,7 @@ def fuse_layer(
 
 
 def layer_of(built: Mapping[str, Matrix]) -> LayerWeights:
-    """The layer of these fields; those that are missing are None."""
+    """The layer with these fields; missing ones are None."""
     return LayerWeights(**{one.name: built.get(one.name) for one in fields(LayerWeights)})  # type: ignore[arg-type]
 
 
@@ -206,12 +205,12 @@ def build_weights(
     device: torch.device | None = None,
     profile: Profile | None = None,
 ) -> DecoderWeights:
-    """DecoderWeights beside whatever serves now, in memory of their own; beside them the largest
-    tensor is in memory twice.
+    """DecoderWeights in their own memory, beside the serving ones; the largest tensor is in memory
+    twice.
 
-    positions: rows of the rotation table, at least the cache capacity. profile: what the layers'
-    matrices are kept in (models/profiles.py); embedding, norms and head never are. Raises
-    WeightsError (see check_tensors) or as `quantised` does.
+    positions: rows of the rotation table, at least the cache capacity. profile: number format of
+    the layers' matrices (models/profiles.py); embedding, norms and head are never rounded. Raises
+    WeightsError (see check_tensors) or as `quantised`.
     """
     device = device or torch.device("cpu")
     named = checked_model(config, tensors)
@@ -223,9 +222,9 @@ def build_weights(
 
 
 def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors that a model is made of. Raises WeightsError, see check_tensors."""
+    """The tensors of a model. Raises WeightsError, see check_tensors."""
     if config.tie_word_embeddings and "lm_head.weight" in tensors:
-        # Exporters disagree about writing the tied copy; it carries nothing.
+        # Exporters differ in writing the tied copy, which has no information.
         tensors = {name: one for name, one in tensors.items() if name != "lm_head.weight"}
     check_tensors(tensors, model_shapes(config))
     return tensors
@@ -243,7 +242,7 @@ def built_of(
     device: torch.device,
     profile: Profile | None,
 ) -> Matrix:
-    """What is served of a record; a WeightsError says which tensor it is about."""
+    """The served tensor of a record; a WeightsError names the tensor."""
     try:
         return record.built(tensors, dtype, device, profile)
     except WeightsError as error:
@@ -253,7 +252,7 @@ def built_of(
 def assembled(
     config: ModelConfig, built: Mapping[str, Matrix], rotation: Tensor, head_hash: str
 ) -> DecoderWeights:
-    """The model of what was built, by place."""
+    """The model from its built tensors, by place."""
     embed, head = built["embed"], built.get("head", built["embed"])
     norm = built["norm"]
     assert isinstance(embed, Tensor)
@@ -278,7 +277,7 @@ def assembled(
 
 
 def hash_head(head: Tensor) -> str:
-    """Hash of a head's bytes in the dtype it is given in."""
+    """Hash of a head's bytes in its present dtype."""
     return head_hash(head.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data)
 
 
@@ -287,7 +286,7 @@ def load_model(
 ) -> DecoderWeights:
     """A checkpoint directory as DecoderWeights.
 
-    Raises InvalidInput, DataLoss or WeightsError saying what is wrong.
+    Raises InvalidInput, DataLoss or WeightsError.
     """
     config = read_config(directory)
     return build_weights(

@@ -1,12 +1,12 @@
-"""Multiplies matrices in float32 on a CPU by whichever library is quicker there.
+"""Multiplies float32 matrices on a CPU with the faster library.
 
-torch sends such products to MKL, which keeps to AVX2 on processors that are not Intel's, and asks
-oneDNN for compiled layers alone. With AVX-512 (measured: AMD Zen 5) oneDNN takes half of the time
-from some dozen rows on, and longer below, where its start counts; on Intel's own MKL is quicker
-(measured: a Xeon, up to twice): `paceline bench products`. Both add the same numbers in another
-order, so results differ by roundings.
+torch sends such products to MKL, which uses AVX2 on processors of other makers than Intel, and uses
+oneDNN for compiled layers only. With AVX-512 (measured: AMD Zen 5), oneDNN takes half of the time
+from some dozen rows on, and longer below because of its start-up cost. On Intel's own processors
+MKL is faster (measured: a Xeon, up to twice): `paceline bench products`. Both add the same numbers
+in another order, so results differ by rounding.
 
-Whatever is not float32 on such a CPU goes where torch sends it. See docs/adr/0071.
+All other products use torch's choice. See docs/adr/0071.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch.nn import functional
 from paceline.processor import processor_field
 
 FEWEST_ROWS = 32
-"""With fewer rows of activations oneDNN's start takes what its product saves."""
+"""With fewer rows, oneDNN's start-up cost exceeds the saving."""
 STEP = 16
 MANY_ROWS = 1024
-"""oneDNN builds a kernel for each number of rows, in 2 ms for the matrices of a layer, and keeps a
-thousand. So it is asked for multiples of STEP, and where one product is worth a kernel.
+"""oneDNN builds a kernel for each number of rows (2 ms for the matrices of a layer) and keeps a
+thousand. So it is used for multiples of STEP, and from the number of rows at which one product is
+worth a kernel.
 """
 
 
@@ -33,13 +34,13 @@ def _quicker() -> bool:
 
 
 ONEDNN = _quicker()
-"""Whether oneDNN is asked at all."""
+"""Whether oneDNN is used at all."""
 
 
 def spare_rows(x: Tensor) -> int:
-    """Rows to compute beside those of x [M, K], so that oneDNN can be asked for products of M.
+    """Rows to add to x [M, K] so that oneDNN can be used for products of M.
 
-    0 where it is not asked anyway, or as it is.
+    0 if oneDNN is not used, or can be used without.
     """
     asked = _float32_on_cpu(x) and FEWEST_ROWS <= len(x) < MANY_ROWS
     return -len(x) % STEP if asked else 0
@@ -64,13 +65,13 @@ def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
     if not _float32_on_cpu(x) or weight.dtype is not torch.float32:
-        return False  # before rows are looked at: a compiled graph would be of some rows alone
+        return False  # first, as a compiled graph may not depend on rows
     rows = x.numel() // x.shape[-1]
     return rows >= MANY_ROWS or (rows >= FEWEST_ROWS and rows % STEP == 0)
 
 
 def _float32_on_cpu(x: Tensor) -> bool:
-    # what compiles a graph chooses its products itself
+    # a graph compiler chooses its products itself
     compiles = torch.compiler.is_compiling()
     return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu" and not compiles
 
@@ -81,14 +82,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Rows or columns [N, K] that follow each other without a gap: in any other layout oneDNN
-    multiplies without a kernel, a thousand times slower.
+    """Rows or columns [N, K] without a gap: for other layouts oneDNN has no kernel and is a
+    thousand times slower.
     """
     return weight if weight.is_contiguous() or weight.t().is_contiguous() else weight.contiguous()
 
 
 class _WithGradients(torch.autograd.Function):
-    """Three products: of the activations, and for the gradients of both sides."""
+    """Three products: one of the activations, two for the gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -108,7 +109,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """nn.Linear by `linear`."""
+    """nn.Linear computed by `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """See nn.Linear.forward."""
@@ -116,9 +117,7 @@ class Linear(nn.Linear):
 
 
 def use_linear(module: nn.Module) -> None:
-    """Every nn.Linear below `module` becomes a Linear, in place; its parameters stay what they
-    are.
-    """
+    """Turns every nn.Linear below `module` into a Linear, in place; its parameters stay."""
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear

@@ -7,14 +7,10 @@ what spans of tokens say that the engine computed with (`DrawSpan.number_format`
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from paceline.errors import ConfigError, InvalidInput
-from paceline.models.config import ModelConfig
+from paceline.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +63,6 @@ FINE = frozenset(
 """Names of those under which log-probs move least. Under the others, and under what SGLang rounds
 to, whose names are its own (fp8, w8a8_int8, bfloat16+kv_fp8_e4m3), they move several times as far.
 """
-FILE = ".json"
-"""What a setting ends with that names a file of `paceline profile`."""
 
 
 def check_profile(name: str) -> str:
@@ -78,67 +72,9 @@ def check_profile(name: str) -> str:
     return name
 
 
-def profile_name(value: str) -> str:
-    """The name that a setting comes to; a file is not checked beyond what it names. Raises
-    ConfigError.
-    """
-    if not check_profile_name(value).endswith(FILE):
-        return value
-    name = _read(Path(value)).get("profile")
-    if name not in ROUNDED:
-        raise ConfigError(f"{value} names no profile", seen=repr(name), allowed=", ".join(ROUNDED))
-    return str(name)
-
-
-def check_profile_name(value: str) -> str:
-    """A setting as it is: "", a name, or a file. Raises ConfigError for another name."""
-    if value and value not in ROUNDED and not value.endswith(FILE):
-        raise ConfigError("no such profile", seen=value, allowed=_ALLOWED)
-    return value
-
-
-def chosen_profile(value: str, config: ModelConfig, start: Callable[[], str]) -> Profile | None:
+def chosen_profile(name: str) -> Profile | None:
     """The profile of a setting; None for "": matrices stay in the serving dtype.
 
-    `start` gives the hash of the weights that the engine starts with (`hash_of_start`): a file
-    belongs to these, and to every policy that training makes of them. It is asked for files alone,
-    since it takes a second a gigabyte. Raises ConfigError for a name that is none, and for a file
-    that cannot be read or was measured on a model of another shape or of other weights.
+    Raises InvalidInput for another name.
     """
-    name = profile_name(value)
-    if not value.endswith(FILE):
-        return PROFILES[name] if name else None
-    found = _read(Path(value))
-    model = found.get("model")
-    if model != model_words(config):
-        raise ConfigError(
-            f"{value} is a profile of another model", seen=model, allowed=model_words(config)
-        )
-    measured, weights = found.get("weights", "none"), start()
-    if measured != weights:
-        raise ConfigError(
-            f"{value} was measured on other weights", seen=measured, allowed=f"{weights}, or a name"
-        )
-    return PROFILES[name]
-
-
-def model_words(config: ModelConfig) -> str:
-    """The shape of a model, as profiles name it."""
-    return (
-        f"{config.family}, {config.num_layers} layers of {config.hidden_size}, "
-        f"{config.num_heads} heads over {config.num_kv_heads} of {config.head_dim}, "
-        f"inner {config.intermediate_size}, vocabulary {config.vocab_size}"
-    )
-
-
-_ALLOWED = f"'', {', '.join(ROUNDED)}, or a file of `paceline profile` (*{FILE})"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no profile in {path}", seen=str(error), allowed="a file of `paceline profile`"
-        ) from error
-    return found if isinstance(found, dict) else {}
+    return PROFILES[check_profile(name)] if name else None

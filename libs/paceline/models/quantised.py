@@ -35,20 +35,18 @@ from paceline.errors import ConfigError, WeightsError
 from paceline.models.profiles import Profile
 
 EPSILON = torch.finfo(torch.float32).eps
-"""Smallest scale: a row of zeros has one too."""
+"""Smallest scale, so that a row of zeros also has one."""
 FUSED_ROWS = 8
-"""Most rows of activations that the fused kernel gets."""
+"""Largest number of activation rows for the fused kernel."""
 LARGEST = 127
-"""Of a rounded activation, either sign."""
+"""Largest absolute value of a rounded activation."""
 E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 EXACT_COLUMNS = 1024
-"""float32 adds so many products of two numbers of eight bits without rounding: 1024 * 127 * 128 <
-2^24.
-"""
+"""Number of 8-bit products that float32 sums without rounding: 1024 * 127 * 128 < 2^24."""
 ROUNDED_AT_ONCE = 1 << 20
-"""Weights: what rounding needs beside the matrix is a few times as many numbers."""
+"""Weights rounded at once; rounding needs a few times as many numbers beside the matrix."""
 _INT_MM_ROWS = 17
-"""Fewest rows that torch._int_mm takes on CUDA."""
+"""Least number of rows for torch._int_mm on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +63,12 @@ class QuantisedMatrix:
         raise NotImplementedError
 
     def whole(self) -> Tensor:
-        """W as it is multiplied with, float32 [N, K]."""
+        """W as used in the product, float32 [N, K]."""
         return self.values.float() * self.scales.float()[:, None]
 
 
 class Int8Matrix(QuantisedMatrix):
-    """int8 weights, activations as they are."""
+    """int8 weights, unrounded activations."""
 
     __slots__ = ()
 
@@ -82,10 +80,10 @@ class Int8Matrix(QuantisedMatrix):
 
 
 class RoundedMatrix(QuantisedMatrix):
-    """int8 weights; activations are rounded to int8 too, with a scale for each row of x: its
-    largest number / 127.
+    """int8 weights; activations are rounded to int8 with a scale for each row of x: its largest
+    number / 127.
 
-    The product adds whole numbers without rounding, so it is the same on every device.
+    The product sums integers without rounding, so it is the same on every device.
     """
 
     __slots__ = ()
@@ -99,7 +97,7 @@ class RoundedMatrix(QuantisedMatrix):
 
 
 class Fp8Matrix(QuantisedMatrix):
-    """e4m3 weights; activations as they are on the CPU, e4m3 per row of x on CUDA."""
+    """e4m3 weights; activations unrounded on the CPU, e4m3 per row of x on CUDA."""
 
     __slots__ = ()
 
@@ -114,7 +112,7 @@ class Fp8Matrix(QuantisedMatrix):
         step = x.float().abs().amax(1, keepdim=True).clamp_(min=EPSILON).div_(E4M3_LARGEST)
         rounded = (x.float() / step).clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
         scales = self.scales.float().expand(len(self.values))[None].contiguous()
-        # Scales of single rows ask for a result in bfloat16.
+        # Row-wise scales require a result in bfloat16.
         return torch._scaled_mm(
             rounded, self.values.t(), scale_a=step, scale_b=scales, out_dtype=torch.bfloat16
         ).to(x.dtype)
@@ -129,17 +127,17 @@ _KINDS: dict[str, type[QuantisedMatrix]] = {
 
 
 def as_matrix(profile: Profile, values: Tensor, scales: Tensor) -> QuantisedMatrix:
-    """Numbers of a profile as what multiplies by them."""
+    """Numbers of a profile as a matrix with products."""
     return _KINDS[profile.name](values, scales)
 
 
 def quantised(weight: Tensor, profile: Profile) -> QuantisedMatrix:
-    """A matrix [N, K] as `profile` keeps it, each element within half a step of where it was: its
-    scale for int8, 2^-4 of itself (and its scale * 2^-10) for e4m3.
+    """A matrix [N, K] in the format of `profile`, each element within half a step: its scale for
+    int8, 2^-4 of itself (and its scale * 2^-10) for e4m3.
 
-    Scales have the dtype of `weight`. Beside the matrix itself memory for ROUNDED_AT_ONCE numbers
-    is taken. Raises WeightsError for a scale that is not finite, ConfigError when torchao, which
-    int8 needs, is not installed.
+    Scales have the dtype of `weight`. Needs memory for ROUNDED_AT_ONCE numbers beside the matrix.
+    Raises WeightsError for a scale that is not finite, ConfigError when torchao, which int8 needs,
+    is not installed.
     """
     values = torch.empty(weight.shape, dtype=getattr(torch, profile.weight_dtype))
     values = values.to(weight.device)
@@ -198,9 +196,7 @@ def _e4m3_scales(weight: Tensor, *, per_row: bool) -> Tensor:
 
 
 def _rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in another dtype, none smaller: a smaller one would cut off its row's largest
-    weight.
-    """
+    """Scales in another dtype, rounded up: a smaller scale would clip its row's largest weight."""
     near = scales.to(dtype)
     return torch.where(near < scales, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
 
@@ -214,8 +210,8 @@ def _check_finite(scales: Tensor) -> None:
 
 
 def _whole_product(x: Tensor, values: Tensor) -> Tensor:
-    """x values^T, float32 [M, N], of whole numbers x float32 [M, K] and int8 [N, K]; sums are
-    exact, and rounded once.
+    """x values^T, float32 [M, N], of integers x float32 [M, K] and int8 [N, K]; sums are exact, and
+    rounded once.
     """
     if values.device.type == "cuda":
         rows = max(_INT_MM_ROWS - len(x), 0)
@@ -231,7 +227,7 @@ def _whole_product(x: Tensor, values: Tensor) -> Tensor:
 
 
 def _in_half(values: Tensor) -> Tensor:
-    """e4m3 numbers / 256 in float16, exactly: the bits of one are, moved up, those of the other
-    with an exponent that begins 8 lower. Faster on the CPU than torch's cast.
+    """e4m3 numbers / 256 in float16, exactly: the bits of e4m3, shifted, are a float16 with an
+    exponent lower by 8. Faster on the CPU than torch's cast.
     """
     return (values.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14)).view(torch.half)

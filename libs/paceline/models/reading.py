@@ -1,7 +1,7 @@
-"""Reads tokens, end tokens and chat templates of a model directory, as transformers reads them.
+"""Reads tokens, end tokens and chat templates of a model directory, with transformers' rules.
 
-Imports no torch and no transformers. Names, precedence and defaults are those of transformers'
-AutoTokenizer. config.py reads the shape of the same directory.
+Imports neither torch nor transformers. Names, precedence and defaults are AutoTokenizer's.
+config.py reads the shape of the same directory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from paceline.errors import ConfigError, InvalidInput
 NAMED = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
-"""The special tokens that every tokenizer may name."""
+"""The special tokens that any tokenizer may name."""
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of the chat template of a plain conversation, and of the one used where tools are given."""
+"""Names of the chat template of a plain conversation, and of the template for conversations with
+tools.
+"""
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder of a model directory with further chat templates, NAME.jinja."""
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
@@ -30,19 +32,19 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files that say how one model writes text; what a directory lacks is empty."""
+    """The files about one model's text; content that a directory lacks is empty."""
 
     directory: Path
     spelled: Mapping[str, Any]
     """tokenizer.json."""
     settings: Mapping[str, Any]
-    """tokenizer_config.json, with special_tokens_map.json where transformers reads that file."""
+    """tokenizer_config.json, with special_tokens_map.json if transformers reads that file."""
     templates: Mapping[str, str]
     """Chat templates by name; a single one is `default`."""
 
     @cached_property
     def named(self) -> dict[str, str]:
-        """The special tokens that a chat template gets, by name: bos_token, eos_token, ..."""
+        """The special tokens for a chat template, by name: bos_token, eos_token, ..."""
         found = {name: _content(self.settings.get(name)) for name in NAMED}
         found |= {
             name: _content(value)
@@ -62,13 +64,13 @@ class TextFiles:
 
     @property
     def size(self) -> int:
-        """Rows that a model needs for these tokens: the highest id and one; 0 without any."""
+        """Rows that a model needs for these tokens: the highest id plus one; 0 without tokens."""
         ids = (*_vocabulary(self.spelled).values(), *_added_ids(self.spelled).values())
         return max(ids, default=-1) + 1
 
     @cached_property
     def added(self) -> list[AddedToken]:
-        """Tokens that transformers adds to those of tokenizer.json, or makes special there."""
+        """Tokens that transformers adds to tokenizer.json's, or makes special."""
         by_id = sorted(self._listed.items(), key=lambda item: int(item[0]))
         listed = [_token(one) for _, one in by_id]
         named = list(self.named.values())
@@ -85,7 +87,7 @@ class TextFiles:
         return self.settings.get("added_tokens_decoder") or {}
 
     def tokenizer(self, spelled: Mapping[str, Any] | None = None) -> Tokenizer:
-        """The tokenizer with every token that transformers adds when it loads the directory;
+        """The tokenizer with every token that transformers adds on loading the directory;
         `spelled`: a changed tokenizer.json. Raises ConfigError.
         """
         path = self.directory / "tokenizer.json"
@@ -99,16 +101,16 @@ class TextFiles:
             else:
                 made = Tokenizer.from_str(json.dumps(spelled))
             made.add_tokens(self.added)
-        except Exception as error:  # the tokenizers package raises no class of its own
+        except Exception as error:  # the tokenizers package has no error class of its own
             raise ConfigError(f"{path} is no tokenizer: {error}") from error
-        made.no_truncation()  # some files carry the lengths of a training run
+        made.no_truncation()  # some files contain the lengths of a training run
         made.no_padding()
         return made
 
     def template(self, *, tools: bool) -> str:
         """The chat template of a conversation, with or without tools.
 
-        Raises InvalidInput where the model has no template for it.
+        Raises InvalidInput if the model has no template for it.
         """
         if tools and TOOL_USE in self.templates:
             return self.templates[TOOL_USE]
@@ -126,7 +128,7 @@ class EndToken:
     """A token that ends an answer."""
 
     token_id: int
-    text: str  # empty where tokenizer.json has no such id
+    text: str  # empty if tokenizer.json has no such id
     sources: tuple[str, ...]  # files that name the token
 
     def __str__(self) -> str:
@@ -134,7 +136,7 @@ class EndToken:
 
 
 def read_text(directory: Path) -> TextFiles:
-    """The text side of a model directory. Raises ConfigError for a file that cannot be read."""
+    """The text files of a model directory. Raises ConfigError for an unreadable file."""
     try:
         return _read_text(directory)
     except InvalidInput as error:
@@ -160,10 +162,10 @@ def _read_text(directory: Path) -> TextFiles:
 
 
 def end_tokens(directory: Path, text: TextFiles | None = None) -> list[EndToken]:
-    """The union of the end tokens that config.json, generation_config.json and the tokenizer name,
+    """The union of the end tokens of config.json, generation_config.json and the tokenizer,
     config.json's first. `text`: of another directory's tokenizer.
 
-    Raises InvalidInput for a file that cannot be read, and for ids that are none.
+    Raises InvalidInput for an unreadable file, and for invalid ids.
     """
     text = text or read_text(directory)
     found: dict[int, list[str]] = {}
@@ -178,7 +180,7 @@ def end_tokens(directory: Path, text: TextFiles | None = None) -> list[EndToken]
 
 
 def check_vocabulary(text: TextFiles, vocab_size: object) -> None:
-    """Raises ConfigError where the tokenizer has ids that the model has no row for."""
+    """Raises ConfigError if the tokenizer has ids without a row in the model."""
     if type(vocab_size) is not int or text.size <= vocab_size:
         return
     beyond = sorted((one, token) for token, one in text.ids.items() if one >= vocab_size)
@@ -201,9 +203,9 @@ def token_ids(value: object) -> tuple[int, ...]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object of a file; empty where there is no file.
+    """A JSON object of a file; empty without the file.
 
-    Raises InvalidInput for another content.
+    Raises InvalidInput for other content.
     """
     if not path.is_file():
         return {}
@@ -217,7 +219,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Templates in files go before those in tokenizer_config.json; the processor's file is last."""
+    """Templates in files precede templates in tokenizer_config.json; the processor's file
+    is last.
+    """
     single = directory / "chat_template.jinja"
     files = {DEFAULT: single} if single.is_file() else {}
     for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja")):
@@ -266,7 +270,7 @@ def _extra(settings: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _content(value: object) -> str | None:
-    """Text of a token, which is written as text or as an object; None for anything else."""
+    """Text of a token in either form, text or object; None for anything else."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,10 +1,10 @@
-"""Says which tensors of a checkpoint make which served tensor, and how: the first of the two
-records that an update in place needs (Liu et al. 2025, FlashRL), the second being the storages
-themselves (in_place.py).
+"""The sources of each served tensor in a checkpoint, and its transformation. This is the first of
+two records for an update in place (Liu et al. 2025, FlashRL); the second is the storages themselves
+(in_place.py).
 
-A checkpoint's tensor is turned (heads interleaved), rows of several are put together, the result is
-rounded. Each step is written down here once; shapes, loading and updates follow from it. Strides
-are those of contiguous tensors throughout, dtypes what a checkpoint may be stored in.
+A checkpoint's tensor is turned (heads interleaved), rows of several tensors are joined, and the
+result is rounded. Each step is defined here once; shapes, loading and updates follow from it.
+Strides are contiguous throughout; dtypes are the permitted stored ones.
 """
 
 from __future__ import annotations
@@ -23,31 +23,29 @@ from paceline.models.rope import interleave
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensor:
-    """A tensor as a checkpoint has it, before anything is made of it."""
+    """A tensor of a checkpoint, before any transformation."""
 
     name: str
     shape: tuple[int, ...]
     heads: int = 0
-    """Heads whose halves are interleaved along the rows; 0: none are."""
+    """Heads with halves to interleave along the rows; 0: none."""
     repeated: int = 0
-    """Rows that are each this vector; 0: it is served once, as it is."""
+    """Number of rows that repeat this vector; 0: it is served once, unchanged."""
 
     @property
     def rows(self) -> int:
-        """Of what is made of it."""
+        """Number of rows of the result."""
         return self.repeated or self.shape[0]
 
     def turned(self, stored: Tensor) -> Tensor:
-        """Its rows as they are served."""
+        """Its rows as served."""
         found = interleave(stored, self.heads) if self.heads else stored
         return found.expand(self.repeated, -1) if self.repeated else found
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTensor:
-    """A tensor that the forward reads, and what it is made of: rows of its parts, one below the
-    other.
-    """
+    """A tensor that the forward reads, with its sources: rows of its parts, in order."""
 
     place: str
     """A field of DecoderWeights or, as `layers.<index>.<field>`, of LayerWeights."""
@@ -62,7 +60,7 @@ class ServedTensor:
         device: torch.device,
         profile: Profile | None,
     ) -> Tensor | QuantisedMatrix:
-        """Its numbers, in memory of their own. Raises as `quantised` does."""
+        """Its numbers in new memory. Raises as `quantised`."""
         sizes = [part.rows for part in self.parts]
         # A drafter's layer may read wider inputs than its config says.
         first = tensors[self.parts[0].name].shape
@@ -74,8 +72,8 @@ class ServedTensor:
 
 
 def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator[ServedTensor]:
-    """Of one decoder layer without its input_layernorm; prefix, of names in the checkpoint, and
-    place end with a dot, if they are not empty.
+    """Records of one decoder layer without its input_layernorm. `prefix` (of names in the
+    checkpoint) and `place` end with a dot, unless empty.
     """
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": 0}
@@ -111,12 +109,12 @@ def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator
 
 
 def input_norm_record(config: ModelConfig, prefix: str, place: str = "") -> ServedTensor:
-    """The norm that a layer's input goes through, where there is one."""
+    """The norm of a layer's input, if there is one."""
     return _norm(f"{place}input_norm", f"{prefix}input_layernorm", config.hidden_size)
 
 
 def model_records(config: ModelConfig) -> Iterator[ServedTensor]:
-    """Everything that is served of a checkpoint; of tied heads there is the embedding alone."""
+    """All served tensors of a checkpoint; tied heads have only the embedding."""
     table = (config.vocab_size, config.hidden_size)
     yield ServedTensor("embed", (LoadedTensor("model.embed_tokens.weight", table),))
     for index in range(config.num_layers):

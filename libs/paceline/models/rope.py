@@ -1,8 +1,8 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864). Owns frequencies and both ways to
-apply them.
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): frequencies, and both ways to apply
+them.
 
 Training applies it to the two halves of a head, as checkpoints store them. The engine stores query
-and key heads with the halves interleaved (`interleave`), so that a rotation is one complex product.
+and key heads with interleaved halves (`interleave`), so a rotation is one complex product.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
-    # Long waves are stretched by `factor`, short ones kept, those between blended linearly.
+    # Long waves are stretched by `factor`, short ones kept, and waves in between blended linearly.
     wavelength = 2 * math.pi / inverse
     low = config.original_max_position / config.low_freq_factor
     high = config.original_max_position / config.high_freq_factor

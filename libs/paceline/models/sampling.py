@@ -35,7 +35,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class NoiseStream(IntEnum):
-    """What a random number at a position is for; numbers of different streams are independent."""
+    """Purpose of a random number at a position; numbers of different streams are independent."""
 
     TARGET = 0
     """The draw from the target."""

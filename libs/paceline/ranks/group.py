@@ -1,7 +1,7 @@
 """Spawns one process per rank of a trainer and carries messages to and from them.
 
 The parent imports no torch. Ranks find each other over a file in this process's own directory, and
-listen on loopback alone, but where a group may be on several hosts.
+listen on loopback alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,14 +26,13 @@ from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
 from paceline.local.patience import patient
 from paceline.local.process_directory import socket_directory
 from paceline.local.processes import (
-    LOOPBACK,
+    LOOPBACK_ONLY,
     die_with_parent,
     last_lines,
     last_words,
-    listening_on,
 )
 from paceline.local.work import WorkClock
-from paceline.training import DEVICE_VARIABLE, STORE_VARIABLE
+from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
 CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
@@ -52,20 +50,8 @@ class RankLost(Unavailable):
     reason = "RANK_LOST"
 
 
-@dataclass(frozen=True, slots=True)
-class HostShare:
-    """Which ranks of a group are on one host."""
-
-    first: int
-    ranks: int  # 0: none
-    world_size: int  # of all hosts together
-    device: str = ""  # kind that they compute on; empty: the settings say it
-
-
 class RankGroup:
-    """Parent side of the ranks of one trainer, or of those on this host: all, until resize() gives
-    it another share.
-    """
+    """Parent side of the ranks of one trainer."""
 
     def __init__(
         self,
@@ -77,16 +63,13 @@ class RankGroup:
         config: Config | None = None,
         preload: Sequence[str] = (),
         heartbeat_s: float = LIMIT_S,
-        interface: str = LOOPBACK,
     ) -> None:
         """`config`: what the ranks read with RankLink.config; `preload`: modules that `module`
-        imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never;
-        `interface`: of the network, by which ranks reach each other.
+        imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never.
         """
         self._module = module
         self._name = ".".join(module.split(".")[-2:])  # its service's and its own
-        self._share = HostShare(0, world_size, world_size)
-        self._interface = interface
+        self._world_size = world_size
         self._log_dir = log_dir
         self._heartbeat_s = heartbeat_s
         own = {"OMP_NUM_THREADS": str(threads_per_rank)}
@@ -109,40 +92,20 @@ class RankGroup:
         receive().
         """
 
-    def resize(self, share: HostShare) -> None:
-        """The next start is of these ranks. Raises FailedPrecondition while ranks run."""
-        if self._processes:
-            raise FailedPrecondition(
-                f"the ranks of {self._name} stay as many as they are while they run",
-                seen=f"{len(self._processes)} run here, of {self._share.world_size} in all",
-            )
-        self._share = share
-
-    @property
-    def size(self) -> int:
-        """Ranks on this host, those of the next start where none runs."""
-        return self._share.ranks
-
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank; [] before start and after stop."""
         return [process.pid for process in self._processes]
 
     @property
-    def pids_here(self) -> list[int]:
-        """Those on this host: all."""
-        return self.pids
-
-    @property
     def still_s(self) -> float:
         """Seconds that count since the last word of a rank (WorkClock)."""
         return self._clock.counted_s
 
-    async def start(self, deadline_s: float, store: str = "") -> None:
+    async def start(self, deadline_s: float) -> None:
         """Spawn all ranks and wait until each said it is ready.
 
-        `deadline_s`: seconds that may count without a word of any rank (WorkClock); `store`: file
-        over which they meet those of other hosts; "": one of their own.
+        `deadline_s`: seconds that may count without a word of any rank (WorkClock).
 
         Raises RankLost when one ends first, DeadlineExceeded when they make no progress; then none
         is left running.
@@ -152,8 +115,8 @@ class RankGroup:
         self._bind()
         try:
             end = asyncio.get_running_loop().time() + patient(deadline_s)
-            for rank in self._ranks:
-                await self._spawn(rank, end - asyncio.get_running_loop().time(), store)
+            for rank in range(self._world_size):
+                await self._spawn(rank, end - asyncio.get_running_loop().time())
             await self._all_ready(deadline_s)
         except BaseException:
             await self.stop(0.0)
@@ -161,7 +124,7 @@ class RankGroup:
 
     async def send(self, message: bytes) -> None:
         """Send one message to every rank. Raises RankLost when one is gone."""
-        for rank in self._ranks:
+        for rank in range(self._world_size):
             self._raise_if_lost()
             try:
                 async with asyncio.timeout(patient(_SEND_S)):
@@ -224,10 +187,6 @@ class RankGroup:
         await self.stop()
 
     @property
-    def _ranks(self) -> range:
-        return range(self._share.first, self._share.first + self._share.ranks)
-
-    @property
     def _open(self) -> zmq.asyncio.Socket:
         if self._socket is None:
             raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
@@ -242,19 +201,18 @@ class RankGroup:
         self._socket.bind(f"ipc://{self._folder}/ranks")
         self._lost = asyncio.get_running_loop().create_future()
 
-    async def _spawn(self, rank: int, deadline_s: float, store: str) -> None:
+    async def _spawn(self, rank: int, deadline_s: float) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         heartbeat = Heartbeat(self._heartbeat_s)
         environment = {
             **self._environment,
             **heartbeat.environment,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank - self._share.first),
-            "WORLD_SIZE": str(self._share.world_size),
-            "LOCAL_WORLD_SIZE": str(self._share.ranks),
-            **listening_on(self._interface),
-            DEVICE_VARIABLE: self._share.device,
-            STORE_VARIABLE: store or f"{self._folder}/store",
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(self._world_size),
+            **LOOPBACK_ONLY,
+            STORE_VARIABLE: f"{self._folder}/store",
             SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
         }
         log = self._log(rank)
@@ -283,7 +241,7 @@ class RankGroup:
             )
 
     async def _all_ready(self, deadline_s: float) -> None:
-        waiting = set(self._ranks)
+        waiting = set(range(self._world_size))
         while waiting:
             rank, kind, payload = await self._receive(deadline_s)
             if kind == _READY:

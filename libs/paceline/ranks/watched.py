@@ -10,12 +10,11 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError, Unavailable
+from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.local.processes import stopped
-from paceline.ranks.change import GroupChange
+from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Doing, Failed, Impaired
-from paceline.ranks.spread import Ranks
 from paceline.rpc import Server
 from paceline.rpc.progress import Activity
 from paceline.tagged_json import TaggedJson
@@ -27,7 +26,6 @@ _BACKOFF_S = 0.5
 _IDLE_S = 3600.0
 _LAST_WORDS_S = 1.0
 """Of calls that have their answer when a service ends."""
-_END_S = 1.0  # that ranks have to end which nothing is asked of
 _log = get_logger(__name__)
 M = TypeVar("M")
 T = TypeVar("T")
@@ -43,7 +41,7 @@ class WatchedRanks(Generic[M]):
 
     def __init__(
         self,
-        group: Ranks,
+        group: RankGroup,
         messages: TaggedJson[M],
         *,
         service: str,
@@ -58,8 +56,6 @@ class WatchedRanks(Generic[M]):
         self._commands = count(1)
         self._on_start, self._on_message, self._on_lost = on_start, on_message, on_lost
         self._ready, self._down = asyncio.Event(), asyncio.Event()
-        self._change: GroupChange | None = None
-        self._change_asked = asyncio.Event()
         self._lost_s: float | None = None  # when ranks that are away were lost
         self._service = Activity(service)
         self._doing = Activity(f"{service} ranks")
@@ -82,7 +78,7 @@ class WatchedRanks(Generic[M]):
 
     def parts(self, counts: Mapping[str, int]) -> list[Part]:
         """The service, which waits for its ranks while it is asked for something, and the ranks."""
-        trouble = stopped(self._group.pids_here) or ("" if self.ready else "they are being started")
+        trouble = stopped(self._group.pids) or ("" if self.ready else "they are being started")
         # The spans of the ranks are not of this process.
         ranks = self._doing.part({"ranks": len(self.pids)}, trouble=trouble)
         ranks.ClearField("last_span")
@@ -102,37 +98,20 @@ class WatchedRanks(Generic[M]):
         Raises what the first start raised, or the last one after several in a row.
         """
         failures, ever_ready = 0, False
-        try:
-            while True:
-                try:
-                    await self._start()
-                    failures, ever_ready = 0, True
-                    await self._listen()
-                    await self._make_change()
-                except PacelineError as error:
-                    failures += 1
-                    await self._lose(error)
-                    if failures > _RESTARTS or not ever_ready:
-                        raise
-                    _log.error(
-                        "ranks lost; they are started again", error=str(error), failures=failures
-                    )
-                    await asyncio.sleep(_BACKOFF_S * (failures - 1))
-        finally:
-            self._end_change(Unavailable("the ranks are not started any more", reason="RANK_LOST"))
-
-    async def change(self, make: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Ends the ranks, has `make` change their group, starts it, and returns when it takes
-        commands. To be asked for while no command runs.
-
-        Raises why it did not come up: then `undo` has been called, and it starts as it was.
-        """
-        if self._change is not None:
-            raise FailedPrecondition("the ranks are being changed", allowed="when that is over")
-        self._ready.clear()
-        self._change = change = GroupChange(make, undo)
-        self._change_asked.set()
-        await change.over  # each wait of `supervise` has its deadline, and its end answers too
+        while True:
+            try:
+                await self._start()
+                failures, ever_ready = 0, True
+                await self._listen()
+            except PacelineError as error:
+                failures += 1
+                await self._lose(error)
+                if failures > _RESTARTS or not ever_ready:
+                    raise
+                _log.error(
+                    "ranks lost; they are started again", error=str(error), failures=failures
+                )
+                await asyncio.sleep(_BACKOFF_S * (failures - 1))
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Waits until the ranks take commands; Unavailable when they have made no progress for
@@ -243,7 +222,6 @@ class WatchedRanks(Generic[M]):
             away_s = time.monotonic() - self._lost_s
             tell_supervisor("recovered", f"its ranks work again after {away_s:.1f} s")
             self._lost_s = None
-        self._end_change(None)
 
     async def _lose(self, error: PacelineError) -> None:
         """Tells everybody who waits, and ends what is left of the ranks."""
@@ -257,22 +235,8 @@ class WatchedRanks(Generic[M]):
             news.put_nowait(Unavailable(lost, reason=error.reason))
         self._on_lost(error)
         await self._group.end_ranks(0.0)
-        self._end_change(error)
 
     async def _listen(self) -> None:
-        """Takes messages until the group is to be changed. Raises RankLost."""
-        listening = asyncio.create_task(self._take_all())
-        asked = asyncio.create_task(self._change_asked.wait())
-        try:
-            await asyncio.wait({listening, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if listening.done():
-                listening.result()
-        finally:
-            listening.cancel()
-            asked.cancel()
-            await asyncio.gather(listening, asked, return_exceptions=True)
-
-    async def _take_all(self) -> None:
         """Takes messages for ever; ends with RankLost."""
         while True:
             try:
@@ -280,19 +244,6 @@ class WatchedRanks(Generic[M]):
             except DeadlineExceeded:
                 continue
             self._take(rank, data)
-
-    async def _make_change(self) -> None:
-        assert self._change is not None
-        self._down.set()
-        await self._group.end_ranks(_END_S)
-        self._change.make()
-
-    def _end_change(self, failure: PacelineError | None) -> None:
-        """Answers who has asked for one; one that failed is undone."""
-        change, self._change = self._change, None
-        self._change_asked.clear()
-        if change is not None:
-            change.end(failure)
 
     def _take_progress(self, rank: int, data: bytes) -> bool:
         """Takes a word of progress at once, while other ranks start; any other message waits."""

@@ -1,1 +1,1 @@
-"""Reports what a run did: figures from journal, ledger and spans, and the page that shows them."""
+"""Reports a run: figures from journal, ledger and spans, and a page that shows them."""

@@ -1,8 +1,8 @@
-"""Draws how many tokens a round of drafts gave: over the steps, by arm, and by drafter version
-beside what the version's gate had projected.
+"""Draws tokens per drafted round: over the steps, by arm, and by drafter version beside the gate's
+projection.
 
-An arm's figure is of its own rounds alone: tokens by rounds, both summed over what is shown. A step
-in which an arm drafted nothing says nothing about it.
+An arm's figure covers its own rounds alone: the sum of tokens over the sum of rounds. A step in
+which an arm drafted nothing does not count for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.v1.coordinator_pb2 import StepRecord
 
 NAN = float("nan")
 _ARMS = 7  # lines of the chart, one colour each
-_VERSIONS = 12  # of the table
+_VERSIONS = 12  # rows of the table
 
 
 def acceptance_charts(history: RunHistory) -> list[tuple[str, str, str]]:
@@ -52,8 +52,8 @@ def acceptance_table(history: RunHistory) -> str:
 
 
 def projected(ruling: Ruling | None, arm: str) -> float | None:
-    """The acceptance length of an arm by the survival that the gate has measured of its drafter;
-    None where it has measured none: of other kinds, deeper chains and trees.
+    """The projected acceptance length of an arm, from the gate's measured survival of its drafter.
+    None if the gate has no measurement: for other kinds, deeper chains and trees.
     """
     name = read_arm(arm)
     if ruling is None or name is None or name.shape.topk > 1:
@@ -87,7 +87,7 @@ def _length(record: StepRecord, arm: str) -> float:
 
 
 def _swaps(records: Sequence[StepRecord]) -> list[float]:
-    """Steps that another drafter served than the one before."""
+    """Steps served by another drafter than the step before."""
     return [
         float(later.step + 1)
         for earlier, later in pairwise(records)
@@ -125,7 +125,7 @@ def _rows(version: int, records: Sequence[StepRecord], ruling: Ruling | None) ->
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Ascending numbers, neighbours together: 1–3, 7."""
+    """Ascending numbers, with neighbours joined: 1–3, 7."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and runs[-1][-1] == step - 1:

@@ -1,8 +1,8 @@
-"""Counts the work that spans show on a slot while the journal has it held by another.
+"""Counts work on a slot, shown by spans, while the journal has another holder for the slot.
 
-A trainer's lease of a worker's slot counts from the entry WorkersReleased of its epoch and worker
-on: until then the slot is still the engine's, which gives its memory back. Slots of the learner's
-own have no worker.
+A trainer's lease of a worker's slot counts from the entry WorkersReleased of its epoch and worker.
+Until then the slot is still the engine's, which is returning its memory. Slots of the learner's own
+have no worker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ WORK = {
     names.OPTIMIZER_STEP: "policy",
     names.DRAFTER_MICRO_STEP: "drafter",
 }
-"""Spans of work that needs a slot, and who does it."""
+"""Spans of work that needs a slot -> its holder."""
 
 
 def trespasses(entries: Sequence[Entry], spans: Iterable[SpanRecord | None]) -> dict[str, int]:
-    """By holder, its pieces of work during which another held one of its slots: stretches of engine
-    rounds, optimiser steps, the drafter's micro-steps. All 0 in a right run.
+    """By holder, pieces of work during which another holder had one of its slots: stretches of
+    engine rounds, optimiser steps, and the drafter's micro-steps. All 0 in a correct run.
     """
     leases = _Leases(entries)
     found = dict.fromkeys(WORK.values(), 0)
@@ -37,7 +37,7 @@ def trespasses(entries: Sequence[Entry], spans: Iterable[SpanRecord | None]) -> 
 
 
 class _Leases:
-    """Who held which slot when, as far as that bars others."""
+    """Holders of each slot over time, as far as a holder excludes others."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._of_slot: dict[int, list[SlotInterval]] = defaultdict(list)
@@ -69,7 +69,7 @@ class _Leases:
             held.sort(key=lambda one: one.end_s)
 
     def trespassed(self, span: SpanRecord) -> bool:
-        """Whether another held a slot of this work; also when nobody ever leased one for it."""
+        """Whether another holder had a slot of this work, or no lease for it ever existed."""
         slots, holder = list(self._slots(span)), WORK[span.name]
         start_s, end_s = span.start_ns / 1e9, span.end_ns / 1e9
         return not slots or any(

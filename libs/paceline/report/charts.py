@@ -1,6 +1,6 @@
 """Draws charts by RL step as inline SVG: lines and stacked columns.
 
-Colours are CSS classes c0..c7 of the page, so that one drawing is readable on light and dark.
+Colours are CSS classes c0..c7 of the page, so one drawing is readable on light and dark.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LEAST_OF_A_LINE = 3
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: points (x, y) in ascending x; a NaN leaves a gap."""
+    """One line: points (x, y) in ascending x. A NaN leaves a gap."""
 
     name: str
     points: Sequence[tuple[float, float]]
     color: str  # CSS class
-    dots: bool = False  # mark each point: for few measurements
+    dots: bool = False  # mark each point, for few measurements
     faint: bool = False  # raw values behind a smooth line
 
 
@@ -87,7 +87,7 @@ def line_chart(
     y_max: float | None = None,
     marks: Sequence[float] = (),
 ) -> str:
-    """Lines over common axes with a legend above; a sentence when there is no point at all."""
+    """Lines over common axes with a legend above; a sentence if there is no point."""
     drawn = [s for s in series if any(math.isfinite(y) for _, y in s.points)]
     if not drawn:
         return empty("nothing was measured")
@@ -118,7 +118,7 @@ def stacked_columns(
     colors: Sequence[str],
     y_label: str,
 ) -> str:
-    """One column per x, split into len(names) parts from the bottom up."""
+    """One column per x, split into len(names) parts, from bottom to top."""
     if not columns:
         return empty("nothing was measured")
     columns = columns[:: max(1, len(columns) // _POINTS_DRAWN)]
@@ -148,7 +148,7 @@ def stacked_columns(
 
 
 def duration(seconds: float) -> str:
-    """Seconds with the unit that fits: 0.42 ms, 18 ms, 1.25 s, 3 min 5 s."""
+    """Seconds in a suitable unit: 0.42 ms, 18 ms, 1.25 s, 3 min 5 s."""
     if not math.isfinite(seconds):
         return "–"
     if seconds == 0:
@@ -163,7 +163,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number for an axis or a cell: at most three significant digits below 1000, separators
+    """A number for an axis or a cell: at most three significant digits below 1000, with separators
     above.
     """
     if abs(value) >= 1000:
@@ -175,7 +175,7 @@ def _line(series: Series, frame: Frame) -> str:
     points = series.points[:: max(1, len(series.points) // _POINTS_DRAWN)]
     path, pen = [], "M"
     measured = sum(math.isfinite(y) for _, y in series.points)
-    # A line through two measurements would say what nobody has seen.
+    # A line through two measurements would suggest values between them.
     for x, y in points if measured >= _LEAST_OF_A_LINE else ():
         if not math.isfinite(y):
             pen = "M"
@@ -196,7 +196,7 @@ def _line(series: Series, frame: Frame) -> str:
 
 
 def _alone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Measurements between two gaps, which no line shows."""
+    """Measurements between two gaps, which a line does not show."""
     heights = [math.nan, *(y for _, y in points), math.nan]
     return [
         point
@@ -206,7 +206,7 @@ def _alone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _hover(series: Sequence[Series], frame: Frame) -> list[str]:
-    """An invisible column around each x whose title says what was measured there."""
+    """An invisible column around each x; its title lists the measured values."""
     told: dict[float, list[str]] = {}
     for one in series:
         stride = max(1, len(one.points) // _POINTS_DRAWN)
@@ -244,7 +244,7 @@ def _axes(frame: Frame) -> list[str]:
 
 
 def empty(words: str) -> str:
-    """What stands in place of a drawing that has nothing to draw."""
+    """Placeholder for a drawing without data."""
     return f'<p class="empty">{words}</p>'
 
 
@@ -265,7 +265,7 @@ def svg(
     wide: bool = False,
     scale: str = "",
 ) -> str:
-    """A drawing with a name for readers of screens; `scale`: what its pixels mean, for a script."""
+    """A drawing with a name for screen readers. `scale`: meaning of its pixels, for a script."""
     kind = "chart wide" if wide else "chart"
     view = f"0 0 {width} {height}"
     more = f' data-scale="{scale}"' if scale else ""
@@ -274,7 +274,7 @@ def svg(
 
 
 def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    """Words at a place."""
+    """Text at a position."""
     return (
         f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
     )

@@ -1,4 +1,4 @@
-"""Draws runs side by side: one line a run in every chart, one column a run in the table."""
+"""Draws runs side by side: one line per run in each chart, one column per run in the table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FIGURES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
 
 
 def comparison(runs: Mapping[str, ComparedRun]) -> str:
-    """The page about several runs, by name; it loads nothing from anywhere."""
+    """The page about several runs, by name. It loads nothing from outside."""
     charts = "".join(card("card", title, note, drawing) for title, note, drawing in _sections(runs))
     names = ", ".join(runs)
     body = (
@@ -52,7 +52,7 @@ def comparison(runs: Mapping[str, ComparedRun]) -> str:
 
 
 def figures(runs: Mapping[str, ComparedRun]) -> list[tuple[str, ...]]:
-    """Rows of the table: what is told, then it for each run."""
+    """Rows of the table: the name of a figure, then its value for each run."""
     return [(what, *(told(one.summary) for one in runs.values())) for what, told in _FIGURES]
 
 
@@ -67,7 +67,7 @@ def _sections(runs: Mapping[str, ComparedRun]) -> list[tuple[str, str, str]]:
 
 
 def _by_step(runs: Mapping[str, ComparedRun], measure: Measure) -> str:
-    """A line for each run; steps that did not measure the figure do not count in its means."""
+    """A line for each run. Steps without a measurement do not count in means."""
     lines = []
     for number, (name, run) in enumerate(runs.items()):
         known = [(x, y) for x, y in measure.points(run.history.records) if math.isfinite(y)]

@@ -1,12 +1,13 @@
-"""Finds the critical path of a trace: what each moment of it was spent on, as far as the end waited
-for that.
+"""Finds the critical path of a trace: the work that its end waited for, at each moment.
 
-Walks back from the end: of the spans below, the one that ended last was waited for until then, and
-before it began the one that had ended by then. What no span below covers is the span's own time.
-Spans that overlap one that was waited for, or outlive their parent, held nothing up; but for a
-moment, by which the end of a call reaches its caller before its server has noted it. Where that
-leaves a gap in which such a span ran, the gap was waited for it: a stream of answers that is closed
-after its last one has been acted on, decode rounds of arms that take turns.
+The walk starts at the end. Of the child spans, the one that ended last was waited for until its
+end. Before its start, the walk continues with the child that had ended by then. Time without a
+child on the path is the span's own.
+
+Children that overlap a waited one, or outlive their parent, delayed nothing. A child may outlive
+its parent by SLACK_NS, since the end of a call can reach its caller before the server has recorded
+it. If a gap remains in which such a child ran, the gap counts as waiting for it. Examples are a
+stream closed after its last answer was used, and decode rounds of alternating arms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.telemetry import names
 CALLER = "caller"
 """Service and name of the root of a trace that began outside the run."""
 SLACK_NS = 10_000_000
-"""By so much a span may outlast what waited for it."""
+"""Time by which a span may outlast its waiter."""
 Below = Mapping[str, Sequence[SpanRecord]]
 """Spans by the id of their parent."""
 
@@ -33,7 +34,7 @@ class PathPiece:
     span: SpanRecord
     start_ns: int
     end_ns: int
-    edge: str  # the call or stream it is in: "coordinator → gateway RolloutService.RunTasks"
+    edge: str  # the surrounding call or stream: "coordinator → gateway RolloutService.RunTasks"
     above: tuple[SpanRecord, ...] = ()  # from the root down to the span's parent
 
     @property
@@ -43,16 +44,16 @@ class PathPiece:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What it is compared by: edge and name of the span."""
+        """Key for comparison: edge and name of the span."""
         return self.edge, self.span.name
 
 
 def tree_of(spans: Iterable[SpanRecord]) -> tuple[SpanRecord, Below]:
-    """The root of one trace, and what hangs below each span.
+    """The root of one trace, and the children of each span.
 
-    Of several spans without a parent, those of the step are one root (a coordinator that was
-    restarted has begun another), else they have a caller outside. Others whose parent was lost with
-    its process hang below the root. At least one span.
+    Several step spans without a parent form one root, since a restarted coordinator begins another.
+    Any other span without a parent has a caller outside. Children of a lost parent are attached to
+    the root. Requires at least one span.
     """
     known = {one.span_id: one for one in spans}
     tops = [one for one in known.values() if one.parent_id not in known]
@@ -75,7 +76,7 @@ def tree_of(spans: Iterable[SpanRecord]) -> tuple[SpanRecord, Below]:
 
 
 def critical_path(root: SpanRecord, below: Below) -> list[PathPiece]:
-    """The pieces from the root's begin to its end; their seconds add up to the root's."""
+    """The pieces from the root's start to its end; their seconds sum to the root's."""
     walk = _Walk(below)
     walk.back(_Visit(root, root.service, ()), root.start_ns, root.end_ns)
     return walk.pieces[::-1]
@@ -83,7 +84,7 @@ def critical_path(root: SpanRecord, below: Below) -> list[PathPiece]:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A span on the path, the edge it is in and the spans above it."""
+    """A span on the path, its edge and the spans above it."""
 
     span: SpanRecord
     edge: str
@@ -91,14 +92,14 @@ class _Visit:
 
 
 class _Walk:
-    """The way back from the end; the last piece is found first."""
+    """The walk from end to start; the last piece is found first."""
 
     def __init__(self, below: Below) -> None:
         self._below = below
         self.pieces: list[PathPiece] = []
 
     def back(self, at: _Visit, start_ns: int, end_ns: int) -> None:
-        """Over what the span did between these times."""
+        """Covers the span's work between these times."""
         inner = () if at.span in at.above else self._below.get(at.span.span_id, ())
         cursor = end_ns
         for child in sorted(inner, key=lambda one: one.end_ns, reverse=True):
@@ -112,8 +113,8 @@ class _Walk:
         self._gap(at, inner, start_ns, cursor)
 
     def _gap(self, at: _Visit, inner: Sequence[SpanRecord], start_ns: int, end_ns: int) -> None:
-        """Between two spans that were waited for: what ran there most of the time, else the span's
-        own time.
+        """Covers the time between two waited spans: the child that ran there most of the time,
+        otherwise the span's own time.
         """
         if end_ns <= start_ns:
             return
@@ -134,7 +135,7 @@ class _Walk:
 
 
 def merged_pieces(pieces: Iterable[PathPiece]) -> list[PathPiece]:
-    """Neighbours of the same key as one piece, which is about the longest of them."""
+    """Adjacent pieces of the same key as one piece, which describes the longest one."""
     found: list[PathPiece] = []
     longest = 0
     for piece in pieces:
@@ -150,7 +151,7 @@ def merged_pieces(pieces: Iterable[PathPiece]) -> list[PathPiece]:
 
 
 def _edge(span: SpanRecord, below: Below) -> str:
-    """The edge between services that begins with this span; empty when none does."""
+    """The edge between services that begins with this span; empty if none begins."""
     if span.kind == "client":
         served = [one.service for one in below.get(span.span_id, ()) if one.kind == "server"]
         target = served[0] if served else "a peer"

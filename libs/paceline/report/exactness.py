@@ -1,5 +1,5 @@
-"""Draws the exactness audit: how far the engine's log-probs were from the trainer's, by the path
-that tokens came by, and which paths were turned off.
+"""Draws the exactness audit: differences between the engine's and the trainer's log-probs by
+generation path, and the paths turned off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def exactness_chart(records: Sequence[StepRecord]) -> tuple[str, str, str]:
 
 
 def exactness_table(history: RunHistory) -> str:
-    """A row for each path: what was audited of it, what was found, whether it is off."""
+    """A row for each path: audited tokens, result, and whether it is off."""
     paths = [*_paths(history.records)]
     paths += [path for path in history.beyond if path not in paths]
     if not paths:

@@ -1,4 +1,4 @@
-"""Draws what the drafter's gate has decided, and by which figures."""
+"""Draws the decisions of the drafter's gate, with their figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def gate_table(rulings: Sequence[Ruling]) -> str:
-    """The newest decisions, newest first: candidate against the drafter that served."""
+    """The newest decisions, newest first: candidate against serving drafter."""
     if not rulings:
         return empty("the gate has not judged any drafter")
     head = "".join(f"<th>{name}</th>" for name in ("step", "decision", "drafter", "kind"))
@@ -37,7 +37,7 @@ def _row(one: Ruling) -> str:
 
 
 def _compared(of: Mapping[str, Any], name: str) -> str:
-    """The candidate's figure against that of the drafter that serves."""
+    """The candidate's figure against the serving drafter's."""
     return f"{_two(of.get(f'candidate_{name}'))} : {_two(of.get(f'serving_{name}'))}"
 
 

@@ -1,4 +1,4 @@
-"""Draws how well the policy learns, step by step; a figure that a step did not measure is a gap."""
+"""Draws the policy's learning, step by step. A figure that a step did not measure is a gap."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _GROUPS = (
     (BY_SOME, "by some", "c0"),
     (BY_ALL, SOLVED_BY_ALL.label, "c2"),
 )
-"""Who of a group's samples solved its task, in words and as a colour."""
+"""Share of a group's samples that solved its task, in words and as a colour."""
 
 
 def health_sections(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
-    """(title, note, drawing) of the charts of what the policy learns."""
+    """(title, note, drawing) of the charts about the policy's learning."""
     groups = "by who of a group's samples solved its task: all or none of them teach nothing"
     ages = "trained trajectories by their age in policy versions"
     return [

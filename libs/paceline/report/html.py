@@ -1,4 +1,6 @@
-"""Renders the pages about a run: report.html, which loads nothing, and the live one's content."""
+"""Renders the pages about a run: report.html, which loads nothing, and the content of the live
+page.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ _TIPS = Path(__file__).with_name("tips.js")
 def render(
     summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
 ) -> str:
-    """The page; it loads nothing from anywhere."""
+    """The page; it loads nothing from outside."""
     shown = content(summary, history, spans, samples)
     return whole_page(f"Paceline run {summary['run_id']}", f"<main>{shown}</main>")
 
 
 def whole_page(title: str, body: str) -> str:
-    """A page with its style and its script in it; `body` is markup."""
+    """A page including style and script; `body` is markup."""
     style, script = f"<style>{style_sheet()}</style>", f"<script>{tips_script()}</script>"
     return document(title, style, body + script)
 
@@ -47,7 +49,7 @@ def style_sheet() -> str:
 
 
 def tips_script() -> str:
-    """What shows the values under a pointer or a finger, for the end of a page."""
+    """A script for the end of a page that shows the values under a pointer or a finger."""
     return _TIPS.read_text(encoding="utf-8")
 
 
@@ -64,7 +66,7 @@ def document(title: str, head: str, body: str) -> str:
 def content(
     summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
 ) -> str:
-    """What there is to be seen of a run, as markup."""
+    """All sections about a run, as markup."""
     charts = "".join(
         card("card", title, note, drawing) for title, note, drawing in chart_sections(history)
     )

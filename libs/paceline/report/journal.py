@@ -1,7 +1,7 @@
-"""Reads a finished run from its journal: records, evaluations, sets served, slots held.
+"""Reads a finished run from its journal: records, evaluations, served sets, slot holders.
 
-The journal is copied from Redis to a file of the run first, so that a report can be made again
-without any server.
+The journal is first copied from Redis to a file of the run, so a report can be made again without a
+server.
 """
 
 from __future__ import annotations
@@ -30,43 +30,44 @@ ACCURACY, PROBE = "accuracy", "accept_length_probe"
 PASSED_AT = "pass@"
 _RULINGS = 40
 PAUSED = "paused"
-"""Phase of a run that an operator lets rest."""
+"""Phase of a run that an operator has paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
     """A decision of the drafter's gate."""
 
-    step: int  # during which it fell
+    step: int  # of the decision
     decision: str
     drafter_version: int
-    figures: Mapping[str, Any]  # fields of GateDecision, as the journal has them
+    figures: Mapping[str, Any]  # fields of GateDecision, as in the journal
 
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """What happened in a run."""
+    """The history of a run."""
 
     records: tuple[StepRecord, ...]  # by step
-    # by kind, or by what an evaluation of several samples tells; values by number of finished steps
+    # by kind, or by the statistic of an evaluation with several samples; values by number of
+    # finished steps
     evaluations: Mapping[str, Mapping[int, float]]
-    served: tuple[VersionSet, ...]  # in the order in which they began to serve
+    served: tuple[VersionSet, ...]  # in the order of their commits
     intervals: tuple[SlotInterval, ...]
     windows: tuple[StepWindow, ...]
     began_s: float  # wall clock of the first and the last entry
     ended_s: float
-    away_s: float  # seconds in which no coordinator ran, before a resume, or the run was paused
-    drafter_tokens: int  # tokens the drafter trained on
+    away_s: float  # seconds without a coordinator before a resume, or in a pause
+    drafter_tokens: int  # tokens that the drafter trained on
     phase: str  # of the last entry
     # seconds from a lease of the drafter to its first micro-batch
     first_steps_s: tuple[float, ...] = ()
     # of the drafter's gate, by kind of decision
     decisions: Mapping[str, int] = field(default_factory=dict)
-    gate: tuple[Ruling, ...] = ()  # the newest of them, as they came
+    gate: tuple[Ruling, ...] = ()  # the newest decisions, in order
     beyond: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Paths that the audit has named, in that order, and its figures of each; "step" is when."""
+    """Paths named by the audit, in order, and the audit's figures of each; "step" is its time."""
     promoted: Mapping[int, Ruling] = field(default_factory=dict)
-    """By drafter version, the decision by which it came to serve."""
+    """By drafter version, the decision that promoted it."""
 
     @property
     def slots(self) -> int:
@@ -74,17 +75,17 @@ class RunHistory:
         return 1 + max((interval.slot for interval in self.intervals), default=-1)
 
     def evaluated(self, kind: str) -> list[tuple[int, float]]:
-        """(finished steps, value) of one kind, in order; a repeated one counts once."""
+        """(finished steps, value) of one kind, in order; a repeated evaluation counts once."""
         return sorted(self.evaluations.get(kind, {}).items())
 
     @property
     def widest_pass(self) -> str:
-        """The name of pass@k with the largest k that was evaluated; empty where none was."""
+        """The name of the evaluated pass@k with the largest k; empty without any."""
         return widest_pass(self.evaluations)
 
 
 def widest_pass(names: Iterable[str]) -> str:
-    """Of the names of evaluations, pass@k with the largest k; empty where there is none."""
+    """Among names of evaluations, pass@k with the largest k; empty without any."""
     return max((one for one in names if one.startswith(PASSED_AT)), key=_samples, default="")
 
 
@@ -93,9 +94,9 @@ def _samples(name: str) -> int:
 
 
 async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
-    """Write the run's journal to `path`, an entry a line; returns the number of entries.
+    """Writes the run's journal to `path`, one entry a line; returns the number of entries.
 
-    Raises Unavailable, and DataLoss where the journal has a gap.
+    Raises Unavailable, and DataLoss if the journal has a gap.
     """
     count = 0
     temporary = path.with_suffix(".tmp")
@@ -109,7 +110,7 @@ async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
 
 
 def write_steps(path: Path, records: Iterable[StepRecord]) -> None:
-    """Write the records of the finished steps, one JSON object a line, fields named as in
+    """Writes the records of the finished steps, one JSON object a line, with the field names of
     coordinator.proto.
     """
     lines = (json.dumps(step_object(record)) + "\n" for record in records)
@@ -122,7 +123,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Entries of a copied journal. Raises DataLoss for a line that is none."""
+    """Entries of a copied journal. Raises DataLoss for an invalid line."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -134,7 +135,7 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_history(path: Path) -> RunHistory:
-    """The run of a copied journal. Raises DataLoss when it has no entry or one does not decode."""
+    """The run of a copied journal. Raises DataLoss when it has no entry or an undecodable one."""
     told, entries = _Told(), list(read_entries(path))
     for entry in entries:
         told.take(entry)
@@ -161,7 +162,7 @@ def read_history(path: Path) -> RunHistory:
 
 @dataclass(slots=True)
 class _Told:
-    """What the entries up to one have told; the fields are those of RunHistory."""
+    """State after the entries read so far; the fields are those of RunHistory."""
 
     records: dict[int, StepRecord] = field(default_factory=dict)  # by step
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -176,10 +177,10 @@ class _Told:
     gate: deque[Ruling] = field(default_factory=lambda: deque(maxlen=_RULINGS))
     beyond: dict[str, dict[str, float]] = field(default_factory=dict)
     promoted: dict[int, Ruling] = field(default_factory=dict)
-    _counted: set[str] = field(default_factory=set)  # what may come twice, and has come
+    _counted: set[str] = field(default_factory=set)  # repeatable items already counted
 
     def take(self, entry: Mapping[str, Any]) -> None:
-        """The next entry."""
+        """Processes the next entry."""
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
         self.began_s = self.began_s or at_s
         if event == "Resumed" or self.phase == PAUSED:
@@ -205,7 +206,7 @@ class _Told:
 
     def _evaluated(self, steps: int, kind: str, value: float) -> None:
         self.evaluations.setdefault(kind, {})[steps] = value
-        if steps - 1 in self.records:  # the step it was made after
+        if steps - 1 in self.records:  # the step before the evaluation
             self.records[steps - 1].evaluations[kind] = value
 
     def _count(self, event: str, data: Mapping[str, Any], step: int) -> None:

@@ -1,6 +1,4 @@
-"""Says what a step measured, a series a figure: one table for the charts of a run and of several
-side by side.
-"""
+"""The figures of a step, one series each: a single table for charts of one run and of several."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ NAN = float("nan")
 class Measure(NamedTuple):
     """A figure of a step."""
 
-    title: str  # of a chart of it alone
+    title: str  # of a chart of this figure alone
     note: str
-    label: str  # among others in one chart
+    label: str  # beside other figures in one chart
     unit: str
-    of: Callable[[StepRecord], float]  # NaN where the step did not measure it
+    of: Callable[[StepRecord], float]  # NaN if the step did not measure it
     y_min: float | None = None
     y_max: float | None = None
 
@@ -33,13 +31,13 @@ class Measure(NamedTuple):
 def policy_figure(
     name: str, title: str, note: str, unit: str, *, label: str = "", y_min: float | None = None
 ) -> Measure:
-    """A figure of the policy step, by the name that the trainer gives it."""
+    """A figure of the policy step, by the trainer's name for it."""
     shown = label or name.replace("_", " ")
     return Measure(title, note, shown, unit, lambda one: one.policy.get(name, NAN), y_min)
 
 
 def lines(records: Sequence[StepRecord], measures: Sequence[Measure]) -> str:
-    """A line for each of some figures, over the axes of the first."""
+    """A line for each figure, over the axes of the first."""
     series = [Series(one.label, one.points(records), f"c{i}") for i, one in enumerate(measures)]
     if not series:
         return empty("nothing was measured")
@@ -72,12 +70,12 @@ def _quantile(which: int) -> Callable[[StepRecord], float]:
 
 
 def _solved(who: str) -> Callable[[StepRecord], float]:
-    """Share of the groups that are solved by none, some or all of their samples."""
+    """Share of the groups solved by none, some or all of their samples."""
     return lambda one: _divided(one.groups_solved.get(who, 0), sum(one.groups_solved.values()))
 
 
 def _age(record: StepRecord) -> float:
-    """Policy versions by which the trained trajectories were older, on the mean."""
+    """Mean age of the trained trajectories, in policy versions."""
     ages = record.staleness
     return _divided(sum(int(age) * count for age, count in ages.items()), sum(ages.values()))
 
@@ -159,7 +157,7 @@ MISMATCH: Mapping[str, Measure] = {
         ("masked_fraction", "Masked tokens", "share of the tokens", "share", 0.0),
     )
 }
-"""By name: how far the sampler was from the trainer, and what that did to the tokens' weight."""
+"""By name: distance between sampler and trainer, and its effect on token weights."""
 SIDE_BY_SIDE = (
     REWARD,
     SPEED,
@@ -178,4 +176,4 @@ SIDE_BY_SIDE = (
     SOLVED_BY_ALL,
     AGE,
 )
-"""What is compared of several runs, a chart each."""
+"""Figures compared over several runs, one chart each."""

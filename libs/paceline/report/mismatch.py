@@ -1,5 +1,5 @@
-"""Draws what the policy step measured: how far sampler and trainer are apart, and where its time
-went. A step that did not measure a figure leaves a gap.
+"""Draws the measurements of the policy step: distance between sampler and trainer, and the parts of
+its time. An unmeasured figure leaves a gap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finds whole traces in the span files of a run: those of its steps, and any by its id.
+"""Finds whole traces in the span files of a run: its steps' traces, and any trace by id.
 
-Memory is bounded: of a trace at most `_SPANS` spans are kept, and of several traces at most
-`_PEERS`.
+Memory is bounded: at most `_SPANS` spans of a trace are kept, and at most `_PEERS` of several
+traces.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paceline.telemetry import names
 _PEERS = 15
 _SPANS = 20_000
 _LEAST_ID = 6
-"""Hex digits of a trace id that name one."""
+"""Least number of hex digits that select a trace."""
 _LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step whose span is in the files."""
+    """A step with a span in the files."""
 
     trace_id: str
     number: int
@@ -32,7 +32,7 @@ class EndedStep:
 
 
 def ended_steps(directory: Path) -> list[EndedStep]:
-    """Steps that have ended, in order."""
+    """Finished steps, in order."""
     seconds: defaultdict[str, float] = defaultdict(float)
     numbers: dict[str, int] = {}
     for span in read_spans(directory, [f'"{names.STEP}"']):
@@ -44,7 +44,7 @@ def ended_steps(directory: Path) -> list[EndedStep]:
 
 
 def trace_of(directory: Path, which: str) -> str:
-    """The one trace whose id begins so."""
+    """The only trace with an id that begins with `which`."""
     digits = which.lower()
     if len(digits) < _LEAST_ID or not set(digits) <= set("0123456789abcdef"):
         raise InvalidInput(
@@ -66,7 +66,7 @@ def trace_of(directory: Path, which: str) -> str:
 
 
 def alike(directory: Path, root: SpanRecord) -> list[str]:
-    """Other traces that have a root of that name."""
+    """Other traces with a root of the same name."""
     found = {
         span.trace_id: span.start_ns
         for span in read_spans(directory, [f'"{root.name}"'])
@@ -76,7 +76,7 @@ def alike(directory: Path, root: SpanRecord) -> list[str]:
 
 
 def load(directory: Path, traces: Collection[str]) -> dict[str, list[SpanRecord]]:
-    """The spans of these traces, and what agents asked of the engine in the sessions they have."""
+    """The spans of these traces, including the agents' generations in their sessions."""
     found: dict[str, list[SpanRecord]] = {trace: [] for trace in traces}
     for span in read_spans(directory, list(traces)) if traces else ():
         kept = None if span is None else found.get(span.trace_id)
@@ -88,8 +88,8 @@ def load(directory: Path, traces: Collection[str]) -> dict[str, list[SpanRecord]
 
 
 def _of_agents(directory: Path, found: Mapping[str, Sequence[SpanRecord]]) -> list[SpanRecord]:
-    """Generations of sessions that an agent led, which are in the agent's traces, and their stages:
-    as if they hung below the session.
+    """Generations of agent-led sessions, which belong to the agents' traces, with their stages.
+    They are attached to the session.
     """
     led = {
         span_id_of(link): span
@@ -116,6 +116,6 @@ def _of_agents(directory: Path, found: Mapping[str, Sequence[SpanRecord]]) -> li
 
 
 def spread(traces: Sequence[str]) -> list[str]:
-    """At most `_PEERS` of them, spread evenly."""
+    """At most `_PEERS` traces, spread evenly."""
     count = min(len(traces), _PEERS)
     return [traces[index * len(traces) // count] for index in range(count)]

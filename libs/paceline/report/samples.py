@@ -1,5 +1,5 @@
-"""Shows some of the newest samples token by token: how likely the policy held each, and whether a
-round with drafts gave it.
+"""Shows some of the newest samples token by token: the policy's probability of each token, and
+whether a drafted round gave it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from paceline.whole_files import write_whole
 SHOWN, _TOKENS = 8, 600
 """Samples, and tokens of each response."""
 _SHADES = (0.1, 0.7, 2.3, 4.6)
-"""Surprise in nats where the next shade begins: about 0.9, 0.5, 0.1 and 0.01 of probability."""
+"""Surprise in nats at which each next shade begins: about 0.9, 0.5, 0.1 and 0.01 of probability."""
 
 
 ShownToken = tuple[str, float | None, str, bool]
-"""Text, log-prob (nats; None in what the policy did not say), arm, whether it was an accepted
-draft.
+"""Text, log-prob (nats; None for text that the policy did not draw), arm, whether it was an
+accepted draft.
 """
 
 
@@ -46,12 +46,12 @@ class ShownSample:
     reward: float | None
     prompt: str
     tokens: tuple[ShownToken, ...]
-    left_out: int = 0  # tokens behind those
+    left_out: int = 0  # tokens after the shown ones
 
 
 async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[ShownSample]:
-    """Of the trajectories that Redis holds still, newest first; of each task one. None where the
-    model has no tokenizer.
+    """Samples from the trajectories still in Redis, newest first, one per task. None if the model
+    has no tokenizer.
     """
     entries = await client.xrevrange(run_key(run_id, "trajectories"), count=4 * SHOWN)
     return await asyncio.to_thread(_read, entries, tokenizer)
@@ -102,7 +102,9 @@ def write_samples(path: Path, samples: Iterable[ShownSample]) -> None:
 
 
 def read_samples(path: Path) -> list[ShownSample]:
-    """What `write_samples` has written, if it has. Raises DataLoss for anything else."""
+    """The samples from `write_samples`; empty if the file is absent. Raises DataLoss for any other
+    content.
+    """
     if not path.is_file():
         return []
     try:
@@ -113,7 +115,7 @@ def read_samples(path: Path) -> list[ShownSample]:
 
 
 def samples_note(samples: Sequence[ShownSample]) -> str:
-    """What the colours say."""
+    """The meaning of the colours."""
     if not samples:
         return "prompt and response, token by token"
     return (
@@ -123,7 +125,7 @@ def samples_note(samples: Sequence[ShownSample]) -> str:
 
 
 def samples_section(samples: Sequence[ShownSample]) -> str:
-    """Each sample to be opened, the first one open."""
+    """Each sample in a collapsible section, the first one open."""
     if not samples:
         return '<p class="empty">Redis holds no trajectory of the run</p>'
     return "".join(_sample(one, opened=i == 0) for i, one in enumerate(samples))
@@ -142,7 +144,7 @@ def _sample(one: ShownSample, *, opened: bool) -> str:
 
 
 def _kind(token: ShownToken) -> tuple[str, str, bool]:
-    """Tokens that look alike are one element: shade, arm, whether they were accepted drafts."""
+    """Tokens of equal look form one element: shade, arm, whether they were accepted drafts."""
     _, logprob, arm, accepted = token
     if logprob is None:
         return "prompt", "", False
@@ -161,7 +163,7 @@ def _run(kind: tuple[str, str, bool], tokens: Sequence[ShownToken]) -> str:
 
 
 def _decoded(fields: dict[bytes, bytes]) -> Trajectory | None:
-    """None for an entry that does not decode, which the trainer says more of."""
+    """None for an undecodable entry, which the trainer reports in detail."""
     header = {name.decode(): value for name, value in fields.items()}
     payload = header.pop("payload", b"")
     try:

@@ -56,7 +56,6 @@ _IDLE = {
     IdleCause.HAND_OVER: "all rollouts were done, the policy was next",
     IdleCause.TOO_FEW: "too few workers were released",
     IdleCause.LEASING: "they were about to be leased",
-    IdleCause.ABSENT: "their places had no worker",
 }
 _SMOOTH = 10
 _ZOOM_STEPS = 3
@@ -84,7 +83,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
 
 
 def slot_sections(history: RunHistory) -> str:
-    """The whole run's slot timeline and a zoom on some steps."""
+    """The whole run's slot timeline, and a zoom on some steps."""
     if not history.intervals:
         return empty("no slot was ever leased")
     rows = [f"slot {i}" for i in range(history.slots)]
@@ -121,8 +120,8 @@ def latency_table(edges: Sequence[Edge]) -> str:
 
 
 def trace_section(trace: Sequence[SpanRecord]) -> str:
-    """One trace from task to optimiser step to drafter step: of many equal spans the longest stands
-    for all.
+    """One trace from task to optimiser step to drafter step. The longest of many equal spans
+    represents all.
     """
     rows = waterfall_rows(trace)
     if not rows:
@@ -147,7 +146,7 @@ def trace_section(trace: Sequence[SpanRecord]) -> str:
 
 
 def waterfall_rows(trace: Sequence[SpanRecord]) -> list[tuple[SpanRecord, int, int]]:
-    """(span, spans it stands for, depth below the root) in the order of their start."""
+    """(span, number of represented spans, depth below the root) in the order of their start."""
     groups: dict[tuple[str, str], list[SpanRecord]] = {}
     for span in trace:
         groups.setdefault((span.service, span.name), []).append(span)
@@ -195,7 +194,7 @@ def counts_table(summary: Summary) -> str:
 
 
 def _uses(summary: Summary) -> str:
-    """Shares of the slots' time, and how much of it they make up."""
+    """Shares of the slots' time, and their sum."""
     used, wall_s = summary["slot_s"], summary["slot_wall_s"]
     if not wall_s:
         return "not measured"
@@ -204,13 +203,13 @@ def _uses(summary: Summary) -> str:
 
 
 def _idle(summary: Summary) -> str:
-    """Why the drafter was not trained on slots that nobody used."""
+    """Reasons for idle slots without drafter training."""
     causes = sorted(summary["idle_s"].items(), key=lambda one: -one[1])
     return ", ".join(f"{_IDLE[cause]} {duration(s)}" for cause, s in causes if s) or "none"
 
 
 def figure(value: float | None, digits: int) -> str:
-    """A number, or a dash where it was not measured."""
+    """A number, or a dash if it was not measured."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
@@ -257,7 +256,7 @@ def _learning(history: RunHistory) -> str:
 
 
 def _reward_parts(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
-    """The section of a mixture's rules, where rewards were mixed."""
+    """The section of a mixture's rules, if rewards were mixed."""
     names = sorted({part for record in records for part in record.reward_parts})
     series = []
     for index, part in enumerate(names):
@@ -335,7 +334,7 @@ def _bars(intervals: Iterable[SlotInterval]) -> Iterable[Bar]:
 
 
 def _zoom(history: RunHistory) -> list[Any]:
-    """A few neighbouring steps, in the later half, in which the drafter held slots longest."""
+    """A few adjacent steps in the later half, in which the drafter held slots longest."""
     held = {record.step: record.drafter_slot_s for record in history.records}
     windows = list(history.windows)
     choices = range(len(windows) // 2, max(len(windows) // 2 + 1, len(windows) - _ZOOM_STEPS + 1))

@@ -1,9 +1,9 @@
-"""Derives from a run's journal who held which slot when, and counts slot-seconds.
+"""Derives slot holders over time from a run's journal, and counts slot-seconds.
 
 A journal entry is plain JSON: `at_s` (wall clock, seconds), `event`, `step`, and under `slots` the
 slots that the event changed: `[first, count, holder, epoch]`. A step's window runs from its
-StepBegan, or from the end of the step before where that is later, to the entry that carries its
-`record`; evaluations lie outside all windows.
+StepBegan, or from the end of the previous step if that is later, to the entry that carries its
+`record`. Evaluations are outside all windows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SlotInterval:
 
     @property
     def seconds(self) -> float:
-        """Length."""
+        """Length in seconds."""
         return self.end_s - self.start_s
 
 
@@ -42,7 +42,7 @@ class StepWindow:
 
 
 def slot_intervals(entries: Iterable[Entry]) -> list[SlotInterval]:
-    """All intervals in the order in which they end; those still open end with the last entry."""
+    """All intervals in the order of their ends; an open interval ends with the last entry."""
     intervals: list[SlotInterval] = []
     held: dict[int, SlotInterval] = {}
     now = 0.0
@@ -86,7 +86,9 @@ def held_seconds(
 def slot_seconds(
     intervals: Sequence[SlotInterval], windows: Sequence[StepWindow], slots: int
 ) -> dict[str, float]:
-    """What the drafter held in and outside windows, what nobody held inside them, and all of it."""
+    """Slot-seconds: held by the drafter in and outside windows, free inside windows, and in all
+    windows.
+    """
     return {
         "drafter_train_slot_s": sum(one.seconds for one in intervals if one.holder == "drafter"),
         "idle_slot_s": held_seconds(intervals, "none", windows),

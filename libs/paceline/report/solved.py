@@ -1,5 +1,5 @@
-"""Says what samples are worth: how many solve their tasks, how many tasks some of several samples
-solve, and how many were cut.
+"""Statistics of samples: the share that solve their tasks, tasks solved by one of several samples,
+and truncated samples.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SPREAD = "accuracy_se"
 
 
 def accuracy(samples: Sequence[SampleFinished], above: float) -> float:
-    """Share of samples with a reward above the threshold, avg@k of k samples a task; a sample
+    """Share of samples with a reward above the threshold, avg@k for k samples per task. A sample
     without a reward solves nothing. 0 without samples.
     """
     return sum(_solves(one, above) for one in samples) / len(samples) if samples else 0.0
 
 
 def groups_solved(samples: Iterable[SampleFinished], above: float) -> dict[str, float | int]:
-    """Groups by who of their scored samples solves the task: BY_NONE, BY_SOME, BY_ALL."""
+    """Groups by the share of scored samples that solve the task: BY_NONE, BY_SOME, BY_ALL."""
     solved: dict[str, list[bool]] = {}
     for one in samples:
         if one.HasField("reward"):
@@ -44,13 +44,13 @@ def groups_solved(samples: Iterable[SampleFinished], above: float) -> dict[str, 
 
 
 def samples_unscored(samples: Iterable[SampleFinished]) -> dict[str, float | int]:
-    """Samples without a reward, by the way they ended; see StepRecord.samples_unscored."""
+    """Samples without a reward, by their end; see StepRecord.samples_unscored."""
     without = (one.finish_reason for one in samples if not one.HasField("reward"))
     return dict(sorted(Counter(_UNSCORED.get(finish, "unscored") for finish in without).items()))
 
 
 def total_unscored(records: Iterable[StepRecord]) -> dict[str, int]:
-    """Those of several steps together."""
+    """Sum over several steps."""
     total: Counter[str] = Counter()
     for record in records:
         total.update(record.samples_unscored)
@@ -58,7 +58,7 @@ def total_unscored(records: Iterable[StepRecord]) -> dict[str, int]:
 
 
 def truncated_share(samples: Sequence[SampleFinished]) -> float:
-    """Share of samples that their limit of tokens has ended; 0 without samples."""
+    """Share of samples that ended at their token limit; 0 without samples."""
     cut = sum(one.finish_reason == FINISH_REASON_LENGTH for one in samples)
     return cut / max(len(samples), 1)
 
@@ -66,8 +66,8 @@ def truncated_share(samples: Sequence[SampleFinished]) -> float:
 def pass_figures(
     samples: Sequence[SampleFinished], per_task: int, above: float
 ) -> dict[str, float | int]:
-    """`pass@j` for j = 2, 4, 8, ... and `per_task`: the expected share of tasks that one of j
-    samples solves; and SPREAD. Empty for one sample a task.
+    """`pass@j` for j = 2, 4, 8, ... and `per_task`: the expected share of tasks that at least one
+    of j samples solves; and SPREAD. Empty for one sample per task.
     """
     if per_task < 2:
         return {}
@@ -88,8 +88,9 @@ def pass_figures(
 
 
 def pass_at(size: int, samples: int, solved: int) -> float:
-    """Unbiased estimate that one of `size` samples solves a task of which `solved` of `samples` do:
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """Unbiased estimate of the probability that at least one of `size` samples solves a task, if
+    `solved` of `samples` do: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374,
+    equation 1).
     """
     return 1 - math.comb(samples - solved, size) / math.comb(samples, size)
 

@@ -1,8 +1,8 @@
 """Reads the span files of a run: latency per edge between services, and the spans of one trace.
 
-Reads line by line, twice: the first pass remembers who called or produced, the second meets who
-answered or consumed. Memory is bounded: at most `_INDEXED` callers are remembered and `_SAMPLES`
-latencies per edge; what is left out is counted.
+It reads line by line, twice: the first pass records callers and producers, the second matches them
+with servers and consumers. Memory is bounded: at most `_INDEXED` callers and `_SAMPLES` latencies
+per edge are kept; the rest is counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MILESTONES = (
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """One finished span; times in nanoseconds since the epoch."""
+    """One finished span, with times in nanoseconds since the epoch."""
 
     trace_id: str
     span_id: str
@@ -66,20 +66,19 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """What the report shows of the spans."""
+    """The report's view of the spans."""
 
     edges: tuple[Edge, ...] = ()
-    trace: tuple[SpanRecord, ...] = ()  # spans of the trace chosen, by start
+    trace: tuple[SpanRecord, ...] = ()  # spans of the chosen trace, by start
     spans: int = 0  # lines read
-    unreadable: int = 0  # lines that are no span, e.g. cut by a kill
+    unreadable: int = 0  # invalid lines, e.g. cut by a kill
     left_out: int = 0  # callers beyond the memory bound
 
 
 def read_spans(directory: Path, holding: Sequence[str] = ()) -> Iterator[SpanRecord | None]:
-    """Every span of every file, in file order; None for a line that is no span.
+    """Every span of every file, in file order; None for an invalid line.
 
-    holding: only lines that hold one of these texts, where there are any; others are not even
-    parsed.
+    `holding`: if not empty, only lines that contain one of these texts are parsed.
     """
     for path in sorted(directory.glob("*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -91,7 +90,7 @@ def read_spans(directory: Path, holding: Sequence[str] = ()) -> Iterator[SpanRec
 def read_report(directory: Path, trace_id: str = "") -> SpanReport:
     """Edges and one trace of a run.
 
-    Without `trace_id` the newest trace that reaches both optimisers is taken.
+    Without `trace_id`, the newest trace that reaches both optimisers is chosen.
     """
     first = _first_pass(directory)
     chosen = trace_id or first.best_trace()
@@ -116,8 +115,8 @@ def read_report(directory: Path, trace_id: str = "") -> SpanReport:
 
 @dataclass(slots=True)
 class _Sample:
-    """A uniform sample of at most _SAMPLES latencies; the seed is fixed so that a report can be
-    made again.
+    """A uniform sample of at most _SAMPLES latencies. The seed is fixed, so a report can be
+    reproduced.
     """
 
     count: int = 0
@@ -138,7 +137,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """Callers by span id, and which milestones each trace reached."""
+    """Callers by span id, and the milestones of each trace."""
 
     callers: dict[str, SpanRecord] = field(default_factory=dict)
     milestones: dict[str, set[str]] = field(default_factory=dict)
@@ -174,8 +173,8 @@ def _first_pass(directory: Path) -> _FirstPass:
 def _hops(
     span: SpanRecord, callers: dict[str, SpanRecord]
 ) -> Iterator[tuple[tuple[str, str, str, str], float]]:
-    """Edges that end in this span: a call seen by its caller, or the wait of an entry between
-    append and read.
+    """Edges that end in this span: a call as its caller measured it, or the wait of an entry
+    between append and read.
     """
     if span.kind == "server" and (caller := callers.get(span.parent_id)) is not None:
         yield (caller.service, span.service, caller.name, "gRPC"), caller.duration_s
@@ -183,7 +182,7 @@ def _hops(
         for span_id in (span.parent_id, *(span_id_of(link) for link in span.links)):
             producer = callers.get(span_id)
             if producer is not None and producer.kind == "producer":
-                # A blocking read opens before its entry is there: such an entry did not wait.
+                # A blocking read begins before its entry exists: such an entry did not wait.
                 waited = max(0.0, (span.start_ns - producer.end_ns) / 1e9)
                 yield (
                     (producer.service, span.service, f"{producer.name} → {span.name}", "Redis"),
@@ -192,7 +191,7 @@ def _hops(
 
 
 def span_id_of(traceparent: str) -> str:
-    """The span that a traceparent names; empty for what is none."""
+    """The span id in a traceparent; empty for an invalid one."""
     parts = traceparent.split("-")
     return parts[2] if len(parts) == 4 else ""
 

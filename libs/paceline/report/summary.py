@@ -19,7 +19,7 @@ from paceline.v1.coordinator_pb2 import StepRecord
 
 Summary = dict[str, Any]
 WINDOW = 10
-"""Steps that count as first and as last."""
+"""Number of steps that count as first and as last."""
 
 _SERVICES = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
 
@@ -32,7 +32,7 @@ def summarize(
     pids: Mapping[str, int],
     config: Mapping[str, Any],
 ) -> Summary:
-    """Everything summary.json holds. Figures that were not measured are None."""
+    """All values of summary.json. Unmeasured figures are None."""
     records = history.records
     rollout_s = sum(record.rollout_s for record in records)
     step_s = sum(record.step_s for record in records)
@@ -86,7 +86,7 @@ def summarize(
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
+    """Arithmetic mean; None for an empty sequence."""
     return sum(values) / len(values) if values else None
 
 
@@ -96,7 +96,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def _mismatch(records: Sequence[StepRecord]) -> dict[str, float | None]:
-    """Means over the steps that measured a figure; None where none did."""
+    """Means over the steps that measured a figure; None if no step did."""
     return {
         name: mean([one.policy[name] for one in records if name in one.policy]) for name in MISMATCH
     }
@@ -118,7 +118,7 @@ def _rewards(when: str, records: Sequence[StepRecord]) -> Summary:
 
 
 def _parts(records: Sequence[StepRecord]) -> dict[str, float | None]:
-    """Mean of each part of a mixture over the steps that have it; empty without a mixture."""
+    """Mean of each part of a mixture over the steps with that part; empty without a mixture."""
     names = sorted({part for one in records for part in one.reward_parts})
     return {
         part: mean([one.reward_parts[part] for one in records if part in one.reward_parts])
@@ -134,7 +134,7 @@ def _ends(name: str, values: Sequence[tuple[int, float]]) -> Summary:
 
 
 def _hashes(config: Mapping[str, Any]) -> dict[str, str]:
-    """sha256 of the start policy's weights and of the held-out tasks, by the names they have in the
+    """sha256 of the start policy's weights and of the held-out tasks, by their names in the
     examples.
     """
     model = Path(config.get("gateway", {}).get("model", "")) / "model.safetensors"
@@ -149,7 +149,7 @@ def _sha256(path: Path) -> str:
 
 
 def _drafter(history: RunHistory, held_s: float) -> Summary:
-    """What the drafter's training got out of its slots."""
+    """Results of the drafter's training in its slots."""
     steps = sum(record.drafter_steps for record in history.records)
     first = sorted(history.first_steps_s)
     return {
@@ -162,7 +162,7 @@ def _drafter(history: RunHistory, held_s: float) -> Summary:
 
 
 def _uses_of_slots(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """Slot-seconds by use, and idle ones by why they were not used."""
+    """Slot-seconds by use, and idle slot-seconds by reason."""
     return {
         "slot_s": {use.value: sum(one.slot_s[use] for one in records) for use in SlotUse},
         "idle_s": {cause.value: sum(one.idle_s[cause] for one in records) for cause in IdleCause},

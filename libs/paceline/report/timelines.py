@@ -1,4 +1,4 @@
-"""Draws what took how long as inline SVG: timelines of slots, waterfalls of spans."""
+"""Draws durations as inline SVG: timelines of slots, waterfalls of spans."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Bar:
     end: float
     color: str
     title: str = ""
-    kind: str = ""  # what all bars of its colour are
+    kind: str = ""  # meaning of the bar's colour
 
 
 def timeline(
     rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, *, titles: bool, label: str
 ) -> str:
-    """A row per slot; time in seconds from `start`.
+    """One row per slot; time in seconds from `start`.
 
-    Without titles all bars of a colour are one path, for small files: the page's script finds the
-    one under the pointer by the scale, which is left edge, seconds a pixel and height of a row.
+    Without titles, all bars of a colour are one path, for small files. The page's script finds the
+    bar under the pointer by the scale: left edge, seconds per pixel and row height.
     """
     width, left, foot = 1140, 62, 30
     height = len(rows) * _ROW + foot + 4
@@ -58,8 +58,8 @@ def timeline(
 
 
 def waterfall(labels: Sequence[str], bars: Sequence[Bar], *, label: str) -> str:
-    """One bar per row under a common time axis; labels left, duration right of the bar or left of
-    it near the edge.
+    """One bar per row under a common time axis. Labels are on the left; the duration is right of
+    the bar, or left of it near the edge.
     """
     width, left = 1140, 330
     start = min(bar.start for bar in bars)

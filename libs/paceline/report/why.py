@@ -1,5 +1,5 @@
-"""Says why a step, or any trace of a run, took as long as it did: its critical path from the span
-files, beside that of the run's median step.
+"""Explains the duration of a step or any trace of a run: its critical path from the span files,
+beside the run's median step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.telemetry import names
 _STEP_DIGITS = 9
 _ID_DIGITS = 8
 _SLOWER = 1.1
-"""Of the median: from there on a step is slower than it."""
+"""A step slower than this multiple of the median is slow."""
 _TOLD = {
     names.SESSION_ID: "session",
     names.WORKER: "worker",
@@ -36,42 +36,42 @@ _TOLD = {
     names.BYTES: "bytes",
     names.HTTP_ROUTE: "route",
 }
-"""Attributes that tell one span from others of its name, and what they are called."""
+"""Attributes that distinguish spans of one name, and their labels."""
 _INHERITED = (names.SESSION_ID, names.WORKER, names.GEN_AI_OUTPUT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class PathShare:
-    """Time on the critical path that went to one edge, or to one kind of span in it."""
+    """Time on the critical path in one edge, or in one kind of span within it."""
 
     edge: str
     name: str  # of the span; empty: the whole edge
     seconds: float
     share: float  # of the trace
-    median_s: float | None  # of the traces compared with; None without any
+    median_s: float | None  # of the compared traces; None without any
 
     @property
     def more_s(self) -> float:
-        """Seconds beyond the median."""
+        """Seconds above the median."""
         return self.seconds - (self.median_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where the time of one trace went."""
+    """The parts of one trace's time."""
 
     title: str  # "step 5", "trace 0af76519"
     trace_id: str
     seconds: float
-    median_s: float | None  # of the traces compared with
-    peers: int  # traces compared with
+    median_s: float | None  # of the compared traces
+    peers: int  # number of compared traces
     edges: tuple[PathShare, ...]  # longest first
     parts: tuple[PathShare, ...]  # longest first
-    path: tuple[PathPiece, ...]  # from begin to end, neighbours of a kind merged
+    path: tuple[PathPiece, ...]  # from start to end, with adjacent pieces of a kind merged
     culprit: str
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; times in seconds, those of the path from the trace's begin."""
+        """For programs, with times in seconds; times of the path count from the trace's start."""
         start = self.path[0].start_ns
         return {
             "what": self.title,
@@ -98,9 +98,9 @@ class Explanation:
 
 
 def explain(directory: Path, which: str = "") -> Explanation:
-    """A step by number, or a trace by the beginning of its id; "" is the slowest step.
+    """Explains a step by number, or a trace by the beginning of its id; "" is the slowest step.
 
-    Raises NotFound for what no span file holds, InvalidInput for what names neither.
+    Raises NotFound if no span file has it, InvalidInput for neither form.
     """
     if not which or (which.isdecimal() and len(which) <= _STEP_DIGITS):
         steps = ended_steps(directory)
@@ -119,7 +119,7 @@ def explain(directory: Path, which: str = "") -> Explanation:
 
 
 def about(piece: PathPiece) -> dict[str, Any]:
-    """What is known of the work of a piece: of its span, and whose it is of those above."""
+    """Named attributes of a piece: of its span, and inherited from the spans above it."""
     known: dict[str, Any] = {}
     for span in piece.above:
         known |= {key: value for key, value in span.attributes.items() if key in _INHERITED}
@@ -172,7 +172,7 @@ def _culprit(
     parts: Sequence[PathShare],
     path: Sequence[PathPiece],
 ) -> str:
-    """One sentence: what made it slow, or what it consists of where it was not slow."""
+    """One sentence: the cause of a slow trace, or the parts of one that is not slow."""
     slow = median_s is not None and seconds > _SLOWER * median_s
     part = max(parts, key=lambda one: one.more_s) if slow else parts[0]
     longest = max(
@@ -191,7 +191,7 @@ def _culprit(
 
 
 def _chosen_step(steps: Sequence[EndedStep], which: str) -> EndedStep:
-    """The step of that number, tried last; without a number the slowest."""
+    """The last attempt of the step with that number; without a number, the slowest step."""
     if not steps:
         raise NotFound("no step of the run has ended, or it keeps no spans", seen="no span of one")
     if not which:
@@ -204,7 +204,7 @@ def _chosen_step(steps: Sequence[EndedStep], which: str) -> EndedStep:
 
 
 def _beside(seconds: float, median_s: float) -> str:
-    """Of what is not slow."""
+    """Wording for a trace that is not slow."""
     if seconds * _SLOWER < median_s:
         return f"{median_s - seconds:.2f} s less than the median"
     return f"as long as others (median {median_s:.2f} s)"

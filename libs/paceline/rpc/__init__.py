@@ -1,6 +1,6 @@
-"""gRPC servers and channels as all services use them.
+"""gRPC servers and channels for all services.
 
-Owns transport, security, errors and fencing, no service.
+The package covers transport, security, errors and fencing, and no service.
 """
 
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready

@@ -1,9 +1,8 @@
-"""Channels to other services, and waiting for them. Owns retry, keepalive, and what each call
-carries: trace and token.
+"""Channels to other services, and waiting for their readiness. A channel adds retry, keepalive,
+trace and token to each call.
 
-Calls are wrapped where the channel makes them, not by grpc.aio's client interceptors: those put a
-queue between the caller's `write` and the wire, which costs a weight push its backpressure and its
-speed.
+Calls are wrapped in the channel itself. grpc.aio's client interceptors put a queue between the
+caller's `write` and the wire, which would cost a weight push its backpressure and its speed.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _TAKE = "paceline.v1.WeightService.Take"
 
 
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
-    """A channel to `host:port`; make it on the running event loop.
+    """A channel to `host:port`; create it on the running event loop.
 
-    Calls carry the current trace and the token and have a client span. Unary calls of paceline's
-    services that end in UNAVAILABLE are retried up to 3 times, but for a file that is handed over.
-    Raises ConfigError where `Server` would for the same address.
+    Calls carry the current trace and the token and have a client span. Unary calls to Paceline's
+    services that end in UNAVAILABLE are retried up to 3 times, except `Take`. Raises ConfigError in
+    the same cases as `Server` for that address.
     """
     check_security(address, security)
     credentials = channel_credentials(security)
@@ -57,7 +56,7 @@ def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
 
 
 async def wait_ready(to: grpc.aio.Channel, deadline_s: float) -> None:
-    """Wait until the channel is connected. Raises Unavailable when it is not in time."""
+    """Waits until the channel is connected. Raises Unavailable after the deadline."""
     try:
         async with asyncio.timeout(deadline_s):
             await to.channel_ready()
@@ -69,14 +68,16 @@ async def wait_ready(to: grpc.aio.Channel, deadline_s: float) -> None:
 
 
 async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float) -> None:
-    """Wait until all services of that server serve. Raises Unavailable when they do not in time."""
+    """Waits until all services of that server are serving. Raises Unavailable after the
+    deadline.
+    """
     seen = "no answer"
     peer = channel(address, security)
     try:
         async with asyncio.timeout(deadline_s):
             while True:
-                # The connection is awaited by gRPC; the loop turns only when a server went away in
-                # the middle.
+                # gRPC waits for the connection; the loop repeats only if a server stopped in
+                # between.
                 watch = HealthStub(peer).Watch(HealthCheckRequest(), wait_for_ready=True)
                 try:
                     async for response in watch:
@@ -97,9 +98,9 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
 
 
 async def responses(call: Any) -> AsyncGenerator[Any]:
-    """Messages of a call that streams its answer; whoever reads them is the call's life.
+    """Messages of a streaming call. Closing the generator ends the call.
 
-    grpc.aio alone lets a call go on whose reader is cancelled between its start and its first
+    In plain grpc.aio, a call continues if its reader is cancelled between its start and its first
     message.
     """
     try:
@@ -117,8 +118,8 @@ def _options(address: str) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A restarted peer is found again within seconds. The least is also what one try may take:
-        # two lost packets are asked for again within three, and a busy machine is as slow.
+        # A restarted peer is found again within seconds. The minimum also bounds one attempt: two
+        # lost packets are resent within three seconds, and a busy machine is as slow.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -128,8 +129,8 @@ def _options(address: str) -> list[tuple[str, Any]]:
 
 @cache
 def _service_config() -> str:
-    """Retry for unary methods alone: a stream may have done half its work, and so may what takes a
-    file in its place.
+    """Retries unary methods only. A stream may have done half of its work, and so may `Take`, its
+    substitute by file.
     """
     modules = (coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2)
     names = [
@@ -143,7 +144,7 @@ def _service_config() -> str:
 
 
 class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
-    """A channel whose calls carry trace and token."""
+    """A channel that adds trace and token to its calls."""
 
     def __init__(self, inner: grpc.aio.Channel, address: str, token: str) -> None:
         self.address = address
@@ -222,9 +223,7 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
     def _ended(self, opened: Span, call: Any) -> None:
         try:
             loop = asyncio.get_running_loop()
-        except (
-            RuntimeError
-        ):  # The loop is gone, the call was dropped with it; nobody can ask for its code.
+        except RuntimeError:  # The loop is closed and the call with it, so its code cannot be read.
             opened.end()
             return
         task = loop.create_task(_end_span(opened, call, time.time_ns()))

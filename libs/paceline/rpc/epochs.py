@@ -1,5 +1,5 @@
-"""Refuses commands of another run, of leases that a newer one has replaced, and of leases that the
-coordinator never gave.
+"""Refuses commands of another run, of leases replaced by a newer one, and of leases that the
+coordinator never granted.
 """
 
 from __future__ import annotations
@@ -20,57 +20,53 @@ from paceline.whole_files import write_whole
 
 _KEPT = 256
 EPOCHS = "epochs.json"
-"""Name of a guard's file, beside what it guards."""
+"""Name of a guard's file, beside the guarded data."""
 
 
 class Track(StrEnum):
-    """Whose leases follow each other: those of one track say nothing of another's, which goes on
-    beside it.
-    """
+    """A sequence of leases. Leases of different tracks are independent of each other."""
 
     ROLLOUTS = "rollouts"
     LEARNER = "learner"  # policy steps, their pushes and commits
     DRAFTER = "drafter"
     SLOTS = "slots"  # which pass from one to another
-    JOINING = "joining"  # workers that are added
-    LEAVING = "leaving"  # workers that are drained
 
 
 def leased(security: SecurityConfig, run_id: str, step: int, epoch: int) -> CommandContext:
-    """The context of a command under a lease of this epoch, as the coordinator alone makes it."""
+    """The context of a command under a lease of this epoch. The coordinator alone makes these."""
     proof = _proof(security.token, run_id, epoch)
     return CommandContext(run_id=run_id, step=step, epoch=epoch, lease_proof=proof)
 
 
 def check_run(context: CommandContext, run_id: str) -> None:
-    """Raises InvalidInput when a command is of another run than this service."""
+    """Raises InvalidInput when a command belongs to another run than this service."""
     if context.run_id != run_id:
         raise InvalidInput("this trainer serves another run", seen=context.run_id, allowed=run_id)
 
 
 class EpochGuard:
     """Refuses commands of leases that a newer one of their track has replaced, or that the
-    coordinator never gave.
+    coordinator never granted.
 
     For use on one event loop.
     """
 
     def __init__(self, security: SecurityConfig, file: Path | None = None) -> None:
-        """`file`: keeps the epochs over a restart; None forgets them with this process.
+        """`file`: keeps the epochs over a restart; None loses them with this process.
 
-        Raises DataLoss when what it holds are no epochs.
+        Raises DataLoss when the file's content is not epochs.
         """
         self._security = security
         self._file = file
         self._highest: OrderedDict[str, int] = OrderedDict(_read(file) if file else {})
 
     def check(self, context: CommandContext, track: Track) -> None:
-        """Remember the command's epoch.
+        """Records the command's epoch.
 
-        Raises StaleEpoch when a higher epoch was seen in that track of the run; InvalidInput when
-        the command names no run, and (NOT_ALLOWED) when its epoch is new and carries no proof of a
-        lease: leases grow one at a time, and one wrong number would shut everybody else out;
-        ResourceExhausted when a new epoch cannot be kept.
+        Raises StaleEpoch when the run's track has already used a higher epoch. Raises InvalidInput
+        when the command names no run, and (NOT_ALLOWED) when its epoch is new without proof of a
+        lease: one wrong large epoch would shut out all honest commands. Raises ResourceExhausted
+        when a new epoch cannot be saved.
         """
         run, epoch = context.run_id, context.epoch
         if not re.fullmatch(RUN_ID, run):
@@ -93,22 +89,24 @@ class EpochGuard:
             self._keep(_key(run, track), epoch)
 
     def _keep(self, key: str, epoch: int) -> None:
-        """On disk before in memory: a command that is carried out has shut out the older ones."""
+        """Saves on disk before in memory: a command may only run after older commands are
+        shut out.
+        """
         kept = OrderedDict(self._highest)
         kept[key] = epoch
         kept.move_to_end(key)
         if len(kept) > _KEPT:
             kept.popitem(last=False)
         if self._file is not None:
-            # Not synced, as that may stop an event loop for seconds while weights are written: with
-            # the power goes whoever could send an old epoch.
+            # Not synced, since a sync may stop the event loop for seconds while weights are
+            # written. A loss of power also ends every sender of an old epoch.
             write_whole(self._file, json.dumps(kept))
         self._highest = kept
 
     def check_proof(self, context: CommandContext, track: Track) -> None:
         """Raises InvalidInput (NOT_ALLOWED) for a new epoch without the proof of a lease.
 
-        Without a token nobody can prove anything, and everything is taken.
+        Without a token no proof is possible, and every epoch is accepted.
         """
         token, highest = self._security.token, self.highest(context.run_id, track)
         if not token or context.epoch <= highest:
@@ -123,7 +121,7 @@ class EpochGuard:
             )
 
     def highest(self, run_id: str, track: Track) -> int:
-        """Highest epoch seen in a track of a run; 0 for one never seen."""
+        """Highest epoch received in a track of a run; 0 without any."""
         return self._highest.get(_key(run_id, track), 0)
 
 

@@ -1,7 +1,7 @@
-"""The standard health service. Owns the serving flags of one server, not what makes them true.
+"""The standard health service: the serving flags of one server. Their values are set from outside.
 
-Unlike grpcio's own its flags are set without awaiting, and watchers end when the server stops
-instead of holding it.
+Unlike grpcio's own service, it sets flags without awaiting. Its watchers end when the server stops,
+so they do not delay the stop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OVERALL = ""
 
 
 class Health(HealthServicer):  # type: ignore[misc]
-    """Serving flags by full service name; the empty name serves while every service does."""
+    """Serving flags by full service name. The empty name is serving while every service is."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
@@ -25,7 +25,7 @@ class Health(HealthServicer):  # type: ignore[misc]
         self._closed = False
 
     def set(self, name: str, serving: bool) -> None:
-        """Set one flag and wake the watchers."""
+        """Sets one flag and wakes the watchers."""
         self._serving[name] = serving
         self._wake()
 
@@ -34,20 +34,20 @@ class Health(HealthServicer):  # type: ignore[misc]
         return name in self._serving
 
     def close(self) -> None:
-        """Nothing serves any more; watchers are told and end."""
+        """Sets all flags to not serving; watchers receive that and end."""
         self._serving = dict.fromkeys(self._serving, False)
         self._closed = True
         self._wake()
 
     async def Check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
-        """One look; NOT_FOUND for a name this server does not have."""
+        """The present status; NOT_FOUND for a name that this server lacks."""
         status = self._status(request.service)
         if status == HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return HealthCheckResponse(status=status)
 
     async def Watch(self, request: HealthCheckRequest, context: Any) -> None:
-        """The status now and at each change, until the server stops."""
+        """The present status and each change, until the server stops."""
         last = None
         while True:
             changed = self._changed

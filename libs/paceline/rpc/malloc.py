@@ -1,4 +1,4 @@
-"""glibc's allocator thresholds for messages of a MiB. Owns no memory."""
+"""glibc's allocator thresholds for messages of about one MiB."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def set_malloc_thresholds() -> bool:
-    """Keep freed message buffers in the process instead of giving each back to the kernel and
+    """Keeps freed message buffers in the process, instead of returning each one to the kernel and
     faulting it in again.
 
     Both thresholds are needed: setting one freezes the other at its small default. The price is up
-    to about 128 MiB of free heap per arena. Call at process start. False, with nothing changed, off
-    Linux and glibc, or when the environment sets a MALLOC_* variable or a malloc tunable itself;
-    False also when glibc refuses a value.
+    to about 128 MiB of free heap per arena. Call this at process start. Returns False without a
+    change on other systems than Linux with glibc, and if the environment sets a MALLOC_* variable
+    or a malloc tunable. Also returns False when glibc refuses a value.
     """
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return False

@@ -8,5 +8,5 @@ REFUSED = Counter(
     "paceline.rpc.refused",
     "{call}",
     ("reason",),
-    "gRPC calls without a token that opens them, or with an epoch that no lease has",
+    "gRPC calls without a valid token, or with an epoch that no lease has",
 )

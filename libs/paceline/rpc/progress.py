@@ -1,4 +1,4 @@
-"""What a service does now and whom that waits for: noted, served, followed to whom all wait for."""
+"""Progress of a service: its present work, the part that it waits for, and the chain of waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.v1.progress_pb2_grpc import (
 
 SERVICE_NAME = "paceline.v1.ProgressService"
 AGENTS, REDIS = "agents", "redis"
-"""Whom parts wait for that are no parts themselves."""
+"""Causes of a wait that are not parts of a service."""
 ASK_S = 2.0
 """Who has not answered by then is in trouble."""
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _NOTHING: Mapping[str, int] = {}
 
 @dataclass(slots=True)
 class Activity:
-    """What one part does; times are of time.monotonic()."""
+    """The present work of one part; times are from time.monotonic()."""
 
     name: str
     doing: str = ""
@@ -39,16 +39,16 @@ class Activity:
     moved_s: float = field(default_factory=time.monotonic)
 
     def begins(self, doing: str, waits_for: str = "") -> None:
-        """It does something else now, "" for nothing; that is progress too."""
+        """Starts another activity, "" for none. This counts as progress."""
         self.doing, self.waits_for = doing, waits_for
         self.began_s = self.moved_s = time.monotonic()
 
     def moves(self) -> None:
-        """It got on."""
+        """Records progress of the present activity."""
         self.moved_s = time.monotonic()
 
     def part(self, counts: Mapping[str, int] = _NOTHING, *, trouble: str = "") -> pb.Part:
-        """As the wire carries it."""
+        """The part in its form on the wire."""
         now_s, (ended, ended_s) = time.monotonic(), last_span()
         return pb.Part(
             name=self.name,
@@ -79,17 +79,17 @@ class _Servicer(ProgressServiceServicer):
     async def GetProgress(
         self, request: pb.GetProgressRequest, context: Any
     ) -> pb.GetProgressResponse:
-        """What the service says of itself."""
+        """The service's progress."""
         return await self._answer()
 
 
 def add_progress(server: Server, answer: Answer) -> None:
-    """Lets a server answer GetProgress."""
+    """Adds GetProgress to a server."""
     server.add(add_ProgressServiceServicer_to_server, _Servicer(answer), SERVICE_NAME)
 
 
 async def ask_progress(connection: Any, deadline_s: float = ASK_S) -> pb.GetProgressResponse:
-    """What the service at the other end does. Raises PacelineError where it does not answer."""
+    """The progress of the service at the other end. Raises PacelineError if it does not answer."""
     stub = ProgressServiceStub(connection)  # type: ignore[no-untyped-call]
     with rpc_errors():
         answer: pb.GetProgressResponse = await stub.GetProgress(
@@ -130,7 +130,9 @@ async def _still_s(connection: Any) -> float:
 
 
 def wait_chain(parts: Sequence[pb.Part], first: str) -> list[pb.Part]:
-    """From `first` to the part that waits for nobody; each once, should they wait in a circle."""
+    """The chain from `first` to the part that waits for no other; each part once, even in
+    a circle.
+    """
     by_name = {part.name: part for part in parts}
     chain: dict[str, pb.Part] = {}
     name = first
@@ -141,7 +143,9 @@ def wait_chain(parts: Sequence[pb.Part], first: str) -> list[pb.Part]:
 
 
 def chain_text(chain: Sequence[pb.Part]) -> str:
-    """Who waits for whom, with what, since when, and the last span of the last that has one."""
+    """The chain in words: waiting parts, their activity and its start, and the last span of the
+    last part that has one.
+    """
     words = [_link(part) for part in chain]
     spans = [part for part in chain if part.last_span]
     if spans:

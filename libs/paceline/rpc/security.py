@@ -1,7 +1,7 @@
 """Tokens and TLS of both ends.
 
-Owns what a token opens, and the rule that beyond loopback neither may be off unless the settings
-say so.
+This module decides the scope of a token. Beyond loopback, tokens and TLS may be off only if the
+settings permit it explicitly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ AGENT_METHODS = frozenset(
     f"/paceline.v1.RolloutService/{name}"
     for name in ("Generate", "OpenSession", "PostReward", "CloseSession", "GetSession")
 )
-"""What the agents' token opens; everything else is for operators and services."""
+"""Methods that the agents' token opens; all other methods are for operators and services."""
 
 
 class Scope(StrEnum):
-    """What a token opens."""
+    """Scope of a token."""
 
     AGENT = "agent"
     OPERATOR = "operator"
@@ -36,17 +36,17 @@ class Scope(StrEnum):
 
 @lru_cache(maxsize=64)
 def names_loopback(host: str) -> bool:
-    """Whether the Host header of an HTTP request names this machine: another name that resolves to
-    loopback is the page of another site (DNS rebinding). A port may be left out.
+    """Whether the Host header of an HTTP request names this machine. Another name that resolves to
+    loopback belongs to the page of another site (DNS rebinding). The port is optional.
     """
     if host.startswith("unix:"):
-        return False  # unix:80 is a machine called unix here, no socket of ours
+        return False  # here, unix:80 is a host called unix, not a socket
     return is_loopback(host)
 
 
 def check_security(address: str, security: SecurityConfig) -> None:
-    """Raises ConfigError for half a TLS setting, and for an address beyond loopback without token
-    or mutual TLS.
+    """Raises ConfigError for an incomplete TLS setting, and for an address beyond loopback without
+    token or mutual TLS.
     """
     if bool(security.tls_cert) != bool(security.tls_key):
         raise ConfigError(
@@ -91,7 +91,7 @@ def check_events(endpoint: str, security: SecurityConfig) -> None:
 
 
 def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | None:
-    """TLS of a server; clients must show a certificate of tls_ca when that is set.
+    """TLS of a server. If tls_ca is set, clients must present a certificate signed by it.
 
     None without tls_cert.
     """
@@ -103,7 +103,7 @@ def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | Non
 
 
 def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials | None:
-    """TLS of a client; it shows its own certificate when it has one.
+    """TLS of a client, with its own certificate if it has one.
 
     None without any TLS setting.
     """
@@ -117,7 +117,7 @@ def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials | N
 
 
 def scope_of(security: SecurityConfig, given: str) -> Scope | None:
-    """What the token opens; None for a wrong one. Without tokens everybody is an operator.
+    """Scope of a token; None for a wrong one. Without tokens every caller is an operator.
 
     Compares in constant time.
     """
@@ -134,8 +134,8 @@ def scope_of(security: SecurityConfig, given: str) -> Scope | None:
 def check_token(
     security: SecurityConfig, method: str, metadata: Iterable[tuple[str, str | bytes]]
 ) -> None:
-    """Raises ConfigError unless the call carries a token that opens the method: UNAUTHENTICATED
-    without a known one, NOT_ALLOWED with the agents'.
+    """Raises ConfigError unless the call carries a token for the method: UNAUTHENTICATED without a
+    valid token, NOT_ALLOWED with the agents' token.
     """
     given = next((value for key, value in metadata if key == AUTHORIZATION), "")
     text = given.decode("latin-1") if isinstance(given, bytes) else given

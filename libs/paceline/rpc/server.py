@@ -1,7 +1,4 @@
-"""A gRPC server as every service runs it.
-
-Owns its port, health and reflection, not the services it carries.
-"""
+"""The gRPC server of every service: its port, health and reflection."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ MOST_TASK_BYTES = MESSAGE_CAP * 7 // 8
 UNARY_CAP_S = 60.0
 _CONCURRENT_CALLS = 4096
 _OPTIONS: list[tuple[str, int]] = [
-    # The receiving end holds the cap: a cap on sending ends a streaming call with a nameless
+    # The receiver holds the cap: a cap on sending ends a streaming call with an unexplained
     # INTERNAL.
     ("grpc.max_receive_message_length", MESSAGE_CAP),
     # A second server on the same port fails instead of sharing it silently.
     ("grpc.so_reuseport", 0),
-    # Below the clients' keepalive interval, else they are sent away with "too many pings".
+    # Below the clients' keepalive interval; otherwise they are rejected with "too many pings".
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
@@ -38,7 +35,7 @@ _OPTIONS: list[tuple[str, int]] = [
 
 
 class Server:
-    """Make it on the running event loop, `add` services, `start`, at the end `stop`.
+    """Create it on the running event loop, `add` services, `start` it, and finally `stop` it.
 
     Raises ConfigError at once when the address may not be served with this security.
     """
@@ -53,9 +50,8 @@ class Server:
         self._names: list[str] = []
         self.caps: dict[str, int] = {}
         """Bytes of a request at most, by "/service/method"; MESSAGE_CAP where none is named."""
-        self._closed: set[str] = set()
         self._server = grpc.aio.server(
-            interceptors=[GuardedCalls(security, unary_cap_s, self.caps, self._closed)],
+            interceptors=[GuardedCalls(security, unary_cap_s, self.caps)],
             options=_OPTIONS,
             maximum_concurrent_rpcs=_CONCURRENT_CALLS,
         )
@@ -63,22 +59,17 @@ class Server:
     def add(
         self, add_fn: Callable[[Any, Any], None], servicer: Any, full_service_name: str
     ) -> None:
-        """Add a service by its generated `add_XServicer_to_server`, or anything called as
+        """Adds a service by its generated `add_XServicer_to_server`, or any function called as
         (servicer, grpc server).
         """
         add_fn(servicer, self._server)
         self._names.append(full_service_name)
 
-    async def start(self, *, first: str = "") -> int:
-        """Listen; returns the port. Services whose flag nobody set serve from now on, but where one
-        is to be the `first` the others only once `open` is called.
+    async def start(self) -> int:
+        """Listen; returns the port. Services whose flag nobody set serve from now on.
 
         Raises ConfigError when the address cannot be bound.
         """
-        if first:
-            self._closed.update(name for name in self._names if name != first)
-            for name in self._closed:
-                self._health.set(name, False)
         add_HealthServicer_to_server(self._health, self._server)
         names = (*dict.fromkeys(self._names), "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -89,15 +80,9 @@ class Server:
         await self._server.start()
         return port
 
-    def open(self) -> None:
-        """All services serve."""
-        for name in self._closed:
-            self._health.set(name, True)
-        self._closed.clear()
-
     def set_serving(self, name: str, serving: bool) -> None:
-        """Say whether a service takes calls; the overall flag (empty name) follows from all of
-        them.
+        """Sets whether a service accepts calls; the overall flag (empty name) follows from all
+        flags.
         """
         if name == OVERALL:
             for each in self._names:
@@ -106,7 +91,7 @@ class Server:
             self._health.set(name, serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let running ones finish for `grace_s` seconds, then cancel them."""
+        """Refuses new calls, lets running calls finish for `grace_s` seconds, then cancels them."""
         self._health.close()
         await self._server.stop(grace_s)
 

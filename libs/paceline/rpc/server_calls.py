@@ -1,12 +1,9 @@
-"""What happens around every call a server answers: trace, token, deadline, errors.
-
-Owns no method.
-"""
+"""Wraps every call that a server answers: trace, token, deadline, errors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,7 +21,6 @@ from paceline.errors import (
     InvalidInput,
     MissingCapability,
     PacelineError,
-    Unavailable,
 )
 from paceline.rpc.metrics import REFUSED
 from paceline.rpc.security import check_token
@@ -46,7 +42,7 @@ _FACTORIES = {
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
 _HEAR_S, _HEAR_BYTES = 1.0, 64 << 20
-"""How long, and for how many bytes, the rest of a refused stream is read."""
+"""Seconds and bytes for which the rest of a refused stream is read."""
 _Parser = Callable[[Any], Any]
 _Around = Callable[[Any], AbstractAsyncContextManager[None]]
 _log = get_logger("rpc")
@@ -55,23 +51,16 @@ _log = get_logger("rpc")
 class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Wraps every method of a server.
 
-    The call runs in a server span below the caller's; without the token it is refused (health
-    answers anyone) before its bytes are parsed; a PacelineError becomes its status; any other
-    exception is logged and becomes INTERNAL; cancellation passes through. A unary call that came
-    without a deadline gets `unary_cap_s`; calls that stream either way may last.
+    The call runs in a server span below the caller's span. Without the token it is refused before
+    its bytes are parsed, except for health. A PacelineError becomes its status. Any other exception
+    is logged and becomes INTERNAL. Cancellation propagates. A unary call without a deadline gets
+    `unary_cap_s`; streaming calls have no limit.
     """
 
     def __init__(
-        self,
-        security: SecurityConfig,
-        unary_cap_s: float,
-        caps: Mapping[str, int],
-        closed: Set[str],
+        self, security: SecurityConfig, unary_cap_s: float, caps: Mapping[str, int]
     ) -> None:
-        """`caps`: bytes of a request at most, by method; `closed`: services that take no call yet;
-        both are looked at with each call.
-        """
-        self._closed = closed
+        """`caps`: maximum bytes of a request, by method; read with each call."""
         self._security = security
         self._caps = caps
         self._unary_cap_s = unary_cap_s
@@ -79,8 +68,8 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], call: Any
     ) -> Any:
-        """The method found, wrapped; it takes raw bytes from grpc.aio, which would log a traceback
-        for each that does not parse.
+        """The wrapped method. It takes raw bytes from grpc.aio, which would log a traceback for
+        each unparsable request.
         """
         found = await continuation(call)
         if found is None:
@@ -118,9 +107,9 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _stream(
         self, around: _Around, behavior: Any, parsed: _Parser
     ) -> Callable[[Any, Any], Awaitable[None]]:
-        # A coroutine that writes, not a generator: it unwinds in its own task when the caller goes
-        # away, so the method's `finally` blocks run at once and the trace context is restored where
-        # it was set.
+        # A writing coroutine, not a generator. It unwinds in its own task when the caller leaves,
+        # so the method's `finally` blocks run at once and the trace context is restored in its own
+        # task.
         async def answer(raw: Any, context: Any) -> None:
             async with around(context):
                 outcome = behavior(parsed(raw), context)
@@ -156,8 +145,6 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         with span(title, facts, kind="server", parent=parent) as opened:
             try:
                 check_token(self._security, call.method, metadata)
-                if service in self._closed:
-                    raise Unavailable("it is starting", reason="STARTING", seen=service)
                 yield
             except grpc.aio.AbortError:
                 raise
@@ -180,7 +167,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 @asynccontextmanager
 async def _told(context: Any) -> AsyncIterator[None]:
-    """Around a call that anyone may make and no trace shows: its refusal alone is ours to tell."""
+    """Wraps a public call without a trace; only its refusal is reported."""
     try:
         yield
     except InvalidInput as error:
@@ -188,7 +175,9 @@ async def _told(context: Any) -> AsyncIterator[None]:
 
 
 def _parsed(deserialize: _Parser | None, cap: int | None, raw: bytes) -> Any:
-    """A request from its bytes, or these. Raises InvalidInput when they are none or too many."""
+    """A request parsed from its bytes, or the bytes themselves. Raises InvalidInput for malformed
+    or too many bytes.
+    """
     if cap is not None and len(raw) > cap:
         raise InvalidInput(
             "the request is too large",
@@ -217,10 +206,10 @@ async def _all_parsed(
 
 
 async def _heard_out(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
-    """The answer to a stream of requests; a refusal waits a little for the rest of the stream.
+    """The answer to a stream of requests. A refusal waits a little for the rest of the stream.
 
-    A status that overtakes the caller's messages can break its write, and grpc.aio then tells the
-    caller of the broken write instead of the reason.
+    A status that overtakes the caller's messages can break its write. grpc.aio then reports the
+    broken write to the caller instead of the reason.
     """
     try:
         return await answer
@@ -236,7 +225,7 @@ async def _heard_out(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
 
 
 def _known(error: Exception, method: str) -> PacelineError:
-    """The error as one of ours; what nobody foresaw is logged here."""
+    """The error as a PacelineError; an unexpected one is logged here."""
     match error:
         case InternalError():
             _log.error("a call failed by our own fault", method=method, exc_info=error)

@@ -1,10 +1,10 @@
-"""Errors on the wire: google.rpc.Status with one ErrorInfo, both ways. Owns the table of classes,
-reasons and codes.
+"""Errors on the wire, in both directions: google.rpc.Status with one ErrorInfo. The table maps
+classes and reasons to codes.
 
 ErrorInfo: reason = the error's own; domain = "paceline"; metadata `family` = reason of its class
-(so that an error with a reason of its own comes back as the same class), `seen`, `allowed`, and
-`trace_id` of the failed call. Errors that pass carry RetryInfo too: their retry_after_s, which the
-caller's error has again, or a second where they do not know.
+(so an error with its own reason is restored as the same class), `seen`, `allowed`, and `trace_id`
+of the failed call. Transient errors also carry RetryInfo: their retry_after_s, which the caller's
+error has again, or one second by default.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ REFUSALS = {
     UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     NOT_ALLOWED: grpc.StatusCode.PERMISSION_DENIED,
 }
-"""Reasons for which a call is not let in, with their codes."""
+"""Reasons for refusing access to a call, with their codes."""
 MALFORMED = "MALFORMED"
-"""Reason for which bytes that are no message of the method are refused."""
+"""Reason for refusing bytes that are no message of the method."""
 _DETAILS_KEY = "grpc-status-details-bin"
 _RETRY_AFTER_S = 1.0
 _LONGEST_RETRY_S = 3600.0
-"""What a peer says beyond it is cut: nobody sleeps for days because of a broken clock."""
-# A status rides in HTTP/2 headers, 8 KiB in all, twice, and percent-encoded.
+"""Longest wait accepted from a peer: a broken clock must not cause a sleep of days."""
+# A status is sent twice in HTTP/2 headers, 8 KiB in all, and percent-encoded.
 _MESSAGE_CHARACTERS, _VALUE_CHARACTERS = 700, 300
 
 _CODES: dict[type[PacelineError], grpc.StatusCode] = {
@@ -54,7 +54,7 @@ _CODES: dict[type[PacelineError], grpc.StatusCode] = {
     PacelineError: grpc.StatusCode.INTERNAL,
 }
 _CLASSES = {code: cls for cls, code in _CODES.items() if cls is not PacelineError}
-# What gRPC itself says, or a server that is not ours.
+# Codes from gRPC itself, or from a foreign server.
 _FOREIGN: dict[grpc.StatusCode, type[PacelineError]] = {
     **_CLASSES,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidInput,
@@ -65,13 +65,14 @@ _FOREIGN: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
     grpc.StatusCode.CANCELLED: errors.Unavailable,
     grpc.StatusCode.UNKNOWN: errors.InternalError,
-    # Our servers say more of their own faults: this is gRPC's, whose connection broke in a call.
+    # Paceline's servers describe their own faults in detail, so this is gRPC's: a connection broke
+    # during a call.
     grpc.StatusCode.INTERNAL: errors.Unavailable,
 }
 
 
 def code_of(error: PacelineError) -> grpc.StatusCode:
-    """The gRPC code of an error: that of its nearest class in the table."""
+    """The gRPC code of an error: the code of its nearest class in the table."""
     if error.reason in REFUSALS:
         return REFUSALS[error.reason]
     return next(_CODES[cls] for cls in type(error).__mro__ if cls in _CODES)
@@ -111,8 +112,8 @@ def status_of(error: PacelineError) -> Status:
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
-    """The error that the server raised, as the same class; of foreign errors the class that fits
-    the code. What we have sent and was no message when it arrived is DataLoss.
+    """The error that the server raised, as the same class; for a foreign error, the class for its
+    code. A request that arrived unparsable is DataLoss.
     """
     message = error.details() or f"the call failed with {error.code().name}"
     details = _details(error)
@@ -136,7 +137,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
 
 @contextmanager
 def rpc_errors() -> Iterator[None]:
-    """Turn gRPC errors inside the block into ours."""
+    """Turns gRPC errors inside the block into PacelineErrors."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -149,7 +150,7 @@ def _details(error: grpc.aio.AioRpcError) -> list[Any]:
             try:
                 return list(Status.FromString(value).details)
             except DecodeError:
-                return []  # A peer's broken details: the code still says enough.
+                return []  # The peer's details are malformed; the code still gives the class.
     return []
 
 
@@ -178,7 +179,7 @@ def _seconds(duration: Duration) -> float:
 
 
 def _bounded(seconds: float) -> float:
-    """Within [0, an hour]; what is no number is the default."""
+    """Within [0, an hour]; the default for a value that is no number."""
     return min(max(seconds, 0.0), _LONGEST_RETRY_S) if seconds == seconds else _RETRY_AFTER_S
 
 

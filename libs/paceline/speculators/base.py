@@ -1,7 +1,7 @@
-"""Declares what a speculator does for the engine that drafts with it, and what it reads.
+"""The interface of a speculator for an engine that drafts with it, and its inputs.
 
-Words: a slot is a cache row of the engine. A row t of a sequence is (hidden state of token t, token
-t + 1).
+Terms: a slot is a cache row of the engine. Row t of a sequence is (hidden state of token t, token t
++ 1).
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from paceline.models.decoder import DecoderWeights
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """Which hidden states of the target a speculator needs, and what they are called in captured
-    rows.
-    """
+    """Hidden states of the target that a speculator needs, and their names in captured rows."""
 
     inner: tuple[int, ...] = ()
     """Ascending: i is the residual stream that enters decoder layer i, before any norm."""
@@ -33,17 +31,15 @@ class CaptureSpec:
 
     @property
     def layers(self) -> str:
-        """Names of the states in their order in a row, "2,14,25,last"; empty when none is
-        needed.
-        """
+        """Names of the states in their order in a row, "2,14,25,last"; empty if none is needed."""
         return ",".join((*map(str, self.inner), *(("last",) if self.last else ())))
 
     def width(self, hidden_size: int) -> int:
-        """Numbers of a row."""
+        """Width of a row in numbers."""
         return hidden_size * (len(self.inner) + self.last)
 
     def columns(self, layers: str, hidden_size: int) -> slice | list[int]:
-        """Where these states stand in rows that hold `layers`, to index the last dimension with.
+        """Index of these states in the last dimension of rows with `layers`.
 
         Raises DataLoss naming the states that such rows lack.
         """
@@ -61,7 +57,9 @@ class CaptureSpec:
 
 
 class DraftSampler(Protocol):
-    """Draws a chain's tokens instead of taking the most likely ones; keeps what it drew from."""
+    """Draws a chain's tokens instead of taking the most likely ones, and keeps the
+    distributions.
+    """
 
     def __call__(self, logits: Tensor, level: int) -> Tensor:
         """int64 [B] drawn from the drafter's logits [B, V] for the level, 0 for position n."""
@@ -70,71 +68,64 @@ class DraftSampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """What the engine knows of the sequences to draft for; B rows, S slots, C positions of
-    capacity.
-    """
+    """The engine's data of the sequences to draft for: B rows, S slots, C positions of capacity."""
 
     slots: Sequence[int]
     """[B] cache slots."""
     lengths: Sequence[int]
-    """[B] known tokens n of each slot; the next token to draw stands at position n."""
+    """[B] number of known tokens n of each slot; the next token to draw has position n."""
     token_ids: Tensor
-    """int64 [S, C]: known tokens of every slot, garbage from position n on."""
+    """int64 [S, C]: known tokens of every slot, undefined from position n on."""
     hidden: Tensor
     """[S, C, W]: true hidden states of positions 0 .. n - 2, by SpeculatorSetup.layers; the last H
-    columns are those after the final norm. The state of token n - 1 is not known yet.
+    columns are the states after the final norm. The state of token n - 1 is not computed yet.
     """
     sampler: DraftSampler | None = None
-    """How tokens of a chain are chosen by speculators that have a distribution; None: the most
-    likely.
-    """
+    """Chooses tokens of a chain for speculators with a distribution; None: the most likely ones."""
     prompts: Sequence[int] = ()
-    """[B] tokens of each sequence that were asked, behind which its answer begins; (): not known.
-    """
+    """[B] prompt tokens of each sequence, after which its answer begins; (): unknown."""
     policy_version: int = 0
-    """Of the policy that draws the next tokens."""
+    """Policy version that draws the next tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """How much to draft for each row."""
+    """Size of the draft for each row."""
 
     steps: int
-    """Levels of drafts."""
+    """Number of draft levels."""
     topk: int = 1
-    """Children of a node that are kept while drafting; 1: a chain."""
+    """Children kept per node while drafting; 1: a chain."""
     nodes: int = 0
-    """Drafts at most, the root not counted; 0: a chain of `steps`."""
+    """Most drafts, without the root; 0: a chain of `steps`."""
     floor: float = 0.0
-    """A node that is likely to be reached with less than this probability need not be drafted on.
-    """
+    """A node with a lower probability of being reached need not be expanded."""
 
     @property
     def drafts(self) -> int:
-        """Drafts at most."""
+        """Largest number of drafts."""
         return self.nodes or self.steps
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What a speculator proposes: a tree per row under the row's last known token, its root; N
-    nodes besides it.
+    """A speculator's proposal: a tree per row under the row's last known token, its root; N nodes
+    besides the root.
     """
 
     tokens: Tensor
-    """int64 [B, N]; -1 where there is none. A parent stands before its children; siblings differ.
-    """
+    """int64 [B, N]; -1 for no node. A parent precedes its children; siblings differ."""
     scores: Tensor
     """float32 [B, N]: the drafter's probability of the node and all its ancestors, in (0, 1]."""
     parents: Tensor | None = None
-    """int64 [B, N]: 0 for a child of the root, i + 1 for one of node i.
+    """int64 [B, N]: 0 for a child of the root, i + 1 for a child of node i.
 
-    None: each node is the child of the last.
+    None: each node is the child of the previous one.
     """
 
 
 class Speculator(Protocol):
-    """Proposes tokens for the next positions. Keeps what it needs per slot."""
+    """Proposes tokens for the next positions, with a state per slot."""
 
     @property
     def trainable(self) -> bool:
@@ -143,61 +134,61 @@ class Speculator(Protocol):
 
     @property
     def capture(self) -> CaptureSpec:
-        """Hidden states needed of the target."""
+        """Hidden states needed from the target."""
         ...
 
     def catch_up(self, batch: DraftBatch) -> None:
-        """Bring slots that are far behind up to date from `batch` alone, however long this
-        speculator has been off.
+        """Updates slots that are far behind, from `batch` alone, for any pause of this speculator.
 
-        Apart from `propose`, so that what a pause costs is not counted as the cost of a round.
+        It is separate from `propose`, so that the cost of a pause does not count as the cost of a
+        round.
         """
         ...
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """Drafts for positions n, n + 1, ...; the most likely ones the speculator finds within the
-        shape.
+        """Drafts for positions n, n + 1, ...: the most likely ones that the speculator finds within
+        the shape.
 
-        What is proposed never depends on the draws of verification. Needs no `catch_up` before it.
-        States kept from own features are replaced by those from true hidden states.
+        Proposals never depend on the draws of verification, and need no `catch_up` before. States
+        from own features are replaced by states from true hidden states.
         """
         ...
 
     def ended(self, batch: DraftBatch) -> None:
-        """These sequences are complete: the last chance to learn from their tokens."""
+        """Reports complete sequences: the last chance to learn from their tokens."""
         ...
 
     def flush(self) -> None:
-        """Forget what earlier sequences taught; weights stay."""
+        """Drops everything learned from earlier sequences; weights stay."""
         ...
 
     def free(self, slot: int) -> None:
-        """Forget a slot: another sequence may use it next."""
+        """Clears a slot for another sequence."""
         ...
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """The sequence of slot `source` (length known tokens) now lives in slot `destination`."""
+        """Moves the sequence of slot `source` (length known tokens) to slot `destination`."""
         ...
 
     def bind(self, target: DecoderWeights) -> None:
-        """Use embed_tokens and lm_head of this target from now on."""
+        """Uses embed_tokens and lm_head of this target from now on."""
         ...
 
     def load_state(self, directory: Path) -> object:
-        """Read a version beside the serving one; the result goes to `commit_state`.
+        """Reads a version beside the serving one; the result is for `commit_state`.
 
         Raises WeightsError.
         """
         ...
 
     def commit_state(self, state: object) -> None:
-        """Serve a state that `load_state` returned."""
+        """Serves a state from `load_state`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorSetup:
-    """What every speculator is built from."""
+    """Inputs for building any speculator."""
 
     target: DecoderWeights
     slots: int
@@ -206,12 +197,12 @@ class SpeculatorSetup:
     dtype: torch.dtype
     seed: int
     directory: Path | None = None
-    """Trained weights; None: fresh."""
+    """Trained weights; None: new ones."""
     layers: str = "last"
     """Names of the columns of DraftBatch.hidden, see CaptureSpec.layers."""
     steps: int = 0
-    """Levels of drafts that its arms ask for at most; 0: not known."""
-    compile: bool = False
-    """Compile what is between two drafts of a chain, where the kind has a graph of it."""
+    """Most draft levels of its arms; 0: unknown."""
     answer_versions: int = 0
-    """Policy versions after which an answer is forgotten; 0: those of the serving policy count."""
+    """Policy versions after which an answer is dropped; 0: only answers of the serving policy
+    count.
+    """

@@ -1,10 +1,10 @@
-"""Grows a draft tree for any speculator that gives a distribution per node.
+"""Grows a draft tree for any speculator with a distribution per node.
 
-The dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858): on each level the `topk` nodes most
-likely to be reached are expanded by `topk` children each; of all nodes seen, the most likely ones
-are kept. A node's score is the product of the drafter's probabilities along its path, so that a
-kept node's ancestors are kept as well. Nodes are chosen by the drafter alone, never drawn:
-following them by the target's own draws is exact (engines/embedded/verify.py).
+This is EAGLE-2's dynamic tree (Li et al. 2024, arXiv 2406.16858). On each level, the `topk` nodes
+most likely to be reached are expanded by `topk` children each; the most likely of all nodes are
+kept. A node's score is the product of the drafter's probabilities along its path, so the ancestors
+of a kept node are also kept. The drafter alone chooses nodes, without draws: following them by the
+target's own draws is exact (engines/embedded/verify.py).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from paceline.speculators.base import Drafts, DraftShape
 
 _DEPTH_TIE = 1e-5
-"""Taken from a log score per level, so that of equal scores the parent's ranks first."""
+"""Subtracted from a log score per level, so that of equal scores the parent's ranks first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """The nodes of a level that are expanded."""
+    """The expanded nodes of a level."""
 
     level: int
     """1: children of the root."""
     tokens: Tensor
     """int64 [B, k]"""
     sources: Tensor
-    """int64 [B, k]: for each its parent among the beam of the level before; 0 on level 1."""
+    """int64 [B, k]: index of each parent in the beam of the previous level; 0 on level 1."""
 
 
 def grow_tree(first: Tensor, expand: Callable[[Beam], Tensor], shape: DraftShape) -> Drafts:
-    """The tree of `shape` that the drafter finds most likely.
+    """The drafter's most likely tree of `shape`.
 
     first [B, V]: log-probs of the root's children; expand: log-probs [B, k, V] of the children of a
     beam's nodes. Stops when no row has a node above shape.floor. Returns at most shape.drafts nodes

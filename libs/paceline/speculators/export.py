@@ -1,8 +1,7 @@
-"""Turns a drafter's config.json and tensors into those that other engines load.
+"""Converts a drafter's config.json and tensors to the form of another engine.
 
-A format is an engine. What each one silently gets wrong is settled here: SGLang's EAGLE has a bias
-behind fc that it draws at random when the checkpoint has none, vLLM's has no such bias at all, and
-both skip names they do not know.
+A format is an engine. Silent errors of engines are avoided here. SGLang's EAGLE has a bias after
+fc, drawn at random if the checkpoint has none. vLLM's has no such bias. Both skip unknown names.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from paceline.speculators.recurrent.net import RecurrentNet
 
 
 class Format(StrEnum):
-    """Who reads the exported directory."""
+    """The engine that reads the exported directory."""
 
     SGLANG = "sglang"
     VLLM = "vllm"
@@ -56,11 +55,11 @@ def export_drafter(
     form: Format,
     dtype: torch.dtype | None = None,
 ) -> Exported:
-    """A native checkpoint as `form` wants it; dtype None keeps the dtypes of its weights.
+    """Converts a native checkpoint to `form`; dtype None keeps the dtypes of its weights.
 
-    `net` is what DraftNet.read made of the checkpoint, whose config.json and tensors are given as
-    stored. max_position_embeddings is the target's: engines cut RoPE off there. Raises InvalidInput
-    for a format this kind does not have, naming those it has.
+    `net` is DraftNet.read's result for the checkpoint; its config.json and tensors are given as
+    stored. max_position_embeddings is the target's, since engines cut RoPE off there. Raises
+    InvalidInput for a format that this kind lacks, naming the available formats.
     """
     name = architecture(raw)
     mappers = FORMATS.get(name, {})
@@ -119,13 +118,13 @@ def _eagle3_sglang(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor
 
 
 def _eagle3_vllm(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
-    # SGLang numbers a layer by its output, vLLM (as CaptureSpec) by what enters it.
+    # SGLang numbers a layer by its output; vLLM and CaptureSpec by its input.
     layers = {"eagle_aux_hidden_state_layer_ids": list(net.inner)}
     return Exported({**config, **layers, "tie_word_embeddings": False}, own)
 
 
 def _dflash_sglang(net: DflashNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
-    # What was read may have the keys of dflash_config at its top, or its tensors under "model.".
+    # The source may have the keys of dflash_config at its top, or its tensors under "model.".
     return Exported({**config, **net.config_json()}, own)
 
 
@@ -146,10 +145,10 @@ def _lstm_arctic(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tenso
 
 
 Mapper = Callable[[Any, dict[str, Any], dict[str, Tensor]], Exported]
-"""(network, config.json, tensors under the network's names) -> what the engine loads."""
+"""(network, config.json, tensors under the network's names) -> the engine's checkpoint."""
 
 FORMATS: dict[str, dict[Format, Mapper]] = {
-    # Stock SGLang has EAGLE modules of these two families, vLLM of Llama alone.
+    # Stock SGLang has EAGLE modules for these two families, vLLM for Llama only.
     EAGLE["llama"]: {Format.SGLANG: _eagle_sglang, Format.VLLM: _eagle_vllm},
     EAGLE["qwen2"]: {Format.SGLANG: _eagle_sglang},
     EAGLE3: {Format.SGLANG: _eagle3_sglang, Format.VLLM: _eagle3_vllm},
@@ -157,5 +156,4 @@ FORMATS: dict[str, dict[Format, Mapper]] = {
     MLP: {Format.VLLM: _mlp_vllm},
     LSTM: {Format.ARCTIC: _lstm_arctic},
 }
-"""Architecture in a native config.json -> what can be written besides it. A new kind is one line.
-"""
+"""Architecture in a native config.json -> its further formats. A new kind is one line."""

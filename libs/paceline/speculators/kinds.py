@@ -1,7 +1,7 @@
-"""Lists the speculators: their names, arms, architectures, what each reads and who serves it.
+"""Lists the speculators: names, arms, architectures, input layers, and support by engines.
 
-Imports no torch, so that the command line and the gateway's front can read it: networks and
-drafters are named by import path, and loading.py loads them.
+Imports no torch, so that the command line and the gateway's front can read it. Networks and
+drafters are given by import path, and loading.py loads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.models.inner_layers import dflash_inner_layers, eagle3_inner_layer
 from paceline.plugins import find_variant
 
 InnerLayers = Callable[[Mapping[str, Any], int], tuple[int, ...]]
-"""(config.json of a drafter, empty for a fresh one; layers of its target) -> the target's layers
+"""(config.json of a drafter, empty for a new one; number of its target's layers) -> target layers
 whose inputs it reads besides the last state.
 """
 
@@ -30,20 +30,22 @@ def last_state_only(config_json: Mapping[str, Any], num_layers: int) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class SGLangSupport:
-    """How SGLang serves a kind."""
+    """SGLang's support of a kind."""
 
     algorithm: str
-    """Of --speculative-algorithm."""
+    """Value for --speculative-algorithm."""
     shapes: tuple[str, ...]
     """As SpeculatorKind.shapes."""
     architecture_ending: str = ""
-    """Of what it loads as this kind; empty: it loads nothing."""
+    """Suffix of the architectures that SGLang loads as this kind; empty: none."""
     trees: bool = True
-    """False: its tree has no width, so that arms are chains."""
+    """False: its tree has no width, so arms are chains."""
     fc_bias: bool = False
-    """Its module has an fc.bias, drawn at random where the checkpoint has none."""
+    """Whether its module has an fc.bias, drawn at random if the checkpoint has none."""
     shared_with_target: tuple[str, ...] = ()
-    """Tensors that are the target's by reference: loading them would overwrite the policy's own."""
+    """Tensors shared with the target by reference: loading them would overwrite the
+    policy's own.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +53,27 @@ class SpeculatorKind:
     """One kind of speculator. A network's class points back to it by `kind`."""
 
     name: str
-    """In arms, settings, metrics and the journal: small letters and digits."""
+    """Name in arms, settings, metrics and the journal: lower-case letters and digits."""
     drafter: str | Callable[..., Any]
-    """What the embedded engine drafts with: SpeculatorSetup -> Speculator, or its import path."""
+    """The embedded engine's drafter: SpeculatorSetup -> Speculator, or its import path."""
     net: str = ""
     """Import path of its DraftNet; empty: it has no weights and is not trained."""
     architectures: tuple[str, ...] = ()
-    """In config.json of the checkpoints that the network reads."""
+    """Architectures in config.json of the checkpoints that the network reads."""
     shapes: tuple[str, ...] = ("3_1_4", "5_1_6")
-    """What the embedded engine drafts when no arms are named: steps, topk, draft tokens."""
+    """Default drafts of the embedded engine: steps, topk, draft tokens."""
     inner_layers: InnerLayers = last_state_only
     sglang: SGLangSupport | None = None
-    """None: SGLang does not serve it."""
+    """None: SGLang cannot serve it."""
 
     @property
     def trained(self) -> bool:
-        """True when it has weights."""
+        """Whether it has weights."""
         return bool(self.net)
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Arms of the embedded engine when none are named."""
+        """Default arms of the embedded engine."""
         return tuple(f"{self.name}:{shape}" for shape in self.shapes)
 
 
@@ -136,7 +138,7 @@ _KINDS = (
 )
 SPECULATORS = {kind.name: kind for kind in _KINDS}
 SGLANG = {kind.name: kind.sglang for kind in _KINDS if kind.sglang is not None}
-"""How SGLang serves the kinds that it does, by name."""
+"""SGLang's support by name, for the kinds that it serves."""
 
 
 def find_kind(name: str) -> SpeculatorKind:
@@ -148,11 +150,10 @@ def find_kind(name: str) -> SpeculatorKind:
 
 
 def drafter_directory(drafter: str) -> Path | None:
-    """The checkpoint directory that a drafter's setting means; None for `off`, a name or an import
-    path.
+    """The checkpoint directory in a drafter's setting; None for `off`, a name or an import path.
 
-    A path with a slash is a directory, whether it exists or not, unless it is "file.py:KIND"; the
-    name of a kind never is.
+    A path with a slash is a directory, existing or not, unless it is "file.py:KIND"; the name of a
+    kind never is.
     """
     if ".py:" in drafter or drafter in (OFF, *SPECULATORS):
         return None
@@ -160,9 +161,9 @@ def drafter_directory(drafter: str) -> Path | None:
 
 
 def kind_of_checkpoint(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
-    """Which of the kinds wrote a checkpoint directory.
+    """The kind that wrote a checkpoint directory.
 
-    Raises InvalidInput naming the directory when none did.
+    Raises InvalidInput naming the directory if there is none.
     """
     kinds = list(kinds)
     try:

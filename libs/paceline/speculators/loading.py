@@ -1,4 +1,4 @@
-"""Loads the networks and drafters that kinds.py names by import path."""
+"""Loads the networks and drafters listed in kinds.py by import path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.speculators.net import DraftNet
 def net_of(kind: SpeculatorKind) -> type[DraftNet]:
     """The network of a kind.
 
-    Raises ConfigError for one without weights, and for one whose network is of another kind.
+    Raises ConfigError for a kind without weights, and for a network of another kind.
     """
     if not kind.trained:
         raise ConfigError(
@@ -36,15 +36,15 @@ def net_of(kind: SpeculatorKind) -> type[DraftNet]:
 
 
 def trained_net(name: str) -> type[DraftNet]:
-    """The network of a speculator that is named as in `find_kind`.
+    """The network of a speculator, named as in `find_kind`.
 
-    Raises ConfigError for one without weights.
+    Raises ConfigError for a speculator without weights.
     """
     return net_of(find_kind(name))
 
 
 def build_drafter(kind: SpeculatorKind, setup: SpeculatorSetup) -> Speculator:
-    """What the embedded engine drafts with. Raises what the drafter's class raises."""
+    """The embedded engine's drafter. Raises the errors of the drafter's class."""
     drafter = import_object(kind.drafter) if isinstance(kind.drafter, str) else kind.drafter
     built: Speculator = drafter(setup)
     return built
@@ -53,8 +53,7 @@ def build_drafter(kind: SpeculatorKind, setup: SpeculatorSetup) -> Speculator:
 def read_drafter(
     directory: Path, target: ModelConfig, own: Iterable[SpeculatorKind] = ()
 ) -> DraftNet:
-    """The network of a checkpoint directory, of whichever speculator wrote it; `own`: kinds beside
-    the table's.
+    """The network of a checkpoint directory, of any kind; `own`: kinds besides the table's.
 
     Raises InvalidInput, WeightsError or DataLoss, each naming the directory.
     """

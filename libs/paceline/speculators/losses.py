@@ -44,28 +44,27 @@ def eagle_loss(
 
 
 DraftLoss = Literal["soft_ce", "lk_alpha", "lk_hybrid"]
-"""Losses of a drafter with a head of its own, see draft_losses."""
+"""Losses of a drafter with its own head, see draft_losses."""
 
 _KL_FADING = 3.0
-"""How fast lk_hybrid turns from KL to acceptance as acceptance grows."""
+"""Speed at which lk_hybrid changes from KL to acceptance as acceptance grows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target's distributions p, as a drafter of Vd tokens may learn them."""
+    """The target's distributions p over a drafter's Vd tokens."""
 
     log_p: Float[Tensor, "T Vd"]
-    """log p of the draftable tokens, not renormalised: what is lacking to 1 can only be rejected.
-    """
+    """log p of the draftable tokens, not renormalised: the missing mass can only be rejected."""
     drafted: Bool[Tensor, " T"]
-    """The target's most likely token is draftable."""
+    """Whether the target's most likely token is draftable."""
 
 
 @torch.no_grad()
 def teacher_of(
     states: Float[Tensor, "T H"], lm_head: Float[Tensor, "V H"], t2d: Bool[Tensor, " V"]
 ) -> Teacher:
-    """Teacher of the target's last hidden states; t2d: which tokens are draftable."""
+    """Teacher of the target's last hidden states; t2d: mask of draftable tokens."""
     log_p = torch.log_softmax((states @ lm_head.T.to(states.dtype)).float(), dim=-1)
     return Teacher(log_p[:, t2d], t2d[log_p.argmax(-1)])
 
@@ -98,12 +97,12 @@ def draft_losses(
 
 @dataclass(frozen=True, slots=True)
 class BlockTargets:
-    """What the drafts of blocks are to be, at each of T positions of a row."""
+    """Targets for drafts of blocks, at each of T positions of a row."""
 
     next_states: Float[Tensor, "T H"]
     lm_head: Float[Tensor, "V H"]
     soft: Bool[Tensor, " T"]
-    """Learned is the distribution softmax(lm_head h), else the token."""
+    """Where true, the target is the distribution softmax(lm_head h), else the token."""
     tokens: Int[Tensor, " T"]
 
 
@@ -114,7 +113,7 @@ def block_losses(
     the target's most likely or drawn one.
     """
     soft, log_q = targets.soft[places], torch.log_softmax(logits.float(), dim=-1)
-    # Each distribution is computed once, however many blocks draft the same token.
+    # Each distribution is computed once, even if several blocks draft the same token.
     needed = torch.zeros_like(targets.soft).index_fill(0, places[soft], value=True)
     states = targets.next_states[needed]
     teacher = torch.softmax((states @ targets.lm_head.T.to(states.dtype)).float(), dim=-1)

@@ -1,6 +1,4 @@
-"""Declares a drafter's network as trainer and engine share it: what it learns from, what it
-predicts, how it is stored.
-"""
+"""A drafter's network, shared by trainer and engine: its inputs, its predictions, its storage."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ class Objective(NamedTuple):
     loss: Tensor
     """Scalar, differentiable."""
     positions: Tensor
-    """Scalar: positions it is a sum over; their mean is what the optimiser follows."""
+    """Scalar: number of summed positions; the optimiser follows their mean."""
     terms: dict[str, Tensor]
-    """Detached scalars by name, summed over the same positions: parts of the loss, right first
-    drafts ("correct").
+    """Detached scalars by name, summed over the same positions: parts of the loss, and correct
+    first drafts ("correct").
     """
 
 
@@ -46,22 +44,22 @@ class DraftNet(nn.Module, ABC):
     """Network of a speculator with weights. Bind the target's embed_tokens and lm_head before the
     first forward.
 
-    Names and shapes of the state dict are those of the checkpoint file.
+    Names and shapes of the state dict are the checkpoint file's.
     """
 
     kind: ClassVar[SpeculatorKind]
     """The entry that names this class."""
     Options: ClassVar[type[Config]]
-    """Settings of its shape and its loss, as a trainer's configuration names them."""
+    """Settings of its shape and loss, with the names of a trainer's configuration."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Plain tensors, not parameters or buffers: the target's, neither trained, sharded nor
-        # exported.
+        # Plain tensors, not parameters or buffers: they belong to the target, and are not trained,
+        # sharded or exported.
         self.embed: Tensor = torch.empty(0)
         self.head: Tensor = torch.empty(0)
 
-    # ---- what a network is
+    # ---- description of a network
 
     @classmethod
     @abstractmethod
@@ -72,7 +70,7 @@ class DraftNet(nn.Module, ABC):
     def read_options(cls, raw: Mapping[str, Any]) -> Config:
         """Its settings from a configuration.
 
-        Raises ConfigError naming the first one that is wrong.
+        Raises ConfigError naming the first invalid setting.
         """
         try:
             return cls.Options.model_validate(raw)
@@ -85,9 +83,9 @@ class DraftNet(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
-        """A network of the shape a checkpoint's config.json describes, its weights not yet read.
+        """A network of the shape in a checkpoint's config.json, without its weights.
 
-        Raises InvalidInput naming the key that does not fit the target.
+        Raises InvalidInput naming the key that does not match the target.
         """
 
     @abstractmethod
@@ -97,15 +95,15 @@ class DraftNet(nn.Module, ABC):
     @property
     @abstractmethod
     def capture(self) -> CaptureSpec:
-        """What it reads of the target."""
+        """Its inputs from the target."""
 
     def shards(self) -> tuple[nn.Module, ...]:
         """Parts that FSDP2 gathers one at a time, apart from the rest."""
         return ()
 
     def matrices(self) -> list[str]:
-        """Names of the weights between states: no embeddings and no heads, whose rows are
-        tokens.
+        """Names of the weights between states, without embeddings and heads, whose rows
+        are tokens.
         """
         return [
             f"{name}.weight"
@@ -119,15 +117,17 @@ class DraftNet(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, row: PackedRow) -> Objective:
-        """Loss over the valid positions of a row. The one way in while the network is sharded."""
+        """Loss over the valid positions of a row. The only entry point while the network is
+        sharded.
+        """
 
     @abstractmethod
     def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yields (step, N positions, states [N, S] that `draft_logits` reads), computed on demand.
+        """Yields (step, N positions, states [N, S] for `draft_logits`), computed on demand.
 
         Steps count from 0 and ascend at every position; a network may end before `steps`.
-        Teacher-forced on the row's own tokens: what the engine's greedy chain computes as long as
-        every draft before was right. Positions whose step leaves their document mean nothing.
+        Teacher-forced on the row's own tokens, which equals the engine's greedy chain as long as
+        all earlier drafts were right. Positions with a step outside their document have no meaning.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class DraftNet(nn.Module, ABC):
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in chain.values()]
 
     def bind(self, embed: Tensor, head: Tensor) -> None:
-        """Use the target's embed_tokens [V, H] and lm_head [V, H] by reference."""
+        """Uses the target's embed_tokens [V, H] and lm_head [V, H] by reference."""
         self.embed, self.head = embed.detach(), head.detach()
 
     # ---- checkpoints
@@ -156,22 +156,22 @@ class DraftNet(nn.Module, ABC):
         """config.json of a checkpoint."""
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A file's tensors under this network's names, without copies of the target's that some
-        exporters write.
+        """A file's tensors under this network's names, without copies of the target's tensors,
+        which some exporters write.
         """
         return dict(tensors)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises WeightsError for tensors, under this network's names, that are not what it
-        stores.
+        """Raises WeightsError for tensors, under this network's names, that differ from its own
+        set.
         """
         check_tensors(tensors, self.shapes())
 
     def export_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Tensors to push or save, detached, on the CPU; dtype None keeps theirs. The network must
-        not be sharded.
+        """Tensors to push or save, detached, on the CPU; dtype None keeps their dtypes. The network
+        must not be sharded.
 
-        Raises WeightsError for numbers that are not finite.
+        Raises WeightsError for non-finite numbers.
         """
         tensors = {name: value.detach().cpu() for name, value in self.state_dict().items()}
         self.check(tensors)
@@ -183,7 +183,7 @@ class DraftNet(nn.Module, ABC):
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies a checkpoint's tensors.
 
-        Raises WeightsError naming what is missing, extra or misshapen.
+        Raises WeightsError naming a tensor that is missing, extra or misshapen.
         """
         named = self.own_tensors(tensors)
         self.check(named)
@@ -199,9 +199,9 @@ class DraftNet(nn.Module, ABC):
 
     @classmethod
     def read(cls, directory: Path, target: ModelConfig, options: Config | None = None) -> Self:
-        """The network of a checkpoint directory, checked against the target it is to draft for.
+        """The network of a checkpoint directory, checked against its target.
 
-        Raises InvalidInput (no checkpoint, a config.json that does not fit), WeightsError or
+        Raises InvalidInput (no checkpoint, or a config.json that does not match), WeightsError or
         DataLoss, each naming the directory.
         """
         raw = read_config_json(directory)
@@ -214,7 +214,7 @@ class DraftNet(nn.Module, ABC):
 
 
 def check_fit(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises InvalidInput naming the first key of a drafter's config.json that does not fit its
+    """Raises InvalidInput naming the first key of a drafter's config.json that does not match its
     target.
     """
     for key, value in expected.items():

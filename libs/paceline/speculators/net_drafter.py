@@ -1,6 +1,4 @@
-"""Drafts with a network: holds what drafters of every network share, their weights and their
-chain.
-"""
+"""Drafts with a network: the common part of all such drafters, their weights and their chain."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ Net = TypeVar("Net", bound=DraftNet)
 class NetDrafter(ABC, Generic[Net]):
     """A speculator with weights (see speculators/base.py for the methods).
 
-    Ids below are draft ids: rows of the drafter's head. They are token ids unless it has a
-    vocabulary of its own.
+    Ids below are draft ids: rows of the drafter's head. They are token ids unless the drafter has
+    its own vocabulary.
     """
 
     trainable = True
     net: type[Net]
-    """What it drafts with."""
+    """Its network's class."""
 
     def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises what DraftNet.read and fresh raise."""
+        """Raises the errors of DraftNet.read and fresh."""
         self._target = setup.target
         self._device, self._dtype = setup.target.head.device, setup.dtype
         target = setup.target.config
@@ -43,14 +41,16 @@ class NetDrafter(ABC, Generic[Net]):
 
     @abstractmethod
     def _serve(self, net: Net) -> None:
-        """Make the network's weights ready for inference and draft with them."""
+        """Prepares the network's weights for inference and drafts with them."""
 
     def _token_ids(self, draft_ids: Tensor) -> Tensor:
         """Token ids of draft ids, same shape."""
         return draft_ids
 
     def _over_tokens(self, logits: Tensor) -> Tensor:
-        """Logits [B, V] by token of logits [B, draft ids]; -inf for tokens it cannot draft."""
+        """Logits [B, V] by token from logits [B, draft ids]; -inf for tokens that it
+        cannot draft.
+        """
         return logits
 
     @property
@@ -59,14 +59,14 @@ class NetDrafter(ABC, Generic[Net]):
         return self._net.capture
 
     def bind(self, target: DecoderWeights) -> None:
-        """Use embed_tokens and lm_head of this target."""
+        """Uses embed_tokens and lm_head of this target."""
         self._target = target
         self._serve(self._net)
 
     def load_state(self, directory: Path) -> Net:
         """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput.
 
-        A directory without config.json is of the shape that serves.
+        A directory without config.json has the serving shape.
         """
         if (directory / "config.json").is_file():
             return self.net.read(directory, self._target.config)
@@ -75,15 +75,15 @@ class NetDrafter(ABC, Generic[Net]):
         return net
 
     def commit_state(self, state: object) -> None:
-        """Serve what load_state returned."""
+        """Serves the result of load_state."""
         assert isinstance(state, self.net)
         self._serve(state)
 
     def ended(self, batch: DraftBatch) -> None:
-        """Learns from hidden states in its trainer, not from tokens."""
+        """No effect: its trainer learns from hidden states, not from tokens."""
 
     def flush(self) -> None:
-        """Keeps nothing of earlier sequences."""
+        """No effect: it keeps nothing of earlier sequences."""
 
     def _chain(
         self,
@@ -92,7 +92,7 @@ class NetDrafter(ABC, Generic[Net]):
         logits: Tensor,
         advance: Callable[[int, Tensor], Tensor],
     ) -> Drafts:
-        """The most likely token after each, or one drawn, from the logits of the first draft.
+        """The most likely token after each, or a drawn one, from the logits of the first draft.
 
         advance: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
         """
@@ -117,8 +117,8 @@ class NetDrafter(ABC, Generic[Net]):
 
 
 def chained(drafts: Iterable[tuple[Tensor, Tensor]], shape: DraftShape) -> Drafts:
-    """A chain of token ids [B] and their shares of probability [B]; it ends with the first draft
-    that no sequence has with `shape.floor` or more.
+    """A chain of token ids [B] and their probabilities [B]; it ends at the first draft that no
+    sequence reaches with `shape.floor` or more.
     """
     tokens: list[Tensor] = []
     scores: list[Tensor] = []
@@ -132,5 +132,5 @@ def chained(drafts: Iterable[tuple[Tensor, Tensor]], shape: DraftShape) -> Draft
 
 
 def logprobs(logits: Tensor) -> Tensor:
-    """Log-probs of logits [..., draft ids], as a tree grows by them."""
+    """Log-probs of logits [..., draft ids], for growing a tree."""
     return torch.log_softmax(logits.float(), dim=-1)

@@ -1,8 +1,8 @@
-"""Holds several documents in one training row: what stands where and what each position may see.
+"""Holds several documents in one training row, with the visibility of each position.
 
-Words: a document is (part of) one sequence; a branch is a chain of drafts that the target verified
-and rejected, hung under a position of its document. Position t pairs the states captured at a token
-with the token after it.
+Terms: a document is (part of) one sequence. A branch is a chain of drafts that the target verified
+and rejected, attached to a position of its document. Position t pairs the states captured at a
+token with the next token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _BLOCK = 64
-"""Positions of a block of attention at least: smaller ones cost more calls than they save products.
+"""Least number of positions in an attention block: smaller blocks cost more calls than they save
+products.
 """
 
 
@@ -31,19 +32,20 @@ class PackedRow:
     states: Tensor
     """fp32 [T, W]: as captured at token t; their order is that of `layers`."""
     next_states: Tensor
-    """fp32 [T, H]: the last hidden state one token on: lm_head of it gives the target's
+    """fp32 [T, H]: the last hidden state of the next token: its lm_head gives the target's
     distribution of token t + 2.
     """
     next_tokens: Tensor
     """int64 [T]: token t + 1."""
     draft_tokens: Tensor
-    """int64 [T]: token t + 2, what the first draft is compared with; -1 in a branch, where the
-    target drew none.
+    """int64 [T]: token t + 2, compared with the first draft; -1 in a branch, where the target drew
+    none.
     """
     positions: Tensor
     """int64 [T]: t within its document, from 0 on."""
     parents: Tensor
-    """int64 [T]: the position before it in its document or branch; -1 for the first of a document.
+    """int64 [T]: the previous position in its document or branch; -1 for the first of a
+    document.
     """
     documents: Tensor
     """int64 [T]: number of the document."""
@@ -53,19 +55,19 @@ class PackedRow:
     """
     lm_head_hash: str
     layers: str = "last"
-    """What `states` hold, see CaptureSpec.layers."""
+    """Content of `states`, see CaptureSpec.layers."""
 
     def __len__(self) -> int:
         return len(self.next_tokens)
 
     def pinned(self) -> PackedRow:
-        """The same in page-locked memory."""
+        """The same row in page-locked memory."""
         held = ((one.name, getattr(self, one.name)) for one in fields(self))
         pinned: dict[str, Any] = {n: t.pin_memory() for n, t in held if isinstance(t, Tensor)}
         return replace(self, **pinned)
 
     def padded(self, spare: int) -> PackedRow:
-        """The same with a document of `spare` positions behind it, none of them a target."""
+        """The same row followed by a document of `spare` positions without targets."""
         count = len(self)
         here = torch.arange(spare)
         behind: dict[str, Tensor] = {
@@ -83,12 +85,11 @@ class PackedRow:
         return replace(self, **padded)
 
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Where each position is `steps` tokens on: indices [T] (its own where there is none) and
-        bool [T] if there is.
+        """The position `steps` tokens later: indices [T] (its own if there is none) and bool [T] if
+        there is one.
 
-        Position t + 1 follows t when it is its child and stands at the token that t is to draft; in
-        a branch, where the target drew no token, any child follows that stands right after its
-        parent.
+        Position t + 1 follows t when it is t's child with the token that t must draft. In a branch,
+        where the target drew no token, any child directly after its parent follows.
         """
         count, device = len(self), self.next_tokens.device
         here = torch.arange(count, device=device)
@@ -103,16 +104,16 @@ class PackedRow:
         return torch.where(inside, there, here), inside
 
     def mask(self) -> Tensor:
-        """bool [T, T], True where query t may see key s: s is t or one of its ancestors."""
+        """bool [T, T], True if query t may see key s: s is t or one of its ancestors."""
         return ancestor_mask(self.parents)
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand
-    before their children.
+    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents precede
+    their children.
 
-    Works on runs, stretches in which each position is the parent of the next: all of a run see the
-    same positions of every other run, its first ones up to a limit.
+    Works on runs, stretches in which each position is the parent of the next. All positions of a
+    run see the same positions of every other run, its first ones up to a limit.
     """
     count, device = len(parents), parents.device
     here = torch.arange(count, device=device)
@@ -125,7 +126,7 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 
 
 def _limits(parents: list[int], runs: list[int]) -> npt.NDArray[np.int64]:
-    """[R, R]: the last position of run k that run r sees, -1 for none, of the parents of R runs'
+    """[R, R]: the last position of run k visible to run r, -1 for none, from the parents of R runs'
     first positions.
     """
     limits = np.full((len(parents), len(parents)), -1)
@@ -138,13 +139,13 @@ def _limits(parents: list[int], runs: list[int]) -> npt.NDArray[np.int64]:
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """scaled_dot_product_attention, on a CPU without the products of documents that do not see each
-    other.
+    """scaled_dot_product_attention; on a CPU without the products between documents that do not see
+    each other.
 
     queries [B, heads, T, D]; keys, values [B, kv_heads, T, D]; mask bool [B, 1, T, T], for queries
     that see themselves and earlier positions only. Returns [B, heads, T, D].
     """
-    # An accelerator does the whole square faster than many small ones.
+    # An accelerator computes the whole square faster than many small ones.
     split = len(mask) == 1 and queries.device.type == "cpu"
     edges = _edges(mask[0, 0]) if split else [0, mask.shape[-1]]
     parts = [
@@ -161,11 +162,11 @@ def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 
 
 def _edges(mask: Tensor) -> list[int]:
-    """0, positions about _BLOCK apart before which no later position of mask [T, T] looks back
-    over, and T.
+    """0, then positions about _BLOCK apart that no later position of mask [T, T] looks back across,
+    and T.
     """
     first = mask.to(torch.uint8).argmax(dim=1)
-    behind = first.flip(0).cummin(0).values.flip(0)  # what position t or a later one sees first
+    behind = first.flip(0).cummin(0).values.flip(0)  # first position seen from t on
     edges = [0]
     for place in (behind == torch.arange(len(mask))).nonzero()[:, 0].tolist():
         if place - edges[-1] >= _BLOCK:

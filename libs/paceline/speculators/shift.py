@@ -1,5 +1,5 @@
-"""How much more of a drafter's drafts is accepted than of its predecessor's, as who trained it has
-measured; travels with its weights.
+"""The change in acceptance from a drafter's predecessor, measured by its trainer; it travels with
+the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILE = DOCUMENTS[ACCEPTANCE]
 MAX_POSITIONS = 64
 ROUNDING = 1e-6
 SELDOM = 0.01
-"""Of a draft whose predecessors are accepted more seldom, what was before says nothing."""
+"""Below this probability of reaching a draft, earlier evidence about it is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,17 @@ class AcceptanceShift:
             _check_survival(survival)
 
     def length_gain(self, drafts: int) -> float:
-        """E[len] up to so many drafts, the bonus token included, over that of the predecessor."""
+        """E[len] with so many drafts, including the bonus token, relative to the predecessor's."""
         return (1.0 + sum(self.after[:drafts])) / (1.0 + sum(self.before[:drafts]))
 
     def chance(self, draft: int) -> float:
-        """That this draft (from 0) is accepted once those before it were; one beyond the measured
-        ones has the chance of the last.
+        """Probability that this draft (from 0) is accepted after all earlier ones; beyond the
+        measured drafts, the last one's.
         """
         return conditional(self.after)[min(draft, len(self.after) - 1)]
 
     def shifted(self, draft: int, chance: float) -> float:
-        """The same where that of the predecessor was `chance`, on other rows."""
+        """The same probability if the predecessor's was `chance` on other rows."""
         at, after = min(draft, len(self.before) - 1), self.chance(draft)
         if (1.0, *self.before)[at] < SELDOM:
             return after
@@ -64,12 +64,12 @@ class AcceptanceShift:
 
 
 def shift_over(shift: AcceptanceShift | None, serving: int) -> AcceptanceShift | None:
-    """The shift where it speaks of the drafter that serves."""
+    """The shift if it is relative to the serving drafter."""
     return shift if shift is not None and shift.over == serving else None
 
 
 def conditional(survival: Sequence[float]) -> tuple[float, ...]:
-    """Acceptance of draft i where all before it were accepted; 0 where that never happened."""
+    """Acceptance of draft i after all earlier ones were accepted; 0 if that never happened."""
     before = (1.0, *survival[:-1])
     return tuple(
         now / earlier if earlier > 0 else 0.0 for now, earlier in zip(survival, before, strict=True)
@@ -77,7 +77,7 @@ def conditional(survival: Sequence[float]) -> tuple[float, ...]:
 
 
 def read_shift(directory: Path) -> AcceptanceShift | None:
-    """What lies beside a version's weights; None where nothing does. Raises DataLoss."""
+    """The shift beside a version's weights; None without one. Raises DataLoss."""
     path = directory / FILE
     try:
         said = json.loads(path.read_bytes())
@@ -96,7 +96,7 @@ def _whole(number: object) -> int:
 
 
 def _check_survival(survival: Sequence[float]) -> None:
-    """Raises InvalidInput unless it falls from 1 at most to 0 at least."""
+    """Raises InvalidInput unless it falls within [0, 1]."""
     steps = (1.0, *survival, 0.0)
     falls = all(now <= before + ROUNDING for before, now in pairwise(steps))
     if not falls or not all(map(math.isfinite, survival)):

@@ -1,5 +1,5 @@
-"""Streams of batches with consumer groups, in memory and in Redis, and the ledger of finished
-branches, and the sessions that are open.
+"""Streams of batches with consumer groups, in memory and in Redis; the ledger of finished branches;
+and the open sessions.
 
 Names within a run: "trajectories" (group "policy"), "features" (group "drafter"), "journal".
 """

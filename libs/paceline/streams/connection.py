@@ -1,7 +1,4 @@
-"""Connections to Redis: one place for protocol, timeouts, retries and names of keys.
-
-It owns no data.
-"""
+"""Connections to Redis: the one place for protocol, timeouts, retries and key names."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _FULL = {
     "MISCONF": ("cannot write to its disk", "free space on its disk"),
     "READONLY": ("is a replica that takes no writes", "the URL of its primary"),
 }
-"""What a server answers that takes no writes -> what is wrong, and what is needed."""
+"""Error code of a server that refuses writes -> the fault, and the remedy."""
 
 
 def run_key(run_id: str, name: str) -> str:
@@ -42,9 +39,9 @@ def run_key(run_id: str, name: str) -> str:
 
 
 def connect(url: str, *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
-    """Client of a server, see RedisUrl; it retries through an outage of `outage_s` seconds.
+    """Client of a server, see RedisUrl. It retries through an outage of `outage_s` seconds.
 
-    Every command that is repeated after a lost answer is idempotent. Raises ConfigError for a
+    Every command that may be repeated after a lost answer is idempotent. Raises ConfigError for a
     malformed URL.
     """
     where = parse_redis_url(url)
@@ -67,10 +64,9 @@ def connect(url: str, *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
 
 
 def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
-    """A client of the same server for blocking reads: no answer timeout and no silent repeat.
+    """A client of the same server for blocking reads, without answer timeout and silent repeat.
 
-    A repeat inside the client would hide that a delivery was lost on its way; the reader has to
-    know.
+    A repeat inside the client would hide a delivery lost on its way from the reader.
     """
     settings: dict[str, Any] = {
         "socket_timeout": None,
@@ -87,7 +83,7 @@ def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
 
 
 def address_of(client: redis.asyncio.Redis) -> str:
-    """Where a client points, without its password: for error messages."""
+    """A client's address without its password, for error messages."""
     settings = client.connection_pool.connection_kwargs
     host = spelled(str(settings.get("host")))
     return str(settings.get("path") or f"{host}:{settings.get('port')}")
@@ -95,10 +91,11 @@ def address_of(client: redis.asyncio.Redis) -> str:
 
 @contextmanager
 def redis_errors(client: redis.asyncio.Redis, what: str) -> Iterator[None]:
-    """Raise errors of the Redis client as ours, which say `what` was tried and where.
+    """Raises errors of the Redis client as Paceline's errors; `what` names the attempted operation.
 
     Unavailable: no answer. ResourceExhausted (reason REDIS_FULL): memory or disk is full, or a
-    replica takes no writes; the same call works when that has ended. InvalidInput: anything else.
+    replica refuses writes; the same call works once the condition has ended. InvalidInput: any
+    other error.
     """
     try:
         yield
@@ -119,12 +116,12 @@ def redis_errors(client: redis.asyncio.Redis, what: str) -> Iterator[None]:
 
 
 def _full(error: ResponseError) -> tuple[str, str] | None:
-    """Why the server takes no writes; None where it refused for another reason.
+    """Fault and remedy of a server that refuses writes; None for any other error.
 
-    Redis 6.2 quotes the code in the midst of a script's error and of a transaction's; a pipeline
-    puts our own words, with the data sent, in front.
+    Redis 6.2 quotes the code inside a script's or transaction's error. A pipeline prefixes its own
+    words and the data sent.
     """
-    kinds = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY"}  # their text lacks the code
+    kinds = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY"}  # without the code in their text
     answer = str(error).rpartition("caused error: ")[2]
     quoted = re.search(rf"\b({'|'.join(_FULL)})\b", answer)
     code = kinds.get(type(error)) or (quoted and quoted.group())

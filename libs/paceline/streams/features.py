@@ -1,12 +1,11 @@
 """Encodes the hidden rows of one finished request as a stream entry, and decodes them.
 
-Row i is the target's state at the token of absolute position positions[i]; token_ids[i] is that
+Row i is the target's state at the token of absolute position positions[i]. token_ids[i] is that
 token, token_ids[i + 1] the next one. The state of the last token is absent: a request of N tokens
 has T = N - 1 rows and T + 1 token ids.
 
-A batch may also hold rows of drafts that were verified and rejected, in tensors of their own: a
-reader that does not know them skips them, and a batch without them is written as if there were
-none, so the schema version is one for both.
+A batch may also hold rows of verified and rejected drafts, in tensors of their own. An older reader
+skips these tensors, and a batch without them has the older form, so both have one schema version.
 """
 
 from __future__ import annotations
@@ -36,40 +35,40 @@ _REJECTED = "rejected_"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RejectedRows:
-    """States at drafts that the target verified and rejected. R rows beside the T rows of the
+    """States at drafts that the target verified and rejected: R rows beside the T rows of the
     sequence.
 
-    Row i is the state at token_ids[i] after the tokens that its parents lead back to. The target's
-    distribution of the token after the draft is softmax(lm_head(hidden[i])); its probability of the
-    draft itself follows in the same way from the parent's row. The head, and the policy version,
-    are those of the sequence's row that the drafts hang under.
+    Row i is the state at token_ids[i], after the tokens on the path of its parents. The target's
+    distribution of the token after the draft is softmax(lm_head(hidden[i])). The probability of the
+    draft itself follows in the same way from its parent's row. Head and policy version are those of
+    the sequence's row at the root of the drafts.
     """
 
-    hidden: NamedTensor = field(repr=False)  # [R, H] of the sequence's dtype
+    hidden: NamedTensor = field(repr=False)  # [R, H] with the sequence's dtype
     token_ids: npt.NDArray[np.int32] = field(repr=False)  # [R]
-    positions: npt.NDArray[np.int32] = field(repr=False)  # [R] one more than the parent's
-    # [R] i < T: row i of the sequence; T + j: rejected row j before
+    positions: npt.NDArray[np.int32] = field(repr=False)  # [R] one more than the parent's position
+    # [R] i < T: row i of the sequence; T + j: earlier rejected row j
     parents: npt.NDArray[np.int32] = field(repr=False)
 
     @property
     def rows(self) -> int:
-        """R."""
+        """Number of rejected rows, R."""
         return self.hidden.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureBatch:
-    """Rows of one request. T rows, H hidden size."""
+    """Rows of one request: T rows, H hidden size."""
 
     run_id: str
     step: int
     session_id: str
-    policy_version: int  # of the last row
-    lm_head_hash: str  # head that belongs to the last row's version
+    policy_version: int  # policy version of the last row
+    lm_head_hash: str  # head of the last row's version
     hidden: NamedTensor = field(repr=False)  # [T, H] BF16 or F32
     token_ids: npt.NDArray[np.int32] = field(repr=False)  # [T + 1]
     positions: npt.NDArray[np.int32] = field(repr=False)  # [T]
-    mask: npt.NDArray[np.uint8] = field(repr=False)  # [T] 1 where the token was generated
+    mask: npt.NDArray[np.uint8] = field(repr=False)  # [T] 1 for a generated token
     versions: npt.NDArray[np.int64] = field(repr=False)  # [T] policy version that computed the row
     layers: str = "last"
     convention: str = "post_norm"  # the final norm has been applied
@@ -100,9 +99,7 @@ class FeatureBatch:
             self._check_rejected(self.rejected)
 
     def _check_rejected(self, rejected: RejectedRows) -> None:
-        """Raises InvalidInput unless every rejected row has its parent before it, one position
-        below.
-        """
+        """Raises InvalidInput unless each rejected row follows its parent, one position later."""
         form = (rejected.hidden.dtype, rejected.hidden.shape[1:])
         if form != (self.hidden.dtype, (self.hidden_size,)):
             raise InvalidInput(
@@ -134,24 +131,22 @@ class FeatureBatch:
 
     @property
     def rows(self) -> int:
-        """T."""
+        """Number of sequence rows, T."""
         return self.hidden.shape[0]
 
     @property
     def all_rows(self) -> int:
-        """Those of rejected drafts included."""
+        """Number of rows including rejected drafts."""
         return self.rows + (self.rejected.rows if self.rejected is not None else 0)
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """Hidden size, H."""
         return self.hidden.shape[1]
 
 
 def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
-    """Header and payload of one request's rows; the traceparent defaults to that of the current
-    span.
-    """
+    """Header and payload of one request's rows. The traceparent defaults to the current span's."""
     header = FEATURES.write_header(
         batch,
         dtype=batch.hidden.dtype,
@@ -176,8 +171,8 @@ def _tensor(declared: PayloadTensor, value: NamedTensor | npt.NDArray[Any]) -> N
 
 
 def decode_features(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
-    """The rows of an entry, as views of `payload`; DataLoss when it is not what encode_features
-    writes.
+    """The rows of an entry, as views of `payload`. Raises DataLoss for an entry that
+    encode_features did not write.
     """
     try:
         return _decode(header, payload)

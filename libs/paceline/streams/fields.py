@@ -1,6 +1,6 @@
-"""Declares the entries of both streams: their header fields, and the tensors of their payload.
+"""Declares the entries of both streams: their header fields and the tensors of their payload.
 
-Encoders and decoders go by these tables, and docs/streams.md is written from them.
+Encoders and decoders use these tables, and docs/streams.md is generated from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA_VERSION = "5"
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """How a value stands in a header field, which is text."""
+    """Text form of a value in a header field."""
 
     word: str
     write: Callable[[Any], str]
@@ -61,13 +61,13 @@ NUMBERS = TextForm(
     lambda text: {name: float(number) for name, number in dict(json.loads(text)).items()},
 )
 WAYS = TextForm(
-    "JSON list of lists: arm, numbers, and of the flags `reused` and `stale` those that are set",
+    "JSON list of lists: arm, number format, and the set flags among `reused` and `stale`",
     lambda ways: json.dumps([_written_way(*way) for way in ways], separators=(",", ":")),
     lambda text: [_read_way(*way) for way in json.loads(text)],
 )
 
 
-_getter = cache(attrgetter)  # by a noun's field: there are some twenty, and each entry has them all
+_getter = cache(attrgetter)  # by field name: about twenty names, each used in every entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class HeaderField:
     name: str
     form: TextForm
     meaning: str
-    source: str = ""  # the noun's field, dotted; empty: the encoder computes it
+    source: str = ""  # the noun's field, dotted; empty: computed by the encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PayloadTensor:
     """One tensor of an entry's payload."""
 
     name: str
-    dtype: str  # safetensors dtype name; empty: the header's
+    dtype: str  # safetensors dtype name; empty: from the header
     shape: tuple[str, ...]
     meaning: str
 
@@ -100,7 +100,7 @@ class EntryLayout:
     payload: tuple[PayloadTensor, ...]  # in the order of their bytes
 
     def write_header(self, noun: object, **computed: object) -> dict[str, str]:
-        """The header of a noun's entry; `computed` are the fields without a source."""
+        """The header of a noun's entry; `computed` holds the fields without a source."""
         computed["schema_version"] = SCHEMA_VERSION
         return {
             one.name: one.form.write(
@@ -110,7 +110,7 @@ class EntryLayout:
         }
 
     def read_header(self, fields: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Values by the noun's field, and the computed ones by name.
+        """Values by the noun's field, and computed values by name.
 
         Raises DataLoss when the header has another layout or lacks a field, ValueError when a field
         has another form.
@@ -130,7 +130,8 @@ class EntryLayout:
     def read_tensor(
         self, tensors: Mapping[str, NamedTensor], name: str, dtype: str = "", **sizes: int
     ) -> NamedTensor:
-        """A tensor of the payload if it has the declared form, its letters being `sizes`.
+        """A tensor of the payload in its declared form; `sizes` are the values of its shape
+        letters.
 
         Raises DataLoss otherwise.
         """
@@ -167,20 +168,22 @@ TRAJECTORIES = EntryLayout(
         HeaderField(
             "branch_count", WHOLE, "branches of the session that are trained", "branch_count"
         ),
-        HeaderField("step", WHOLE, "RL step whose tasks it answers", "step"),
+        HeaderField("step", WHOLE, "RL step of the task", "step"),
         HeaderField("task", TEXT, "task", "task_id"),
         HeaderField("group", TEXT, "group of siblings", "group_id"),
-        HeaderField("group_size", WHOLE, "siblings that the group waits for", "group_size"),
+        HeaderField("group_size", WHOLE, "number of siblings in the group", "group_size"),
         HeaderField("task_index", WHOLE, "position of the task in its step", "task_index"),
         HeaderField("sample_index", WHOLE, "position among the siblings", "sample_index"),
         HeaderField("reward", PERHAPS, "reward; empty is not 0", "reward"),
-        HeaderField("reward_parts", NUMBERS, "what each rule of a mixture gave", "reward_parts"),
+        HeaderField(
+            "reward_parts", NUMBERS, "unweighted reward of each rule of a mixture", "reward_parts"
+        ),
         HeaderField("seed", WHOLE, "seed of the request", "seed"),
         HeaderField("temperature", NUMBER, "temperature of the draws", "temperature"),
         HeaderField("finish_reason", TEXT, "`stop` or `length`", "finish_reason"),
         HeaderField("policy_version", WHOLE, "newest policy version among the tokens"),
         HeaderField("speculation", COUNTERS, "counters of draft and acceptance", "speculation"),
-        HeaderField("ways", WAYS, "how tokens were drawn: each way once"),
+        HeaderField("ways", WAYS, "distinct ways in which tokens were drawn"),
         HeaderField("crc32", WHOLE, "CRC-32 of the payload"),
         _TRACE,
     ),
@@ -190,7 +193,7 @@ TRAJECTORIES = EntryLayout(
             "loss_mask",
             "U8",
             ("T",),
-            "1 where the policy generated the token, and 2 more where it was an accepted draft",
+            "1 if the policy generated the token, plus 2 if it was an accepted draft",
         ),
         PayloadTensor(
             "behavior_logprobs", "F32", ("T",), "log-prob of the draw; 0 where the mask is 0"
@@ -198,7 +201,7 @@ TRAJECTORIES = EntryLayout(
         PayloadTensor(
             "version_spans", "I64", ("N", "3"), "start, end and policy version of a span of tokens"
         ),
-        PayloadTensor("draw_spans", "I64", ("D", "3"), "start, end and number of its way"),
+        PayloadTensor("draw_spans", "I64", ("D", "3"), "start, end and index in `ways`"),
     ),
 )
 
@@ -214,7 +217,7 @@ FEATURES = EntryLayout(
         HeaderField("temperature", NUMBER, "temperature of the draws", "temperature"),
         HeaderField("policy_version", WHOLE, "policy version of the last row", "policy_version"),
         HeaderField("lm_head_hash", TEXT, "hash of that version's lm_head", "lm_head_hash"),
-        HeaderField("layers", TEXT, "layers of the target in a row", "layers"),
+        HeaderField("layers", TEXT, "policy layers in a row", "layers"),
         HeaderField(
             "convention", TEXT, "`post_norm`: the final norm has been applied", "convention"
         ),
@@ -223,7 +226,7 @@ FEATURES = EntryLayout(
         HeaderField("hidden", WHOLE, "H"),
         _TRACE,
     ),
-    # By falling size of their numbers, so that each lies aligned.
+    # Ordered by falling element size, so that each tensor is aligned.
     payload=(
         PayloadTensor("versions", "I64", ("T",), "policy version that computed the row"),
         PayloadTensor("token_ids", "I32", ("T + 1",), "token of each row, and the last one"),
@@ -233,8 +236,8 @@ FEATURES = EntryLayout(
         PayloadTensor(
             "rejected_parents", "I32", ("R",), "i < T: row i; T + j: rejected row j before it"
         ),
-        PayloadTensor("hidden", "", ("T", "H"), "the target's state at the token"),
-        PayloadTensor("rejected_hidden", "", ("R", "H"), "the target's state at the draft"),
-        PayloadTensor("mask", "U8", ("T",), "1 where the policy generated the token"),
+        PayloadTensor("hidden", "", ("T", "H"), "hidden state of the policy at the token"),
+        PayloadTensor("rejected_hidden", "", ("R", "H"), "hidden state of the policy at the draft"),
+        PayloadTensor("mask", "U8", ("T",), "1 if the policy generated the token"),
     ),
 )

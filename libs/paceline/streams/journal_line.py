@@ -1,5 +1,5 @@
-"""Says how an entry of a run's journal is written, in Redis and in its copy: a JSON list of values
-in the order of FIELDS, which stand for names that thousands of entries would repeat.
+"""The form of a journal entry, in Redis and in copies: a JSON list of values in the order of
+FIELDS. Field names would be repeated in thousands of entries.
 """
 
 from __future__ import annotations
@@ -10,35 +10,34 @@ from enum import StrEnum
 from typing import Any
 
 FIELDS = ("v", "at_s", "event", "data", "step", "phase", "slots", "record")
-"""The last one is left out of most entries. `slots` lists ranges of changed slots: (first slot,
+"""The last field is absent in most entries. `slots` lists ranges of changed slots: (first slot,
 number of slots, holder, epoch).
 """
 
 
 class SlotUse(StrEnum):
-    """What a slot-second went into, each one into one of these: the keys of a record's slot_s."""
+    """The use of a slot-second, exactly one per slot-second: keys of a record's slot_s."""
 
     GENERATING = "generating"
     POLICY = "policy"
     DRAFTER = "drafter"
-    TRANSFERRING = "transferring"  # weights on their way, and the drafter's onto its slots
+    TRANSFERRING = "transferring"  # weights in transfer, to the engine or onto the drafter's slots
     IDLE = "idle"
 
 
 class IdleCause(StrEnum):
-    """Why nobody used a slot: the keys of a record's idle_s."""
+    """The reason for an idle slot: keys of a record's idle_s."""
 
-    UNTRAINED = "untrained"  # no drafter is trained, or not in this step
+    UNTRAINED = "untrained"  # no drafter is trained, or none in this step
     TRAINER_AWAY = "trainer_away"
-    TRAINER_DONE = "trainer_done"  # it has learned what there was and left
-    COMMIT = "commit"  # a released worker may be trying the set
+    TRAINER_DONE = "trainer_done"  # the drafter trainer has used all rows and left
+    COMMIT = "commit"  # a released worker may be needed as the canary
     ENOUGH = "enough"  # the drafter has max_drafter_slots
     GIVING_BACK = "giving_back"  # its lease is about to end
-    SERIAL = "serial"  # it is trained between the policy's step and the commit
-    HAND_OVER = "hand_over"  # all rollouts are done, the slots go to the policy
+    SERIAL = "serial"  # the serial drafter schedule trains between policy step and commit
+    HAND_OVER = "hand_over"  # all rollouts are done; the slots pass to the policy
     TOO_FEW = "too_few"  # fewer released workers than min_workers_for_training
     LEASING = "leasing"  # about to be leased
-    ABSENT = "absent"  # its place has no worker
 
 
 def pack_entry(entry: Mapping[str, Any]) -> bytes:
@@ -48,7 +47,7 @@ def pack_entry(entry: Mapping[str, Any]) -> bytes:
 
 
 def unpack_entry(line: bytes | str) -> dict[str, Any]:
-    """The entry of a line, by name. Raises ValueError or RecursionError for what is none."""
+    """The entry of a line, by name. Raises ValueError or RecursionError for a malformed line."""
     values = json.loads(line)
     if not isinstance(values, list) or len(values) > len(FIELDS):
         raise ValueError(f"no list of {', '.join(FIELDS)}")

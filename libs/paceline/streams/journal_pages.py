@@ -1,8 +1,8 @@
-"""Reads a run's journal from the durable Redis, the newest entries and the archived ones alike.
+"""Reads a run's journal from the durable Redis, both new and archived entries.
 
-Entries are numbered 1, 2, 3, ... and the number is the id in the stream `journal`. Those behind the
-newest snapshot lie in the stream `journal:archive`, many in one entry, whose id is the last one's
-number: packed they take a tenth.
+Entries are numbered 1, 2, 3, ... and the number is the id in the stream `journal`. Entries behind
+the newest snapshot are in the stream `journal:archive`, many in one packed entry with the last
+number as its id. Packed entries take a tenth of the space.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from paceline.streams.connection import redis_errors, run_key
 
 JOURNAL, ARCHIVE = "journal", "journal:archive"
 ENTRY, ENTRIES = b"entry", b"entries"
-"""The field of an entry, and of many in the archive."""
+"""Field of a single entry, and of packed entries in the archive."""
 _PAGE = 500
 
 Page = Sequence[tuple[bytes, dict[bytes, bytes]]]
 
 
 async def journal_lines(client: Redis, run_id: str, after: int = 0) -> AsyncIterator[bytes]:
-    """The lines of the entries behind number `after`, in order to the last.
+    """The lines of all entries after number `after`, in order.
 
-    Raises DataLoss when one is missing or the archive is damaged, and Unavailable.
+    Raises DataLoss when an entry is missing or the archive is damaged, and Unavailable.
     """
     while True:
         first, page = _numbered(await journal_page(client, run_id, after))
-        if first != after + 1:  # archived, perhaps meanwhile
+        if first != after + 1:  # archived, perhaps since the first read
             archived = await _range(client, run_key(run_id, ARCHIVE), f"({after}-0", "+", 1)
             if not archived and not page:
                 return
@@ -44,13 +44,13 @@ async def journal_lines(client: Redis, run_id: str, after: int = 0) -> AsyncIter
 
 
 async def journal_page(client: Redis, run_id: str, after: int, last: int | None = None) -> Page:
-    """The next entries behind `after` that are not archived, up to `last`."""
+    """The next unarchived entries after `after`, up to `last`."""
     until = "+" if last is None else f"{last}-0"
     return await _range(client, run_key(run_id, JOURNAL), f"({after}-0", until, _PAGE)
 
 
 def packed(lines: Sequence[bytes]) -> bytes:
-    """Lines as the archive holds them."""
+    """Lines in the archive's form."""
     return zlib.compress(b"\n".join(lines))
 
 
@@ -60,7 +60,7 @@ def entry_number(entry_id: bytes) -> int:
 
 
 def _numbered(page: Page) -> tuple[int, list[bytes]]:
-    """The number of the first entry, 0 without one, and the lines up to a gap."""
+    """The number of the first entry, 0 without entries, and the lines up to a gap."""
     first = entry_number(page[0][0]) if page else 0
     lines: list[bytes] = []
     for index, (entry_id, fields) in enumerate(page):

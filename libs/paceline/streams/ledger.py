@@ -1,7 +1,7 @@
-"""The ledger of finished branches: what became final, was trained, dropped, lies open or is lost.
-All of it in Redis, branch by branch until their steps are compacted, in totals for ever.
+"""The ledger of finished branches: final, trained, dropped, open or lost.
 
-It does not decide what is trained or dropped; the trainer reports that.
+It is kept in Redis, by branch until the branch's step is compacted, and as totals for ever. The
+trainer decides and reports the fate of a branch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from paceline.streams.redis_stream import flat
 from paceline.trajectory import Trajectory, tokens_hash
 
 NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
-"""What the ledger says of a branch besides its tokens, and of a session that was lost."""
+"""Fields that the ledger keeps of a branch besides its tokens, and of a lost session."""
 PAGE = 1000
-"""Branches that one script looks at: Redis answers nobody else meanwhile."""
+"""Branches per script; Redis serves no other client meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCount:
-    """Where the branches are: final = trained + dropped + open + lost."""
+    """Branches by fate: final = trained + dropped + open + lost."""
 
     final: int
     trained: int
     dropped: dict[str, int]  # reason -> branches
-    open: int  # their entries still lie in the stream
-    lost: int  # neither trained nor dropped, and no entry: 0 in a healthy run
+    open: int  # entry is still in the stream
+    lost: int  # final without fate and without entry: 0 in a healthy run
     # reason -> branches that never became final
     unpublished: dict[str, int] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Ledger:
     Keys: `ledger` (hash, branch -> record), `ledger:steps` (sorted set of the same branches by
     step), `ledger:undecided` (hash, final branch -> its entry), `ledger:fates` (hash, branch ->
     "trained:<step>" or "dropped:<reason>"), `ledger:totals` (hash: `final`, `trained`,
-    `dropped:<reason>`, `unpublished:<reason>`, and `compacted`, the last step that is).
+    `dropped:<reason>`, `unpublished:<reason>`, and `compacted`, the last compacted step).
     """
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
@@ -65,9 +65,10 @@ class Ledger:
     async def append_final(
         self, trajectory: Trajectory, fields: Mapping[str, str], payload: bytes
     ) -> bool:
-        """Append a finished branch once and enter it in the ledger, in one script.
+        """Appends a finished branch once and enters it in the ledger, in one script.
 
-        False when it was there already, or its step is compacted: then it is dropped as "late".
+        Returns False if the branch is already there, or if its step is compacted; it then counts as
+        dropped, reason "late".
         """
         branch = str(trajectory.key)
         record = json.dumps({**_record(trajectory), "final": True})
@@ -80,8 +81,8 @@ class Ledger:
             )
 
     async def record_unpublished(self, trajectory: Trajectory, reason: str) -> None:
-        """Note a branch that never enters the stream ("unscored", "aborted", ...); a final one
-        stays final.
+        """Records a branch that never enters the stream ("unscored", "aborted", ...). A final
+        branch stays final.
         """
         record = json.dumps({**_record(trajectory), "final": False, "reason": reason})
         args: list[Any] = [str(trajectory.key), record, trajectory.step, reason]
@@ -89,25 +90,25 @@ class Ledger:
             await self._note(keys=[self._ledger, self._totals, self._steps], args=args)
 
     async def mark_trained(self, keys: Sequence[str], step: int) -> None:
-        """Note that the optimiser step `step` used these branches.
+        """Records that the optimiser step `step` used these branches.
 
         Call it before their entries are deleted.
         """
         await self._give_fates(dict.fromkeys(keys, f"trained:{step}"))
 
     async def mark_dropped(self, reasons: Mapping[str, str]) -> None:
-        """Note why branches are not trained: branch -> reason.
+        """Records the reasons of untrained branches: branch -> reason.
 
         Call it before their entries are deleted.
         """
         await self._give_fates({key: f"dropped:{reason}" for key, reason in reasons.items()})
 
     async def compact(self, through_step: int) -> None:
-        """Forget the branches of steps up to this one that have a fate, or never became final;
-        their totals stay.
+        """Removes the branches of steps up to `through_step` that have a fate or never became
+        final. Their totals stay.
 
-        Call it when no start can train these steps again: a branch of theirs that comes after this
-        is not appended.
+        Call it when no restart can train these steps again: a branch of such a step is no longer
+        appended.
         """
         stay, found = 0, PAGE
         keys = [self._ledger, self._undecided, self._fates, self._totals, self._steps]
@@ -117,8 +118,8 @@ class Ledger:
                 stay += more
 
     async def count(self) -> LedgerCount:
-        """Count the branches by fate, at one instant, from Redis alone; as quick as there are few
-        without a fate.
+        """Counts branches by fate at one instant, from Redis alone. The time grows with the number
+        of branches without a fate.
         """
         with redis_errors(self._client, "count the ledger"):
             still_open, lost, *reply = await self._count(
@@ -137,7 +138,7 @@ class Ledger:
         return LedgerCount(final, trained, dropped, int(still_open), int(lost), unpublished)
 
     async def get(self, key: str) -> dict[str, Any] | None:
-        """The record of one branch; None when the ledger does not know it."""
+        """The record of one branch; None for a branch that is not in the ledger."""
         with redis_errors(self._client, f"read branch {key}"):
             raw = await self._client.hget(self._ledger, key)
         return None if raw is None else json.loads(raw)

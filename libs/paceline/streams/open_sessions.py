@@ -1,9 +1,8 @@
-"""Which sessions are open, kept on the durable Redis: a gateway killed with -9 loses none of them
+"""Records of open sessions on the durable Redis, so that a killed gateway loses no session
 silently.
 
-Owns the records of open and of lost sessions. A session's tokens are not here: what a killed
-process had of them is gone, and this says of which session. What is final is the ledger's, and
-stays so.
+The records cover open and lost sessions, without their tokens. A killed process loses the tokens,
+and the record names the session. The ledger decides about final branches.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from paceline.trajectory import BranchKey
 LOST_REASON = "failed:infra"
 LOST_KEPT = 4096
 LOST_KEPT_S = 24 * 3600
-"""A lost session is remembered for so long after the last start of a gateway: at most twice as long
-in all.
+"""Seconds that a lost session is kept after the last start of a gateway: at most twice as long in
+all.
 """
 BRANCHES_LOOKED_AT = 64
-"""A session had ended when one of its first branches is in the ledger; the very first may have had
-no tokens.
+"""A session has ended if one of its first branches is in the ledger. The very first branch may have
+had no tokens.
 """
 MAX_RECORD_BYTES = 16 << 10
 BATCH = 256
@@ -51,22 +50,22 @@ def api_key_hash(api_key: str) -> str:
 
 
 class OpenSessions:
-    """Open sessions of one run. Putting never waits; one task writes in order and tries again while
+    """Open sessions of one run. Putting never waits: one task writes in order and retries while
     Redis is away.
 
-    Only the last word on a session waits, and a session that opened and ended unwritten is not
-    written at all: what waits is bounded by the sessions that are open and those of them that Redis
-    knows. `client` None keeps nothing.
+    Only the last state of a session waits. A session that opened and ended before its first write
+    is not written at all. So the waiting records are bounded by the open sessions and the sessions
+    in Redis. `client` None keeps nothing.
     """
 
     def __init__(self, client: redis.asyncio.Redis | None, run_id: str, writer: str = "") -> None:
-        """`writer`: with what the marks of this one's processes begin, where several write at a
-        time; "" stands for all of them.
+        """`writer`: prefix of the marks of this writer's processes, if several writers share a run;
+        "" covers all.
         """
         self._writer = writer
         self._client: Any = client
         self._run_id = run_id
-        # of this process: what carries another one was left open by a former one
+        # mark of this process; a record with another mark was left open by an earlier process
         self._mark = writer + uuid.uuid4().hex
         self._open = run_key(run_id, "sessions:open")
         self._lost = run_key(run_id, "sessions:lost")
@@ -76,8 +75,8 @@ class OpenSessions:
         # session -> value to set; None: to remove
         self._waiting: OrderedDict[str, str | None] = OrderedDict()
         self._written: set[str] = set()  # sessions that are or may be in Redis
-        self._flying: Mapping[str, str | None] = {}  # what is being written now
-        self._turn = asyncio.Event()  # set, and replaced, whenever a write has ended
+        self._flying: Mapping[str, str | None] = {}  # values being written now
+        self._turn = asyncio.Event()  # set and replaced after every write
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -85,18 +84,18 @@ class OpenSessions:
 
     @property
     def waiting(self) -> int:
-        """Sessions whose last word has not been sent."""
+        """Number of sessions with an unsent last state."""
         return len(self._waiting)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Starts the writing task."""
         if self._client is not None:
             self._task = asyncio.create_task(self._run(), name="open sessions")
             self._task.add_done_callback(_tell_failure)
 
     async def stop(self, grace_s: float) -> None:
-        """Write what waits for up to `grace_s` seconds; what is open then is lost to the next
-        process, and told so.
+        """Writes waiting records for up to `grace_s` seconds. Sessions still open count as lost for
+        the next process, which is also recorded.
         """
         if self._task is None:
             return
@@ -113,10 +112,10 @@ class OpenSessions:
             await self._empty.wait()
 
     async def recorded(self, session_id: str, deadline_s: float) -> bool:
-        """True once Redis has the last word on a session; False when it takes longer, Redis being
-        away or slow.
+        """True once Redis has the last state of a session; False if that takes longer than the
+        deadline.
 
-        A caller that answers only after this leaves no instant in which a kill could lose the
+        A caller that answers only after this call leaves no instant in which a kill could lose the
         session silently.
         """
         with contextlib.suppress(TimeoutError):
@@ -127,21 +126,20 @@ class OpenSessions:
         return False
 
     def opened(self, session_id: str, record: Mapping[str, Any]) -> None:
-        """Note an open session. One with `trainable` false in its record is not kept: nobody waits
-        for it.
+        """Records an open session. A session with `trainable` false in its record is not kept.
 
-        record: JSON values, among them api_key_hash (see `api_key_hash`; may be left out) and those
-        of step, task_id, group_id, group_size, task_index and sample_index that the ledger shall
-        say of it. Raises InvalidInput.
+        `record`: JSON values. They include api_key_hash (see `api_key_hash`; optional) and the
+        fields for the ledger: step, task_id, group_id, group_size, task_index and sample_index.
+        Raises InvalidInput.
         """
         if self._client is None or not record.get("trainable", True):
             return
         self._put(session_id, self._value(session_id, record))
 
     def ended(self, session_id: str) -> None:
-        """Forget an open session; unknown ones are ignored.
+        """Removes an open session; unknown ids are ignored.
 
-        Call it when its branches are in Redis, not before.
+        Call it when the session's branches are in Redis, not before.
         """
         if self._waiting.get(session_id) is not None and session_id not in self._written:
             del self._waiting[session_id]
@@ -149,13 +147,13 @@ class OpenSessions:
             self._put(session_id, None)
 
     async def take_lost(self) -> list[dict[str, Any]]:
-        """Call at the start: what former processes left open becomes lost, at once and once;
-        returns the records.
+        """Marks sessions left open by earlier processes as lost, in one step, and returns their
+        records. Call it at the start.
 
-        A session of which the ledger knows a branch had ended and is only removed. Of the others
-        the ledger gets a note, not final, with reason "failed:infra". Needs what its writer has
-        opened for itself: what another one that is alive has opened counts as lost too.
-        Raises Unavailable while Redis is away; a later call is as good.
+        A session with a branch in the ledger had ended and is only removed. For every other one the
+        ledger gets a note, not final, with reason "failed:infra". Only one process per writer may
+        be alive: sessions opened by another live process count as lost too. Raises Unavailable
+        while Redis is away; a later call has the same effect.
         """
         if self._take is None:
             return []
@@ -175,9 +173,7 @@ class OpenSessions:
         return [json.loads(record) for record in taken]
 
     async def lost(self, key_hash: str) -> dict[str, Any] | None:
-        """The record of a session that was lost, by the hash of its API key; None when there is
-        none.
-        """
+        """The record of a lost session by the hash of its API key; None if there is none."""
         if self._client is None:
             return None
         with redis_errors(self._client, "look for a lost session"):
@@ -185,7 +181,7 @@ class OpenSessions:
         return None if session_id is None else await self.lost_session(session_id.decode())
 
     async def lost_session(self, session_id: str) -> dict[str, Any] | None:
-        """The record of a session that was lost, by its id; None when there is none."""
+        """The record of a lost session by its id; None if there is none."""
         if self._client is None:
             return None
         with redis_errors(self._client, "look for a lost session"):
@@ -193,7 +189,7 @@ class OpenSessions:
         return None if value is None else json.loads(value.split(b"\n", 2)[2])
 
     def _value(self, session_id: str, record: Mapping[str, Any]) -> str:
-        """Four lines, see scripts.TAKE_LOST; JSON as it is written here has no line breaks."""
+        """Four lines, see scripts.TAKE_LOST; the JSON written here has no line breaks."""
         key_hash = record.get(_API_KEY, "")
         if not isinstance(key_hash, str) or (key_hash and not _is_hash(key_hash)):
             raise InvalidInput(
@@ -243,7 +239,9 @@ class OpenSessions:
             self._empty.set()
 
     def _put_back(self, batch: dict[str, str | None]) -> None:
-        """In front of what came since, and never over a later word on the same session."""
+        """Puts a batch back in front of later values, without replacing a later value of the same
+        session.
+        """
         for session_id in reversed(batch):
             if session_id not in self._waiting:
                 self._waiting[session_id] = batch[session_id]

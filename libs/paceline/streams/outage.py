@@ -1,4 +1,4 @@
-"""How a caller lives with a Redis that is away: for how long it waits, and how it stops waiting."""
+"""Waiting for a Redis that is away: for how long, and with cancellation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKOFF_CAP_S = 0.25
 
 
 class Outage:
-    """Paces the tries of one call while the server is away, up to a deadline."""
+    """Paces the retries of one call while the server is away, up to a deadline."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -25,7 +25,7 @@ class Outage:
         self._pause_s = 0.01
 
     async def pause(self, error: BaseException) -> None:
-        """Wait before the next try; raises `error` when the server has been away for too long."""
+        """Waits before the next try. Raises `error` when the server has been away for too long."""
         now = asyncio.get_running_loop().time()
         if self._began_s is None:
             self._began_s = now
@@ -36,10 +36,10 @@ class Outage:
 
 
 class Cancellable(AbstractConnection):
-    """Hears every cancellation.
+    """A connection that never loses a cancellation.
 
-    The client sends with asyncio.wait_for, which before Python 3.12 forgets a cancellation that
-    comes as the last byte leaves: the caller would go on as if nobody had asked it to end.
+    The client sends with asyncio.wait_for. Before Python 3.12 that call loses a cancellation that
+    arrives with the last byte, so the caller would continue.
     """
 
     async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
@@ -47,5 +47,5 @@ class Cancellable(AbstractConnection):
         before = task.cancelling() if task is not None else 0
         await super().send_packed_command(*args, **kwargs)
         if task is not None and task.cancelling() > before:
-            await self.disconnect(nowait=True)  # nobody reads the answer
+            await self.disconnect(nowait=True)  # the answer has no reader any more
             raise asyncio.CancelledError

@@ -1,6 +1,5 @@
-"""A stream in Redis: consumer groups, appends that happen once, reads that survive an outage.
-
-It owns no server.
+"""A stream in Redis: consumer groups, appends that happen once, and reads that survive an
+outage.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ from paceline.streams.outage import OUTAGE_ERRORS, OUTAGE_S, Outage
 
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000
-"""How long an append without a key can be repeated safely; longer than any outage."""
+"""Milliseconds during which an append without a key can be repeated safely; longer than
+any outage.
+"""
 
 _PAGE = 16
-"""Pending entries re-read at once; an entry may be megabytes."""
+"""Pending entries per read; an entry may be megabytes."""
 
 _ANSWER_S = 5.0
 """Seconds beyond its blocking time after which a read without an answer counts as an outage."""
@@ -34,7 +35,7 @@ _ANSWER_S = 5.0
 class RedisStream:
     """Stream over one Redis key; see Stream for the contract.
 
-    `client` comes from connect() and stays the caller's.
+    `client` is created by connect(). The caller owns it and closes it.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class RedisStream:
         *,
         outage_s: float | None = None,
     ) -> None:
-        # The client's annotations leave replies open between text and bytes; ours are always bytes.
+        # The client's annotations allow text or bytes; replies here are always bytes.
         self._client: Any = client
         self._reader: Any = blocking_twin(client)
         self._key = key
@@ -65,7 +66,7 @@ class RedisStream:
         return self._key
 
     async def create_group(self, group: str) -> None:
-        """Make a group that reads from the first entry, before anything is appended if need be."""
+        """Creates a group that reads from the first entry, if necessary before the first append."""
         with redis_errors(self._client, f"create group {group} on {self._key}"):
             try:
                 await self._client.xgroup_create(self._key, group, id="0", mkstream=True)
@@ -76,14 +77,14 @@ class RedisStream:
     async def append(
         self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
     ) -> str | None:
-        """Append once by key, also when the answer of a first try was lost."""
+        """Appends once per key, also after a lost answer to the first try."""
         keys, args = self._append_of(fields, payload, key)
         with redis_errors(self._client, f"append to {self._key}"):
             entry_id, mine = await self._append(keys=keys, args=args)
         return bytes(entry_id).decode() if mine else None
 
     async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> None:
-        """Append several as one transaction: who waits for entries is told of all of them."""
+        """Appends several entries in one transaction, so a waiting reader receives all of them."""
         calls = [self._append_of(fields, payload, None) for fields, payload in entries]
         with redis_errors(self._client, f"append to {self._key}"):
             pipe = self._client.pipeline(transaction=True)
@@ -114,19 +115,20 @@ class RedisStream:
                 try:
                     return await self._read_once(group, consumer, count, deadline)
                 except (*OUTAGE_ERRORS, asyncio.CancelledError) as error:
-                    # What the server delivered into the lost connection is ours and was never seen.
+                    # The server delivered these entries into the lost connection; this consumer
+                    # never received them.
                     self._doubtful.add((group, consumer))
                     if isinstance(error, asyncio.CancelledError):
                         raise
                     await outage.pause(error)
                 except ResponseError as error:
-                    # A server without persistence comes back empty.
+                    # A server without persistence is empty after its restart.
                     if not str(error).startswith("NOGROUP"):
                         raise
                     await self.create_group(group)
 
     async def ack(self, group: str, ids: Sequence[str], *, delete: bool = False) -> None:
-        """Acknowledge, and delete on request, in one script."""
+        """Acknowledges entries, and deletes them on request, in one script."""
         if not ids:
             return
         with redis_errors(self._client, f"acknowledge on {self._key}"):
@@ -135,7 +137,7 @@ class RedisStream:
             held.difference_update(ids)
 
     async def claim(self, group: str, consumer: str, min_idle_s: float, count: int) -> list[Entry]:
-        """Take over what idles, oldest first."""
+        """Takes over idle entries, oldest first."""
         claimed: list[Entry] = []
         cursor = "0-0"
         who = (self._key, group, consumer, int(min_idle_s * 1000))
@@ -159,7 +161,7 @@ class RedisStream:
         return entries
 
     async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
-        """Entries that follow an id, read without a group."""
+        """Entries after an id, read without a group."""
         with redis_errors(self._client, f"read history of {self._key}"):
             rows = await self._client.xrange(
                 self._key, f"({after}" if after else "-", "+", count=count
@@ -167,7 +169,7 @@ class RedisStream:
         return entries_of(rows)
 
     async def depth(self) -> Depth:
-        """How full; counted by the server."""
+        """Fill level, counted by the server."""
         with redis_errors(self._client, f"measure {self._key}"):
             pipe = self._client.pipeline(transaction=False)
             pipe.xlen(self._key).hmget(self._sizes, ["total", "trimmed"]).xlen(self._dead)
@@ -187,7 +189,7 @@ class RedisStream:
         )
 
     async def dead_letter(self, group: str, entry: Entry, reason: str) -> None:
-        """Move an entry aside in one script."""
+        """Moves an entry to the dead letters in one script."""
         fields = {**entry.fields, "dead_reason": reason, "dead_id": entry.id, "dead_group": group}
         args = [group, entry.id, DEAD_LETTERS_KEPT, *flat(fields, entry.payload)]
         with redis_errors(self._client, f"dead-letter on {self._key}"):
@@ -202,7 +204,7 @@ class RedisStream:
         return entries_of(rows)[::-1]
 
     async def close(self) -> None:
-        """Close the reading connections; the client stays the caller's."""
+        """Closes the reading connections. The client stays open for its owner."""
         await self._reader.aclose()
 
     async def _read_once(
@@ -238,7 +240,7 @@ class RedisStream:
         return entries
 
     async def _pending(self, group: str, consumer: str, known: Set[str], count: int) -> list[Entry]:
-        """Up to `count` pending entries that are not `known`, page by page; deleted ones are
+        """Up to `count` pending entries outside `known`, page by page. Deleted entries are
         acknowledged.
         """
         found: list[Entry] = []
@@ -261,14 +263,14 @@ class RedisStream:
 
 
 def flat(fields: Mapping[str, str], payload: bytes) -> list[str | bytes]:
-    """Fields and payload as Redis takes them: name, value, ..."""
+    """Fields and payload in Redis' form: name, value, ..."""
     return [part for pair in fields.items() for part in pair] + [_PAYLOAD, payload]
 
 
 def entries_of(rows: Sequence[Any]) -> list[Entry]:
-    """Entries from rows of (id, fields); rows whose entry was deleted are left out.
+    """Entries from rows of (id, fields), without rows of deleted entries.
 
-    Fields are a flat list or a mapping, as the client's parser for the command has it.
+    Fields are a flat list or a mapping, depending on the client's parser for the command.
     """
     return [_entry(row) for row in rows if row is not None and row[0] is not None and row[1]]
 
@@ -287,7 +289,7 @@ def _entry(row: Any) -> Entry:
 def autoclaimed(reply: Sequence[Any]) -> tuple[str, list[Entry]]:
     """Cursor and entries of an XAUTOCLAIM reply.
 
-    Redis 6.2 answers (cursor, entries) with nothing in place of a deleted entry; 7.0 adds a list of
+    Redis 6.2 returns (cursor, entries) with an empty place for a deleted entry; 7.0 adds a list of
     the deleted ids.
     """
     return bytes(reply[0]).decode(), entries_of(reply[1])

@@ -35,15 +35,15 @@ class RedisUrl:
 
 
 def shown(url: str) -> str:
-    """A URL without its password and its options."""
+    """A URL without its password and options."""
     return re.sub(r"//.*@", "//", url).partition("?")[0]
 
 
 def parse_redis_url(url: str) -> RedisUrl:
     """Address and settings of a URL.
 
-    Raises ConfigError for a malformed URL, for a cluster and for Sentinels: keys of a run are
-    written together, so they lie on one server.
+    Raises ConfigError for a malformed URL, a cluster or Sentinels: a run's keys are written
+    together, so they need one server.
     """
     scheme = urlsplit(url).scheme
     if "+" in scheme:

@@ -1,7 +1,7 @@
-"""The Lua scripts of the streams. Owns their keys and arguments; the callers own the meaning.
+"""The Lua scripts of the streams, with their keys and arguments. Their callers define the meaning.
 
-A script runs to its end or not at all, so an append and its bookkeeping are one step. Sizes of a
-stream's entries lie in the hash `<stream>:sizes` (id -> bytes, and the fields `total` and
+A script runs completely or not at all, so an append and its bookkeeping are one step. Sizes of a
+stream's entries are in the hash `<stream>:sizes` (id -> bytes, and the fields `total` and
 `trimmed`).
 """
 

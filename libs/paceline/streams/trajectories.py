@@ -1,5 +1,5 @@
-"""Encodes a trajectory as a stream entry and decodes it: what a reader filters by stands in the
-header, the arrays in a safetensors payload.
+"""Encodes a trajectory as a stream entry and decodes it. Fields that readers filter by are in the
+header, arrays in a safetensors payload.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
 _SPANS, _DRAWN, _MASK = "version_spans", "draw_spans", "loss_mask"
 _of_version = attrgetter(*(one.name for one in fields(VersionSpan)))
-_way = attrgetter(*(one.name for one in fields(DrawSpan)[2:]))  # all but start and end
+_way = attrgetter(*(one.name for one in fields(DrawSpan)[2:]))  # all fields except start and end
 _ACCEPTED = 2
-"""Added to the mask of a token that was an accepted draft."""
+"""Added to the mask of an accepted draft token."""
 
 
 def encode_trajectory(
     trajectory: Trajectory, traceparent: str = ""
 ) -> tuple[dict[str, str], bytes]:
-    """Header and payload of one branch; `traceparent` defaults to that of the current span."""
+    """Header and payload of one branch; `traceparent` defaults to the current span's."""
     rows: dict[str, Any] = {one.name: getattr(trajectory, one.name) for one in TRAJECTORIES.payload}
     spans = [_of_version(span) for span in trajectory.version_spans]
     rows[_SPANS] = np.reshape(spans, (len(spans), 3))
@@ -64,7 +64,7 @@ def encode_trajectory(
 
 
 def decode_trajectory(header: Mapping[str, str], payload: bytes) -> Trajectory:
-    """The branch of an entry; DataLoss when it is not what encode_trajectory writes."""
+    """The branch of an entry. Raises DataLoss for an entry that encode_trajectory did not write."""
     try:
         values, computed = TRAJECTORIES.read_header(header)
         if computed["crc32"] != zlib.crc32(payload):
@@ -78,8 +78,8 @@ def decode_trajectory(header: Mapping[str, str], payload: bytes) -> Trajectory:
 
 
 def trajectory_key(header: Mapping[str, str]) -> str:
-    """Ledger key of an entry, for one whose payload does not decode; DataLoss when the header does
-    not name it.
+    """Ledger key of an entry with an undecodable payload. Raises DataLoss if the header lacks the
+    key.
     """
     try:
         return str(BranchKey(header["run"], header["session"], header["branch"]))
@@ -100,6 +100,6 @@ def _arrays(
     accepted = tuple(one // _ACCEPTED for one in masks)
     arrays["accepted_drafts"] = accepted if any(accepted) else ()
     arrays[_MASK] = tuple(one % _ACCEPTED for one in masks)
-    named = dict(enumerate(ways))  # a number below 0 names none
+    named = dict(enumerate(ways))  # a negative number names no path
     arrays[_DRAWN] = tuple(DrawSpan(start, end, *named[way]) for start, end, way in arrays[_DRAWN])
     return arrays

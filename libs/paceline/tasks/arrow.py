@@ -1,7 +1,7 @@
 """Reads the records of Parquet files and of Hugging Face datasets on disk from mapped Arrow memory.
 
-A dataset that `save_to_disk` wrote is a directory: state.json names Arrow stream files. Row groups
-of Parquet cannot be read row by row, so they are unpacked into a temporary file first, batch by
+A dataset written by `save_to_disk` is a directory: state.json names Arrow stream files. Row groups
+of Parquet cannot be read row by row, so they are first unpacked into a temporary file, batch by
 batch.
 """
 
@@ -23,9 +23,9 @@ from paceline.tasks.rows import Record
 from paceline.tasks.task import TaskFileError
 
 BATCH = 1024
-"""Rows that are Python objects at once."""
+"""Rows converted to Python objects at once."""
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-"""What a finished Arrow stream ends with."""
+"""The end of a finished Arrow stream."""
 _DAMAGED = (pyarrow.ArrowException, OSError)
 
 
@@ -33,7 +33,7 @@ class ArrowRows:
     """The rows of record batches."""
 
     def __init__(self, path: Path, batches: Iterable[Any]) -> None:
-        """Raises TaskFileError for a batch whose memory is not what its schema says."""
+        """Raises TaskFileError for a batch with memory that contradicts its schema."""
         self._path = path
         self._batches = list(batches)
         try:
@@ -66,7 +66,7 @@ class ArrowRows:
 
 
 def parquet_rows(path: Path, files: Sequence[Path]) -> ArrowRows:
-    """The rows of files one after the other; `path` names them together. Raises TaskFileError."""
+    """The rows of the files in order; `path` names all of them. Raises TaskFileError."""
     return ArrowRows(path, [batch for file in files for batch in _parquet(file)])
 
 
@@ -95,7 +95,7 @@ def dataset_rows(directory: Path) -> ArrowRows:
 
 
 def _refuse_parquet(directory: Path) -> None:
-    """A data set as the Hub has it is a folder of Parquet files, of one split or several."""
+    """Refuses a dataset in the Hub's form: a folder of Parquet files, of one split or several."""
     found = [] if (directory / "state.json").exists() else list(directory.rglob("*.parquet"))
     if found:
         splits = sorted({f"{file.parent}/{file.name.split('-')[0]}-*.parquet" for file in found})
@@ -107,12 +107,12 @@ def _refuse_parquet(directory: Path) -> None:
 
 
 def damaged(path: Path, error: BaseException) -> TaskFileError:
-    """The error of bytes that are no Arrow data."""
+    """The error for bytes that are no Arrow data."""
     return TaskFileError(f"{path}: damaged Arrow data", seen=error, allowed="what was written")
 
 
 def _unpacked(source: Any) -> Any:
-    """The whole file as an Arrow file without a name, mapped."""
+    """The whole file as an unnamed, mapped Arrow file."""
     with tempfile.TemporaryFile() as file:
         with ipc.new_file(file, source.schema_arrow) as writer:
             for batch in source.iter_batches(BATCH):
@@ -143,7 +143,7 @@ def _stream(file: Path) -> list[Any]:
     try:
         mapped = pyarrow.memory_map(str(file))
         size = mapped.size()
-        # A stream that is cut between two batches would read as a shorter one.
+        # A stream cut between two batches would read as a shorter stream.
         if size < len(_END) or mapped.read_at(len(_END), size - len(_END)) != _END:
             raise TaskFileError(f"{file}: ends before its end mark", seen=f"{size} bytes")
         return list(ipc.open_stream(mapped))

@@ -1,4 +1,4 @@
-"""Makes a task of a record by its columns: plain, chat, GSM8K's, or those of a mapping."""
+"""Makes a task from a record by its columns: plain, chat, GSM8K's, or a mapping's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.tasks.task import Task, TaskFileError
 
 ROLES = ("system", "user", "assistant")
 MESSAGES = "messages"
-"""Column of a conversation, and the metadata in which a task carries it as JSON."""
+"""Column of a conversation, and the metadata key under which a task carries it as JSON."""
 SYSTEM = "system"
-"""Column of what a conversation begins with."""
+"""Column of the first message of a conversation."""
 ALLOWED = "prompt and answer; messages; or question and answer; or name the columns of yours"
 _FINAL = "####"
 _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -24,8 +24,8 @@ _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which column of a file holds what; an empty name is the usual one. A name may be a path into
-    records: `reward_model.ground_truth`.
+    """Columns of a file by their content; an empty name is the usual column. A name may be a path
+    into records: `reward_model.ground_truth`.
     """
 
     prompt: str = ""
@@ -37,7 +37,7 @@ class Columns:
     system: str = ""
     """Text of the system's message."""
     system_prompt: str = ""
-    """The system's message of every task that has none."""
+    """The system message of every task without one."""
 
 
 USUAL = Columns()
@@ -46,7 +46,7 @@ USUAL = Columns()
 def task_of(
     place: str, number: int, record: Mapping[str, object], columns: Columns = USUAL
 ) -> Task:
-    """The task of a record; `row-<number>` names one without a task_id.
+    """The task of a record; a task without a task_id is named `row-<number>`.
 
     Raises TaskFileError naming the place and the field.
     """
@@ -79,7 +79,7 @@ def task_of(
     return Task(task_id, prompt, answer, _rest(record, used) | found | told)
 
 
-# Each returns the columns it has used, prompt or conversation, answer and further metadata.
+# Each returns its used columns, prompt or conversation, answer and further metadata.
 _Found = tuple[Sequence[str], str | list[dict[str, str]], str, dict[str, str]]
 
 
@@ -116,8 +116,8 @@ def _plain(place: str, record: Mapping[str, object]) -> _Found:
 
 
 def _chat(place: str, record: Mapping[str, object], name: str) -> _Found:
-    """The prompt is the last message's text; a closing answer of the assistant is the answer unless
-    a column holds it.
+    """The prompt is the last message's text. A closing answer of the assistant is the answer,
+    unless a column has it.
     """
     messages = [
         _message(place, f"{name}[{index}]", one)
@@ -136,7 +136,9 @@ def _chat(place: str, record: Mapping[str, object], name: str) -> _Found:
 
 
 def _gsm8k(place: str, record: Mapping[str, object]) -> _Found:
-    """What follows #### in the answer is the answer, what stands before it metadata "solution"."""
+    """The text after #### in the answer is the answer; the text before it is metadata
+    "solution".
+    """
     question, text = _text(place, record, "question"), _answer(place, record)
     solution, found, answer = text.rpartition(_FINAL)
     answer = answer.strip()
@@ -188,8 +190,8 @@ def _id(place: str, record: Mapping[str, object]) -> str:
 
 
 def _answer(place: str, record: Mapping[str, object]) -> str:
-    """Text as it is; a number as it is written, a whole one without a decimal point: files that
-    hold a missing answer somewhere have made whole numbers floating.
+    """Text unchanged; a number as written, an integer without a decimal point. In files with a
+    missing answer, integers have become floats.
     """
     value = record.get("answer")
     if isinstance(value, int) and not isinstance(value, bool):

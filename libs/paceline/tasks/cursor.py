@@ -15,14 +15,14 @@ from paceline.tasks.task import Task
 class TaskCursor:
     """Draws tasks in a seeded order that is shuffled anew for each epoch and never ends.
 
-    The order depends on (seed, epoch) and the number of tasks alone, so a cursor made with the same
-    tasks and seed and the `position` of another one continues exactly where that one stood.
+    The order depends only on (seed, epoch) and the number of tasks. A cursor with the same tasks
+    and seed, and the `position` of another cursor, continues exactly there.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
         """`position` counts the tasks drawn so far.
 
-        Raises InvalidInput on no tasks or a negative position.
+        Raises InvalidInput for no tasks or a negative position.
         """
         if not tasks:
             raise InvalidInput("a task cursor has no tasks", seen=0, allowed="1 or more")
@@ -59,7 +59,7 @@ class TaskCursor:
         return self._tasks[_order(self._seed, epoch, len(self._tasks))[index]]
 
 
-# Steps make a cursor each: without the cache a large file would be shuffled for every one of them.
+# Each step makes a cursor: without the cache, every cursor would shuffle a large file.
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, count: int) -> array[int]:
     """[count] indices of one epoch, 8 bytes each."""

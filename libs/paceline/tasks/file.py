@@ -1,7 +1,7 @@
-"""Opens a file of tasks by its format, checks every record once and reads a task when it is drawn.
+"""Opens a file of tasks by its format, checks every record once, and reads a task when it is drawn.
 
-Of each task 8 bytes of its id's hash are held while it is checked, 8 bytes for its size, and 8
-bytes for its number where a filter leaves some out; what is read is not kept.
+Of each task 8 bytes of its id's hash are held during the check, 8 bytes for its size, and with a
+filter 8 bytes for its number; the records are not kept.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Keep = Callable[[Task], bool]
 
 
 class TaskFile(Sequence[Task]):
-    """The tasks of one file in its order. The file must stay as it is while this is used."""
+    """The tasks of one file in its order. The file must not change during its use."""
 
     def __init__(
         self, path: Path, rows: Rows, keep: Keep | None = None, columns: Columns = USUAL
     ) -> None:
-        """`keep`: says of each task whether it is one of these. `columns`: where its parts stand.
+        """`keep`: whether to include a task. `columns`: columns of its parts.
 
-        Raises TaskFileError for a record that is wrong, an id that stands twice and no record at
-        all, also where `keep` raises.
+        Raises TaskFileError for an invalid record, a repeated id, no record at all, and when `keep`
+        raises.
         """
         self._rows = rows
         self._columns = columns
@@ -50,7 +50,7 @@ class TaskFile(Sequence[Task]):
             if self._kept is not None:
                 self._kept.append(index)
         self.digest = content.hexdigest()[:16]
-        """Of ids, prompts, conversations and answers, in their order."""
+        """Hash of ids, prompts, conversations and answers, in order."""
         if not digests:
             raise TaskFileError("a task file holds no task", seen=path, allowed="1 or more")
         self._check_distinct(digests)
@@ -74,9 +74,9 @@ class TaskFile(Sequence[Task]):
         return (self[index] for index in range(len(self)))
 
     def largest(self, count: int, among: int | None = None) -> tuple[int, str]:
-        """Bytes of the texts of the `count` largest tasks together, and where the largest stands.
+        """Bytes of the texts of the `count` largest tasks together, and the place of the largest.
 
-        `among`: of the first so many tasks alone.
+        `among`: only the first so many tasks.
         """
         sizes = np.frombuffer(self._sizes, dtype=np.uint64)[:among]
         order = np.argsort(sizes, kind="stable")[::-1][:count]
@@ -117,10 +117,9 @@ class TaskFile(Sequence[Task]):
 
 
 def open_tasks(path: str | Path, keep: Keep | None = None, columns: Columns = USUAL) -> TaskFile:
-    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, of those that `keep`
-    keeps.
+    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, filtered by `keep`.
 
-    Raises TaskFileError at the first record that is wrong.
+    Raises TaskFileError at the first invalid record.
     """
     found = Path(path)
     return TaskFile(found, _rows(found), keep, columns)
@@ -132,7 +131,7 @@ def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
 
 
 def _keeps(place: str, keep: Keep, task: Task) -> bool:
-    """Raises an error of Paceline as the filter raises it, TaskFileError for any other."""
+    """Raises an error of Paceline from the filter unchanged, TaskFileError for any other error."""
     try:
         return keep(task)
     except PacelineError:
@@ -150,7 +149,7 @@ def _size(task: Task) -> int:
 
 
 def _content(task: Task) -> list[str]:
-    """What a task asks; a plain one has no conversation."""
+    """The content of a task; a plain one has no conversation."""
     told = [task.metadata[MESSAGES]] if MESSAGES in task.metadata else []
     return [task.task_id, task.prompt, task.answer, *told]
 
@@ -165,14 +164,14 @@ def _rows(path: Path) -> Rows:
         raise TaskFileError(
             f"task file {path} has an unknown ending", seen=repr(path.suffix), allowed=ALLOWED
         )
-    # pyarrow takes a moment to import; who reads JSONL does not wait for it.
+    # pyarrow is slow to import, and readers of JSONL do not need it.
     from paceline.tasks.arrow import dataset_rows, parquet_rows
 
     return dataset_rows(path) if path.is_dir() else parquet_rows(path, shards or [path])
 
 
 def _shards(path: Path) -> list[Path]:
-    """The Parquet files that a name with a * means, in their order."""
+    """The Parquet files that match a name with a *, in order."""
     if path.exists() or "*" not in path.name or path.suffix != ".parquet":
         return []
     return sorted(path.parent.glob(path.name))

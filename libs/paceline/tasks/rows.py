@@ -16,11 +16,11 @@ from paceline.whole_text import LONE_SURROGATE
 
 Record = Mapping[str, object]
 MAX_DEPTH = 64
-"""Objects and lists of a record inside each other at most."""
+"""Deepest nesting of objects and lists in a record."""
 
 
 class Rows(Protocol):
-    """The records of a file, which are read when they are asked for."""
+    """The records of a file, read on access."""
 
     def __len__(self) -> int: ...
 
@@ -47,7 +47,7 @@ class JsonLines:
         self._sizes = array("Q")
         self._opened = file.open("rb")
         start = 0
-        # Split at "\n" alone: JSON text may hold the other line separators of Unicode unescaped.
+        # Split at "\n" only: JSON text may contain Unicode's other line separators unescaped.
         for number, raw in enumerate(self._opened, start=1):
             mark = len(codecs.BOM_UTF8) if not start and raw.startswith(codecs.BOM_UTF8) else 0
             if raw[mark:].strip():
@@ -86,7 +86,7 @@ class JsonLines:
 
 def read_json(raw: bytes) -> Any:
     """The value of a JSON text in UTF-8. Raises ValueError, also for NaN, for numbers beyond a
-    float and for an object that holds a key twice; RecursionError.
+    float and for a repeated key; RecursionError.
     """
     return json.loads(
         raw.decode("utf-8"),
@@ -115,7 +115,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_values(place: str, record: Record) -> None:
-    """Refuses a text that UTF-8 cannot spell and values that are nested too deep.
+    """Refuses a text that UTF-8 cannot encode and values that are nested too deeply.
 
     Raises TaskFileError naming the field, such as `metadata.tests[2]`.
     """

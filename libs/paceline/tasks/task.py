@@ -1,4 +1,4 @@
-"""The noun of a task, its error, and how tasks are written."""
+"""A task, its error, and the writing of tasks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from paceline.errors import InvalidInput
 
 MAX_SAMPLES = 65_536
-"""Tasks times samples of each in one RunTasks call, at most."""
+"""Largest number of tasks times samples in one RunTasks call."""
 
 
 class TaskFileError(InvalidInput):
-    """A task file that cannot be used: names the file, the line or row, what was seen and what is
+    """An unusable task file: names the file, the line or row, the value seen and the values
     allowed.
     """
 
@@ -30,14 +30,14 @@ class Task:
     prompt: str
     """The text given to the policy."""
     answer: str
-    """What a reward compares the response with; may be empty."""
+    """The value with which a reward compares the response; may be empty."""
     metadata: dict[str, str] = field(default_factory=dict)
     """Every further field of the file, as text."""
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task]) -> None:
-    """Writes one JSON object a line, fields in the order task_id, prompt, answer, then metadata by
-    name.
+    """Writes one JSON object a line, with fields in the order task_id, prompt, answer, then
+    metadata by name.
     """
     rows = (
         {"task_id": t.task_id, "prompt": t.prompt, "answer": t.answer}

@@ -17,7 +17,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def inject(context: Context | None = None) -> dict[str, str]:
-    """Carrier of the given or current context: `traceparent` and perhaps `tracestate`; empty
+    """Carrier of the given or current context: `traceparent` and optionally `tracestate`; empty
     outside any span.
     """
     carrier: dict[str, str] = {}
@@ -26,8 +26,8 @@ def inject(context: Context | None = None) -> dict[str, str]:
 
 
 def extract(carrier: Mapping[str, str | bytes]) -> Context:
-    """Context of a carrier; other keys are ignored, so a stream entry's header fields may be given
-    as they are.
+    """Context of a carrier. Other keys are ignored, so a stream entry's header fields may be passed
+    unchanged.
     """
     return extract_metadata(carrier.items())
 
@@ -49,7 +49,7 @@ def extract_frame(frame: bytes) -> Context:
 
 
 def span_context(traceparent: str) -> SpanContext | None:
-    """The span that a traceparent names, or None when it names none."""
+    """The span context in a traceparent; None for an invalid one."""
     found = get_current_span(extract({"traceparent": traceparent})).get_span_context()
     return found if found.is_valid else None
 

@@ -1,4 +1,4 @@
-"""Ends the exporters of a process within a bound, whether or not their collector answers."""
+"""Stops the exporters of a process within a time limit, whether or not their collector answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
 
 _CUT_S = 0.5
-"""Seconds in which an exporter returns whose connection was closed."""
+"""Seconds in which an exporter returns after its connection was closed."""
 _log = logging.getLogger("opentelemetry.exporter.paceline")
 
 
@@ -20,13 +20,13 @@ def stop_in_time(
     exporters: Sequence[OTLPExporterMixin[Any, Any, Any, Any]],
     limit_s: float,
 ) -> None:
-    """Calls all stops at once; each sends what is queued and ends its exporter.
+    """Calls all stops at once; each sends its queue and ends its exporter.
 
-    A failed export is not tried again. Exports that run after `limit_s` seconds are cut off, and
-    what they hold is lost: a warning names the endpoints.
+    A failed export is not retried. Exports that take longer than `limit_s` seconds are cut off and
+    lose their data; a warning names the endpoints.
     """
     for exporter in exporters:
-        exporter._shutdown_in_progress.set()  # its backoff of up to 10 s ends; no API does so
+        exporter._shutdown_in_progress.set()  # ends its backoff of up to 10 s; no public API does
     threads = [Thread(target=stop, daemon=True) for stop in stops]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""Writes structured log lines to stderr with the trace they belong to."""
+"""Writes structured log lines to stderr with their trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXPORTS = (
     "opentelemetry.sdk._shared_internal",
     "opentelemetry.sdk.metrics._internal.export",
 )
-"""Loggers of OpenTelemetry that write about exports."""
+"""OpenTelemetry's loggers about exports."""
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
@@ -25,9 +25,9 @@ def get_logger(name: str) -> FilteringBoundLogger:
 
 
 def configure_log(service: str, level: str, as_json: bool, export: Processor | None = None) -> None:
-    """Send our lines, and those of libraries from warning on, to stderr in one format.
+    """Sends Paceline's lines, and libraries' lines from warning on, to stderr in one format.
 
-    `export` sees each as well.
+    `export` receives each line as well.
     """
 
     def add_service(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -42,7 +42,7 @@ def configure_log(service: str, level: str, as_json: bool, export: Processor | N
         add_trace_ids,
     ]
     exported = [] if export is None else [export]
-    # Tracebacks without local variables: those may hold a token or a prompt.
+    # Tracebacks without local variables, which may hold a token or a prompt.
     plain = structlog.dev.plain_traceback
     rendering: list[Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -67,7 +67,7 @@ def configure_log(service: str, level: str, as_json: bool, export: Processor | N
 
 
 class OneFailedExport(logging.Filter):
-    """Passes one record about exports that fail, as a warning without a traceback: OpenTelemetry
+    """Passes one record about failing exports, as a warning without a traceback. OpenTelemetry
     writes several for each signal every few seconds.
     """
 
@@ -87,13 +87,13 @@ class OneFailedExport(logging.Filter):
 
 
 def add_source(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Name the library that logged."""
+    """Adds the name of the logging library."""
     event["source"] = event["_record"].name
     return event
 
 
 def add_trace_ids(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Name the current trace and span, where there is one."""
+    """Adds the current trace and span, if there are any."""
     context = get_current_span().get_span_context()
     if context.is_valid:
         event["trace_id"] = f"{context.trace_id:032x}"

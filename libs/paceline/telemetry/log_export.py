@@ -1,7 +1,7 @@
-"""Sends log records to an OTLP endpoint, each with the trace and span in which it was written.
+"""Sends log records to an OTLP endpoint, each with its trace and span.
 
-Nobody waits for the endpoint: records queue in OpenTelemetry's batch processor, which drops what it
-has no room for.
+No caller waits for the endpoint: records queue in OpenTelemetry's batch processor, which drops
+records beyond its capacity.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ _SAID_ELSEWHERE = frozenset(
     ("event", "timestamp", "level", "service", "trace_id", "span_id", "exc_info")
 )
 OWN = "opentelemetry"
-"""Its own records stay here: one about a failed export would be exported next."""
+"""OpenTelemetry's own records are not exported: a record about a failed export would be exported
+next.
+"""
 
 
 def otlp_logs(resource: Resource, exporter: OTLPLogExporter) -> LoggerProvider:
-    """A provider whose records go to the exporter."""
+    """A provider that sends its records to the exporter."""
     provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
     return provider
 
 
 def exporting(provider: LoggerProvider) -> Processor:
-    """Hands each record on to the provider; the record itself is left as it is."""
+    """Passes each record to the provider and leaves the record unchanged."""
     logger = provider.get_logger(SCOPE)
 
     def export(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -65,7 +67,7 @@ def exporting(provider: LoggerProvider) -> Processor:
 
 
 def _exception(told: Any) -> BaseException | None:
-    """Of what structlog and logging put under `exc_info`."""
+    """The exception in structlog's and logging's value of `exc_info`."""
     if isinstance(told, BaseException):
         return told
     if isinstance(told, tuple):

@@ -1,6 +1,6 @@
 """Declares metrics and records their points with the process's meter.
 
-A metric is declared once, in its service's `metrics.py`; docs/metrics.md is written from there.
+A metric is declared once, in its service's `metrics.py`; docs/metrics.md is generated from there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Labels = dict[str, str | float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric(ABC):
-    """What is measured, under the name that OpenTelemetry exports.
+    """A measured quantity, under its exported OpenTelemetry name.
 
     unit: OpenTelemetry's, e.g. s, 1 or {token}.
     """
@@ -36,7 +36,7 @@ class Metric(ABC):
     meaning: str
 
     def record(self, value: float = 1, /, **labels: str | float) -> None:
-        """One point, with the process's meter."""
+        """Records one point with the process's meter."""
         take = _Meter.instruments.get(self)
         if take is None:
             about = {"name": self.name, "unit": self.unit, "description": self.meaning}
@@ -46,11 +46,11 @@ class Metric(ABC):
 
     @abstractmethod
     def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
-        """What takes a value and its labels."""
+        """A function that takes a value and its labels."""
 
 
 class Counter(Metric):
-    """Grows by what is recorded."""
+    """Sum of the recorded values, which are not negative."""
 
     def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
         kept = _Kept()
@@ -59,7 +59,7 @@ class Counter(Metric):
 
 
 class UpDownCounter(Metric):
-    """Grows and shrinks by what is recorded."""
+    """Sum of the recorded values of either sign."""
 
     def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
         kept = _Kept()
@@ -68,7 +68,7 @@ class UpDownCounter(Metric):
 
 
 class Gauge(Metric):
-    """Is what was recorded last."""
+    """The value recorded last."""
 
     def instrument(self, meter: Meter, about: dict[str, Any]) -> Callable[..., None]:
         kept = _Kept()
@@ -78,7 +78,7 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram(Metric):
-    """How values are spread over the boundaries; none: OpenTelemetry's."""
+    """Distribution of the recorded values over the boundaries; none: OpenTelemetry's."""
 
     boundaries: tuple[float, ...] = ()
 
@@ -88,13 +88,13 @@ class Histogram(Metric):
 
 
 class _Kept:
-    """Values by labels, until somebody collects them: a point costs an addition, where one of the
-    SDK's own counters costs four times that and a rollout records some thirty a sample.
+    """Values by labels until they are collected. A point costs one addition, a quarter of an SDK
+    counter's cost; a rollout records about thirty points per sample.
     """
 
     def __init__(self) -> None:
         self._values: dict[tuple[tuple[str, str | float], ...], float] = {}
-        self._lock = Lock()  # points come from every thread
+        self._lock = Lock()  # points arrive from every thread
 
     def add(self, value: float, labels: Labels) -> None:
         key = tuple(sorted(labels.items()))
@@ -107,19 +107,19 @@ class _Kept:
             self._values[key] = value
 
     def observations(self, _: CallbackOptions) -> list[Observation]:
-        """All of them, for a reader."""
+        """All values, for a reader."""
         with self._lock:
             return [Observation(value, dict(labels)) for labels, value in self._values.items()]
 
 
 class _Meter:
-    """The process's meter, which does nothing before `setup`, and what was made with it."""
+    """The process's meter, which does nothing before `setup`, and its instruments."""
 
     meter: Meter = NoOpMeterProvider().get_meter(SCOPE)
     instruments: ClassVar[dict[Metric, Callable[..., None]]] = {}
 
 
 def use_meter(provider: MeterProvider) -> None:
-    """Record all metrics with this provider from now on."""
+    """Records all metrics with this provider from now on."""
     _Meter.meter = provider.get_meter(SCOPE)
     _Meter.instruments = {}

@@ -1,8 +1,8 @@
-"""Names of all spans and of their attributes; nobody else spells one.
+"""The names of all spans and their attributes, in one place.
 
-What OpenTelemetry has a name for bears that name: `gen_ai.*` of its conventions for generative AI,
-`http.*`, `rpc.*`, `error.*`. What is of reinforcement learning is `rl.*`. A span's name says what
-kind of work it is and never holds a value: the report and `paceline why` find spans by it.
+A thing with an OpenTelemetry name has that name: `gen_ai.*` of its conventions for generative AI,
+`http.*`, `rpc.*`, `error.*`. Attributes of reinforcement learning are `rl.*`. A span's name is the
+kind of work and never holds a value: the report and `paceline why` find spans by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REWARD_REMOTE = "reward.remote"
 
 
 def rpc_span(service: str, method: str) -> str:
-    """Of a gRPC call, at both ends: "RolloutService.RunTasks"."""
+    """Name of a gRPC call's span, at both ends: "RolloutService.RunTasks"."""
     return f"{service.rpartition('.')[2]}.{method}"
 
 
@@ -36,7 +36,7 @@ WEIGHTS_CANARY = "weights.canary"
 
 
 def engine_stage(stage: str) -> str:
-    """Of a stage of a request inside an engine: "engine.queue", "engine.prefill",
+    """Name of a request's stage inside an engine: "engine.queue", "engine.prefill",
     "engine.decode".
     """
     return f"engine.{stage}"
@@ -56,7 +56,7 @@ DRAFTER_GATE = "drafter.gate"
 
 
 def policy_part(part: str) -> str:
-    """Of a part of an optimiser step: "policy.forward_backward"."""
+    """Name of a part of an optimiser step: "policy.forward_backward"."""
     return f"policy.{part}"
 
 
@@ -93,7 +93,7 @@ PROVIDER = "paceline"
 CHAT, TEXT_COMPLETION = "chat", "text_completion"
 """Values of `GEN_AI_OPERATION`."""
 
-# ---- attributes of reinforcement learning: what the work belongs to
+# ---- attributes of reinforcement learning: the owner of the work
 
 RUN = "rl.run"
 RL_STEP = "rl.step"
@@ -114,7 +114,7 @@ PROFILE = "rl.version.profile"
 TARGET = "rl.weights.target"
 WEIGHTS_VERSION = "rl.weights.version"
 
-# ---- attributes of reinforcement learning: how much, how long
+# ---- attributes of reinforcement learning: amounts and durations
 
 TASKS = "rl.tasks"
 SAMPLES_PER_TASK = "rl.samples_per_task"
@@ -141,10 +141,10 @@ DECISION = "rl.drafter.decision"
 
 
 def arm_rounds(arm: str) -> str:
-    """Rounds of one arm."""
+    """Attribute with the rounds of one arm."""
     return f"rl.arm_rounds.{arm}"
 
 
 def round_time_s(stage: str) -> str:
-    """Seconds of rounds that went to one stage."""
+    """Attribute with the seconds of rounds in one stage."""
     return f"rl.round_time.{stage}_s"

@@ -1,4 +1,4 @@
-"""Starts and ends the telemetry of a process; OTLP export follows the standard OTEL_* variables."""
+"""Starts and ends the telemetry of a process. OTLP export follows the standard OTEL_* variables."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 SHUTDOWN_S = 2.0
-"""Seconds that `shutdown` waits for a collector, all signals together."""
+"""Seconds that `shutdown` waits for a collector, over all signals."""
 
 
 class _Running:
-    """Providers between `setup` and `shutdown`, and where metrics wait for `prometheus_page`."""
+    """Providers between `setup` and `shutdown`, and the reader behind `prometheus_page`."""
 
     providers: (
         tuple[SdkTracerProvider | UnexportedSpans, MeterProvider, LoggerProvider | None] | None
     ) = None
     exporters: tuple[OTLPExporterMixin[Any, Any, Any, Any], ...] = ()
     registry: CollectorRegistry | None = None
-    ended: tuple[str, int] = ("", 0)  # name of the last span, and when in ns since the epoch
+    ended: tuple[str, int] = ("", 0)  # name of the last span, and its end in ns since the epoch
 
 
 def setup(service: str, config: TelemetryConfig) -> None:
-    """Start logs, spans and metrics of this process; a second call ends the first one's providers.
+    """Starts logs, spans and metrics of this process; a second call ends the earlier providers.
 
-    Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to
-    OTEL_EXPORTER_OTLP_ENDPOINT when that is set (OTLP over gRPC); otherwise they exist for their
-    ids only. Log records and metrics go to the same endpoint too, metrics with `prometheus` also to
-    `prometheus_page`, which costs nothing until it is asked for.
+    Spans go to `<spans_dir>/<service>-<pid>.jsonl` if a directory is set, and to
+    OTEL_EXPORTER_OTLP_ENDPOINT if that is set (OTLP over gRPC). Without either, spans have ids
+    only. Log records and metrics go to the same endpoint. With `prometheus`, metrics also go to
+    `prometheus_page`, at no cost until a request.
     """
     from opentelemetry.sdk.resources import Resource
 
@@ -61,10 +61,10 @@ def setup(service: str, config: TelemetryConfig) -> None:
 
 
 def shutdown() -> None:
-    """Write out what is queued and stop the exporters; nothing happens without a `setup` before.
+    """Writes queued data and stops the exporters; no effect without a `setup` before.
 
-    A collector that does not answer is given up after SHUTDOWN_S seconds, one that refuses the
-    connection at once.
+    A collector that does not answer is abandoned after SHUTDOWN_S seconds, a refused connection at
+    once.
     """
     if _Running.providers is None:
         return
@@ -87,18 +87,18 @@ def shutdown() -> None:
 
 
 def last_span() -> tuple[str, float]:
-    """Name of the last span that ended in this process and the seconds since then; "" and 0 before
-    the first. Questions about progress do not count.
+    """Name of the last finished span in this process and the seconds since then; "" and 0 before
+    the first. Progress calls do not count.
     """
     name, ended_ns = _Running.ended
     return name, max(0.0, (time.time_ns() - ended_ns) / 1e9) if name else 0.0
 
 
 def prometheus_page() -> bytes:
-    """All metrics of this process in Prometheus text format 0.0.4, names and units as OpenTelemetry
-    maps them.
+    """All metrics of this process in Prometheus text format 0.0.4, with OpenTelemetry's mapping of
+    names and units.
 
-    Raises NotFound when none are kept.
+    Raises NotFound if none are kept.
     """
     if _Running.registry is None:
         raise NotFound(
@@ -110,7 +110,7 @@ def prometheus_page() -> bytes:
 
 
 def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerProvider | None:
-    """Logs to stderr, and to an OTLP endpoint where there is one."""
+    """Logs to stderr, and to an OTLP endpoint if there is one."""
     if not _otlp_wanted("LOGS"):
         configure_log(service, config.log_level, config.log_json)
         return None
@@ -128,7 +128,7 @@ def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerPr
 def _traces(
     service: str, config: TelemetryConfig, resource: Resource
 ) -> SdkTracerProvider | UnexportedSpans:
-    """Spans for a directory and an endpoint; where there is neither, spans that have only ids."""
+    """Spans for a directory and an endpoint; without either, spans with ids only."""
     if not config.spans_dir and not _otlp_wanted("TRACES"):
         return UnexportedSpans(_note_end)
 
@@ -136,13 +136,13 @@ def _traces(
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class Last(SpanProcessor):
-        """Keeps the name of the span that ended last."""
+        """Keeps the name of the last finished span."""
 
         def on_end(self, span: ReadableSpan) -> None:
             _note_end(span.name, span.end_time or time.time_ns())
 
     class SystemIds(IdGenerator):
-        """The same ids as those of spans that are not exported."""
+        """Makes the same kind of ids as unexported spans."""
 
         def generate_trace_id(self) -> int:
             return new_trace_id()
@@ -191,7 +191,7 @@ def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
 
         _Running.registry = CollectorRegistry()
         readers.append(PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry))
-    # A point keeps an example's trace only for an endpoint: the page has no place for it.
+    # Exemplars are kept only for an endpoint: the Prometheus page cannot show them.
     examples = None if _otlp_wanted("METRICS") else AlwaysOffExemplarFilter()
     return MeterProvider(metric_readers=readers, resource=resource, exemplar_filter=examples)
 
@@ -201,11 +201,11 @@ def _otlp_wanted(signal: str) -> bool:
 
 
 def _endpoint(signal: str) -> str:
-    """Where the variables send a signal; "" where they name no endpoint."""
+    """The endpoint of a signal in the variables; "" without one."""
     own = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "")
     return own or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
 
 
 def _channel_options(signal: str) -> Any:
-    """Of gRPC, for the exporter of a signal: a collector on this machine needs no proxy."""
+    """gRPC options for the exporter of a signal: a collector on this machine needs no proxy."""
     return (("grpc.enable_http_proxy", int(proxied(_endpoint(signal)))),)

@@ -1,7 +1,7 @@
 """Writes finished spans as lines of a local file, through OpenTelemetry's batch processor.
 
-Nobody waits for the disk: the processor drops spans that find its queue full and logs it; a file
-at its limit takes no more.
+No caller waits for the disk: with a full queue the processor drops spans and logs that. A file at
+its size limit takes no more spans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QUEUE_SPANS, _BATCH_SPANS, _INTERVAL_MS = 16_384, 512, 500.0
 
 
 class SpanFileExporter(ConsoleSpanExporter):
-    """Appends a line a span until the file holds `max_bytes`."""
+    """Appends a line per span until the file holds `max_bytes`."""
 
     def __init__(self, path: Path, service: str, max_bytes: int = 1 << 30) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,14 +37,14 @@ class SpanFileExporter(ConsoleSpanExporter):
         self._dropped = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write a batch, or drop and count it."""
+        """Writes a batch, or drops and counts it."""
         if self.out.tell() >= self._max_bytes:
             self._dropped += len(spans)
             return SpanExportResult.FAILURE
         return super().export(spans)
 
     def shutdown(self) -> None:
-        """Close the file; logs how many spans it had no room for."""
+        """Closes the file and logs the number of dropped spans."""
         self.out.close()
         if self._dropped:
             structlog.get_logger().warning(
@@ -53,7 +53,7 @@ class SpanFileExporter(ConsoleSpanExporter):
 
 
 def span_file_processor(path: Path, service: str) -> BatchSpanProcessor:
-    """A processor that appends to the file from a thread of its own."""
+    """A processor that appends to the file from its own thread."""
     return BatchSpanProcessor(
         SpanFileExporter(path, service),
         max_queue_size=_QUEUE_SPANS,
@@ -63,7 +63,7 @@ def span_file_processor(path: Path, service: str) -> BatchSpanProcessor:
 
 
 def line_of(service: str, span: ReadableSpan) -> str:
-    """The line of one span; ids in hex, times in nanoseconds since the Unix epoch, links as
+    """The line of one span: ids in hex, times in nanoseconds since the Unix epoch, links as
     traceparent strings.
     """
     context = span.get_span_context()

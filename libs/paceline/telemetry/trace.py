@@ -36,12 +36,12 @@ class _Current:
 
 
 def use_tracer(provider: TracerProvider) -> None:
-    """Make spans with this provider from now on."""
+    """Makes spans with this provider from now on."""
     _Current.tracer = provider.get_tracer(SCOPE)
 
 
 def tracer() -> Tracer:
-    """The process's tracer. Ask at each use: `setup` replaces it."""
+    """The process's tracer. Call it at each use, since `setup` replaces the tracer."""
     return _Current.tracer
 
 
@@ -54,9 +54,9 @@ def span(
     parent: Context | None = None,
     links: Sequence[str] = (),
 ) -> Iterator[Span]:
-    """A span that is current inside the block; an exception marks it as failed and passes through.
+    """A span that is current inside the block. An exception marks it as failed and propagates.
 
-    `parent` None is the current span; `links` are traceparent strings, invalid ones are left out.
+    `parent` None is the current span. `links` are traceparent strings; invalid ones are left out.
     """
     opened = tracer().start_span(
         name,
@@ -77,7 +77,7 @@ def span(
 
 
 def open_span(name: str, attributes: Attributes, links: Sequence[str] = ()) -> Span:
-    """A span below the current one that its owner ends, in whatever context."""
+    """A span below the current one. Its owner ends it, in any context."""
     return tracer().start_span(name, attributes=attributes, links=_linked(links))
 
 
@@ -88,9 +88,9 @@ def past_span(
     end_ns: int | None = None,
     parent: Context | None = None,
 ) -> None:
-    """A span of what began at `start_ns` since the epoch and ended at `end_ns`, or ends now.
+    """A span for work that began at `start_ns` since the epoch and ended at `end_ns`, or ends now.
 
-    `parent` None begins a trace of its own.
+    `parent` None begins a new trace.
     """
     context = Context() if parent is None else parent
     made = tracer().start_span(name, context=context, start_time=start_ns, attributes=attributes)
@@ -98,7 +98,7 @@ def past_span(
 
 
 def link_current(traceparents: Iterable[str]) -> None:
-    """Link the current span to others that are known only when it ends; invalid ones are left
+    """Links the current span to spans that are known only at its end; invalid traceparents are left
     out.
     """
     current = get_current_span()
@@ -108,7 +108,7 @@ def link_current(traceparents: Iterable[str]) -> None:
 
 
 def mark_failed(failed: Span, error: BaseException) -> None:
-    """Set the span's status and the kind of error."""
+    """Sets the span's status and the kind of error."""
     failed.set_attribute(names.ERROR_TYPE, type(error).__name__)
     failed.set_status(StatusCode.ERROR, str(error))
 

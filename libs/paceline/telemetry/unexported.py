@@ -1,5 +1,5 @@
-"""Makes spans that nobody reads: they have ids, which go on to other processes, and a name, and
-keep nothing else.
+"""Spans without a reader. They have ids, which are passed to other processes, and a name, and keep
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import Attributes
 
 Ended = Callable[[str, int], None]
-"""Gets the name of a span that has ended, and when in ns since the epoch."""
+"""Receives the name of a finished span, and its end in ns since the epoch."""
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 def new_trace_id() -> int:
-    """From the operating system: seeding `random` for a run must not make two processes' ids
-    equal.
+    """A random id from the operating system: seeding `random` for a run must not give two processes
+    the same ids.
     """
-    return int.from_bytes(os.urandom(16)) or 1  # 0 is no id
+    return int.from_bytes(os.urandom(16)) or 1  # 0 is not a valid id
 
 
 def new_span_id() -> int:
-    """From the operating system as well."""
+    """A random id from the operating system."""
     return int.from_bytes(os.urandom(8)) or 1
 
 
 class UnexportedSpans(TracerProvider):
-    """Provides spans of a process that writes and sends none; `ended` gets each at its end."""
+    """Provides spans for a process that exports none; `ended` receives each span at its end."""
 
     def __init__(self, ended: Ended) -> None:
         self._ended = ended
@@ -57,7 +57,7 @@ class UnexportedSpans(TracerProvider):
         return _Tracer(self._ended)
 
     def shutdown(self) -> None:
-        """Nothing is queued."""
+        """Has no effect, since nothing is queued."""
 
 
 class _Tracer(Tracer):
@@ -76,7 +76,7 @@ class _Tracer(Tracer):
         set_status_on_exception: bool = True,
     ) -> Span:
         parent = get_current_span(context).get_span_context()
-        if parent.is_valid:  # what others have decided about the trace holds for its spans here
+        if parent.is_valid:  # the parent's sampling decision holds for its spans here
             trace_id, flags, state = parent.trace_id, parent.trace_flags, parent.trace_state
             found = SpanContext(trace_id, new_span_id(), False, flags, state)
         else:

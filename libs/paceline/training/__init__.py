@@ -2,6 +2,3 @@
 
 STORE_VARIABLE = "PACELINE_RANK_STORE"
 """Names the file over which ranks find each other: fresh for each group, in a private directory."""
-
-DEVICE_VARIABLE = "PACELINE_RANK_DEVICE"
-"""Names the kind of device that a rank computes on; empty: its settings say it."""

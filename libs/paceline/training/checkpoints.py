@@ -4,8 +4,8 @@
     shards/*.safetensors   tensors (shards.py), a file per rank
     state.json             everything else
     manifest.json          the sha256 of each file (file_hashes.py)
-and what `export` puts beside them. Any number of ranks can load it. A checkpoint is written under
-another name and renamed when all of it is on disk.
+and the files written by `export`. Any number of ranks can load it. A checkpoint is written under
+another name and renamed once all of it is on disk.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _MALFORMED = (OSError, SafetensorError, ValueError, KeyError, TypeError, Attribu
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, in a thread of each rank, while they train on.
+    """Writes one checkpoint at a time, in a thread of each rank, while the ranks continue training.
 
     `export(state, checkpoint)` runs on rank 0 when the shards are on disk. The newest `keep`
-    checkpoints stay, and those whose number is a multiple of `keep_every`, unless that is 0.
+    checkpoints stay.
     """
 
     def __init__(
@@ -56,14 +56,13 @@ class CheckpointWriter:
         *,
         prefix: str = PREFIX,
         keep: int = 2,
-        keep_every: int = 0,
     ) -> None:
         self._directory, self._export, self._prefix = directory, export, prefix
-        self._keep, self._keep_every = keep, keep_every
+        self._keep = keep
         self.kept: int | None = None
-        """Number of one more checkpoint that stays."""
+        """Number of one additional checkpoint that stays."""
         self.written_s = 0.0
-        """How long this rank took to write the newest."""
+        """Seconds that this rank took to write the newest checkpoint."""
         self._thread: threading.Thread | None = None
         self._moved = 0  # parts that this rank has written
         self._failure: str | None = None
@@ -78,7 +77,7 @@ class CheckpointWriter:
 
     @property
     def next_number(self) -> int:
-        """A number no checkpoint has; rank 0's counts."""
+        """An unused number; rank 0's is used."""
         return max(checkpoint_numbers(self._directory, self._prefix), default=0) + 1
 
     def path(self, number: int) -> Path:
@@ -86,10 +85,10 @@ class CheckpointWriter:
         return self._directory / f"{self._prefix}{number}"
 
     def write(self, state: dict[str, Any], number: int, writing: dist.ProcessGroup | None) -> None:
-        """Starts writing `state`, whose tensors must not change any more; a collective.
+        """Starts writing `state`, with tensors that must not change any more. Collective.
 
-        `writing`: a gloo group of the writing ranks that nothing else uses; None writes alone.
-        Waits for the write before; raises Unavailable when that one has failed.
+        `writing`: a gloo group of the writing ranks for this purpose alone; None writes alone.
+        Waits for the previous write, and raises Unavailable if that has failed.
         """
         self.wait()
         self._thread = threading.Thread(
@@ -128,9 +127,9 @@ class CheckpointWriter:
             if rank == 0 and self._failure is None:
                 hashes = {one["file"]: one["hash"] for one in written}
                 self._failure = self._failing(state, hashes, fresh, self.path(number))
-            if writing is not None:  # nobody writes there again before rank 0 has left it
+            if writing is not None:  # no rank writes there again before rank 0 has finished
                 self._failure = from_all_ranks(self._failure, writing)[0]
-        except RuntimeError as error:  # torch's: another rank is lost
+        except RuntimeError as error:  # from torch: another rank is lost
             self._failure = _cause(error)
         if rank == 0 and self._failure is not None:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -142,7 +141,7 @@ class CheckpointWriter:
     def _failing(
         self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path
     ) -> str | None:
-        """Completes the checkpoint; says why it could not be."""
+        """Completes the checkpoint. Returns the reason of a failure, or None."""
         try:
             self._complete(state, hashes, fresh, final)
         except (OSError, SafetensorError, RuntimeError, PacelineError) as error:
@@ -154,7 +153,7 @@ class CheckpointWriter:
     ) -> None:
         described = json.dumps(_without_tensors(state), indent=1) + "\n"
         (fresh / STATE).write_text(described, encoding="utf-8")
-        write_hashes(fresh, hashes)  # by which `export` reads the shards
+        write_hashes(fresh, hashes)  # `export` reads the shards by these hashes
         self._export(state, fresh)
         write_hashes(fresh, hashes)
         for path in [*fresh.rglob("*"), fresh]:
@@ -165,25 +164,25 @@ class CheckpointWriter:
         fresh.rename(final)
         sync_path(self._directory)
         for old in checkpoint_numbers(self._directory, self._prefix)[: -self._keep]:
-            if old != self.kept and not (self._keep_every and old % self._keep_every == 0):
+            if old != self.kept:
                 shutil.rmtree(self.path(old))
 
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """What of a directory a trainer can go on from."""
+    """The state from which a trainer can resume in a directory."""
 
     checkpoint: Path | None
-    """The newest whole one; None when there is none."""
+    """The newest whole checkpoint; None without any."""
     damaged: tuple[str, ...]
-    """What was wrong with newer ones, newest first."""
+    """Faults of newer checkpoints, newest first."""
     newest: int
-    """Number of the newest, damaged or not; 0 when there is none."""
+    """Number of the newest checkpoint, damaged or not; 0 without any."""
 
 
 def find_whole(directory: Path, prefix: str, group: dist.ProcessGroup | None) -> Resumable:
-    """Reads the newest checkpoint against its hashes, and those before it while one is damaged; a
-    collective of `group`, or of this rank alone. Damaged ones are renamed.
+    """Checks the newest checkpoint against its hashes, and earlier ones while it is damaged.
+    Collective over `group`, or by this rank alone. Damaged checkpoints are renamed.
     """
     alone = group is None
     rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
@@ -206,23 +205,23 @@ def find_whole(directory: Path, prefix: str, group: dist.ProcessGroup | None) ->
 
 
 def newest_checkpoint(directory: Path, prefix: str = PREFIX) -> Path | None:
-    """The newest checkpoint, unread; None when there is none."""
+    """The newest checkpoint, unread; None without any."""
     numbers = checkpoint_numbers(directory, prefix)
     return directory / f"{prefix}{numbers[-1]}" if numbers else None
 
 
 def checkpoint_numbers(directory: Path, prefix: str = PREFIX) -> list[int]:
-    """Numbers of the checkpoints there, ascending."""
+    """Numbers of the existing checkpoints, ascending."""
     names = (path.name.removeprefix(prefix) for path in directory.glob(f"{prefix}*"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def read_checkpoint(checkpoint: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The state.
+    """Reads the state.
 
-    `like` is a state whose tensors, however they are sharded, are overwritten. Tensors that only
-    one of both has are left out. Raises DataLoss when shapes, types or bytes do not fit; what
-    `find_whole` found needs no other check.
+    `like` is a state with tensors to overwrite, for any sharding. Tensors in only one of both are
+    skipped. Raises DataLoss when shapes, types or bytes do not match. A checkpoint from
+    `find_whole` needs no other check.
     """
     state = read_state(checkpoint)
     for name, tensor in _load(checkpoint, dict(tensors_of(like))).items():
@@ -235,14 +234,16 @@ def read_checkpoint(checkpoint: Path, like: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_whole(checkpoint: Path, part: str, like: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors under `part`, "learner/model", unsharded, on this rank alone. Raises DataLoss."""
+    """The unsharded tensors under `part`, such as "learner/model", on this rank alone. Raises
+    DataLoss.
+    """
     return dict(read_each_whole(checkpoint, part, like))
 
 
 def read_each_whole(
     checkpoint: Path, part: str, like: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """As read_whole, sorted by name, and one at a time, so that no more need be held."""
+    """As read_whole, sorted by name, one tensor at a time to save memory."""
     found = {name: tensor for name, tensor in tensors_of(like) if name.startswith(part + "/")}
     with _loading(checkpoint):
         for name, tensor in read_each(_shard_files(checkpoint), found):
@@ -250,7 +251,7 @@ def read_each_whole(
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What of the state is no tensor. Raises DataLoss, also when it is not what was written."""
+    """The part of the state that is not tensors. Raises DataLoss if it is damaged."""
     check_hashes(checkpoint, only=STATE)
     try:
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
@@ -265,11 +266,11 @@ def copy_on_cpu(
     into: Tensor | None = None,
     numbers: Callable[[Tensor], Tensor] = local_of,
 ) -> Tensor:
-    """A plain copy that later steps leave alone; of a sharded tensor this rank's shard, over
-    `mesh`.
+    """A plain copy that later steps do not change: this rank's shard over `mesh` if the tensor is
+    sharded.
 
-    `into`: an earlier copy that nobody reads any more. To have its memory from the system takes
-    longer than to copy. `numbers`: where those of the shard are (Offload.numbers).
+    `into`: an earlier copy without readers. Reusing its memory is faster, since the system takes
+    longer to allocate than to copy. `numbers`: returns the values of the shard (Offload.numbers).
     """
     local = numbers(tensor).detach()
     if into is not None:
@@ -279,7 +280,9 @@ def copy_on_cpu(
 
 
 def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """This rank's part of a tensor that is sharded over `mesh` as `tensor` is, if that is."""
+    """`local` as this rank's part of a tensor sharded over `mesh` like `tensor`; `local` itself if
+    `tensor` is not sharded.
+    """
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
@@ -294,9 +297,9 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tens
 
 @torch.no_grad()
 def copy_local(source: Tensor, target: Tensor) -> None:
-    """Writes this rank's shard of `source` over that of `target`, which is sharded alike."""
+    """Copies this rank's shard of `source` into `target`, which has the same sharding."""
     target = local_of(target)
-    # To the device first: a quantised target computes with what it takes.
+    # To the device first: a quantised target computes with its input.
     target.copy_(local_of(source).to(target.device))
 
 

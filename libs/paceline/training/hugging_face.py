@@ -20,8 +20,8 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
 
 
 def load_causal_lm(directory: Path, dtype: torch.dtype) -> Any:
-    """The transformers module of a directory, on the CPU. Raises ConfigError when there is none."""
-    from transformers import AutoModelForCausalLM  # seconds of import, needed by ranks only
+    """The transformers module of a directory, on the CPU. Raises ConfigError if it has no model."""
+    from transformers import AutoModelForCausalLM  # takes seconds to import, and only ranks need it
 
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -43,9 +43,9 @@ def write_causal_lm(
     start: Path,
     directory: Path,
 ) -> None:
-    """Writes fp32 weights, and beside them the files of the model they started from.
+    """Writes fp32 weights with the other files of the start model.
 
-    `weights` come in the order of `shapes`, and no more than one of them is held at a time.
+    `weights` are in the order of `shapes`; at most one of the tensors is in memory at a time.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for path in start.iterdir():

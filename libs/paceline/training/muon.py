@@ -1,10 +1,9 @@
-"""Muon: each matrix moves by its momentum with all singular values made alike (Jordan et al. 2024,
-"Muon: An optimizer for hidden layers in neural networks"), at one root mean square whatever its
-shape (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+"""Muon moves each matrix by its momentum with equal singular values (Jordan et al. 2024, "Muon: An
+optimizer for hidden layers in neural networks"). The root mean square of the update is the same for
+every shape (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 
-Directions in which gradients are small thus learn as fast as the others: a drafter that follows a
-moving policy gets further in as many seconds, although each step costs some products more
-(docs/adr/0075).
+Directions of small gradients therefore learn as fast as large ones. A drafter that follows a moving
+policy learns more per second, although each step costs more matrix products (docs/adr/0075).
 """
 
 from __future__ import annotations
@@ -25,34 +24,36 @@ from paceline.training.shards import local_of, local_rows
 MOMENTUM = "exp_avg"
 """Name of the state: an exponential average of gradients, like AdamW's first moment."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: they raise small singular values fastest, and leave those near one
-between 0.7 and 1.2.
+"""Coefficients of the quintic iteration. They raise small singular values fastest, and keep values
+near one between 0.7 and 1.2.
 """
 RMS = 0.6
-"""Root mean square of an update at a learning rate of one. With it the rates that are best for
-AdamW are best for Muon too (docs/adr/0075); Liu et al. have 0.2.
+"""Root mean square of an update at a learning rate of one. With this value the best rates of AdamW
+are also best for Muon (docs/adr/0075); Liu et al. use 0.2.
 """
 TOGETHER = 1 << 20
-"""Numbers that products of several matrices may have: 16 of the demo's; of larger ones each fills
-the processor by itself, and a rank of a sharded drafter gathers one at a time.
+"""Largest number of elements in a joint product of several matrices: 16 matrices of the demo. A
+larger matrix uses the whole processor by itself. A rank of a sharded drafter gathers one matrix at
+a time.
 """
 _SMALLEST = 1e-7
 
 
 def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
-    """About U V^T of each matrix = U S V^T, [M, N] in its own dtype, by Newton-Schulz iterations
+    """Approximates U V^T of each matrix = U S V^T, [M, N] in its own dtype, by Newton-Schulz
+    iterations
 
-    X <- (a + b G + c G^2) X with G = X X^T, from X = matrix / |matrix|, over the shorter side.
+        X <- (a + b G + c G^2) X with G = X X^T, from X = matrix / |matrix|, over the shorter side.
 
-    All their factors are polynomials of the first G, so they commute: G <- F G F follows without
-    X, which is met twice in all, where it is long. All matrices have one shorter side, and their
-    G [K, m, m] are multiplied together: small products cost their calls.
+    All factors are polynomials of the first G, so they commute. G <- F G F therefore follows
+    without X, and the long X is used only twice. All matrices have the same shorter side m, and
+    their G [K, m, m] are multiplied together, since small products cost mainly their calls.
     """
     a, b, c = COEFFICIENTS
     scaled = [_wide(one) / one.norm().clamp(min=_SMALLEST) for one in matrices]
     gram = torch.stack([linear(one, one) for one in map(Tensor.contiguous, scaled)])
     turn: Tensor | None = None
-    for number in range(iterations):  # the products are of symmetric matrices, and symmetric
+    for number in range(iterations):  # products of symmetric matrices, which are symmetric again
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
         turn = factor if turn is None else factor @ turn
@@ -71,8 +72,8 @@ def _wide(matrix: Tensor) -> Tensor:
 
 
 def multiplied_together(matrices: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those of one shorter side m, in their order, as many as have at most TOGETHER numbers in
-    their m x m products; one at least.
+    """Groups of matrices with one shorter side m, in order. A group has at most TOGETHER elements
+    in its m x m products, or a single matrix.
     """
     batches: dict[int, list[list[Tensor]]] = defaultdict(lambda: [[]])
     for matrix in matrices:
@@ -85,10 +86,11 @@ def multiplied_together(matrices: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 class Muon(Optimizer):
-    """Of matrices, whole or sharded by rows; moments begin as zeros.
+    """Optimiser of matrices, whole or sharded by rows; moments start at zero.
 
     With m <- beta m + (1 - beta) g and Nesterov's u = beta m + (1 - beta) g, a matrix [M, N] moves
-    by -lr RMS sqrt(max(M, N)) orthogonalised(u). Every rank computes that of the whole matrix.
+    by -lr RMS sqrt(max(M, N)) orthogonalised(u). Every rank computes the update of the whole
+    matrix.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Moves every matrix that has a gradient; returns nothing."""
+        """Moves every matrix that has a gradient. Returns None."""
         assert closure is None, "a loss is not computed again"
         for group in self.param_groups:
             learned = [matrix for matrix in group["params"] if matrix.grad is not None]
@@ -124,7 +126,7 @@ class Muon(Optimizer):
                     _move(matrix, direction, group["lr"], group["weight_decay"])
 
     def _ahead(self, matrix: Tensor, beta: float) -> Tensor:
-        """The whole of Nesterov's average."""
+        """Nesterov's average of the whole matrix."""
         gradient = matrix.grad
         assert gradient is not None
         average = self.state[matrix][MOMENTUM].lerp_(gradient, 1 - beta)

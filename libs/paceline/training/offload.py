@@ -1,4 +1,4 @@
-"""Gives the memory of tensors back to their device while others compute there."""
+"""Frees the device memory of tensors while another process computes on the device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from paceline.training.shards import local_of
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """A tensor's numbers while its memory is given back."""
+    """A tensor's values while its device memory is free."""
 
     copy: Tensor
     nbytes: int
-    """Of its storage: shards are padded behind what the tensor shows."""
+    """Bytes of its storage: shards are padded beyond the tensor's view."""
 
 
 def lay_aside(
     tensors: Mapping[str, Tensor], into: Mapping[str, Aside] | None = None
 ) -> dict[str, Aside]:
-    """Copies to the CPU (pinned where there is CUDA) and gives the memory back; each tensor has a
-    storage of its own. `into`: what an earlier call made of them, which is overwritten.
+    """Copies tensors to the CPU (pinned with CUDA) and frees their device memory; each tensor has
+    its own storage. `into`: the result of an earlier call, which is overwritten.
 
-    The tensors keep their identity, so that views and the optimiser's references to them stay good.
+    The tensors keep their identity, so views and the optimiser's references stay valid.
     """
     aside = {}
     for key, tensor in tensors.items():
@@ -51,8 +51,8 @@ def bring_back(tensors: Mapping[str, Tensor], aside: Mapping[str, Aside]) -> Non
 
 
 def give_back_cached() -> None:
-    """Gives CUDA back what torch keeps for later: freed blocks and cuBLAS workspaces, 32 MiB
-    for each stream of a Hopper GPU, which the next product takes anew. Nothing happens on a CPU.
+    """Returns torch's cached memory to CUDA: freed blocks and cuBLAS workspaces, 32 MiB per stream
+    of a Hopper GPU, which the next product allocates again. No effect on a CPU.
     """
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
@@ -60,7 +60,7 @@ def give_back_cached() -> None:
 
 
 class Offload:
-    """Tensors that leave their device together and come back, sharded and quantised ones too."""
+    """Tensors that leave their device and return together, including sharded and quantised ones."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._parts = {_key(part): part for tensor in tensors for part in _plain_parts(tensor)}
@@ -68,7 +68,7 @@ class Offload:
         self._away = False
 
     def leave(self) -> None:
-        """Copies the numbers to the CPU and gives the device's memory back."""
+        """Copies the values to the CPU and frees the device memory."""
         if not self._away:
             self._aside = lay_aside(self._parts, self._aside)
             self._away = True
@@ -82,7 +82,7 @@ class Offload:
             self._away = False
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """This rank's part of one of them, wherever its numbers are; not to be written to."""
+        """This rank's part of a tensor, on either device; read only."""
         part = local_of(tensor)
         if not self._away:
             return part
@@ -93,7 +93,7 @@ class Offload:
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a rank's part consists of: of a quantised one codes and scales."""
+    """The plain tensors of a rank's part: codes and scales of a quantised tensor."""
     part = local_of(tensor)
     if is_traceable_wrapper_subclass(part):
         for _, inner in _inner(part):

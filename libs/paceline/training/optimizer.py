@@ -1,5 +1,5 @@
-"""Steps named parameters with AdamW, their matrices with Muon where that is asked: warms up, clips,
-and names its state.
+"""Optimises named parameters with AdamW, or their matrices with Muon if requested: warm-up,
+clipping and named state.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from paceline.training.quantised_adamw import quantised_adamw
 from paceline.training.shards import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_EPS = 1e-8  # added to the root of the second moment: torch's, which nobody has had to change
+_EPS = 1e-8  # added to the root of the second moment; torch's default
 
 
 class NamedOptimizer:
     """AdamW, or Muon and AdamW, over parameters by name, whole or sharded.
 
-    Moments begin as zeros, so that the state has its shape before the first step.
+    Moments start at zero, so the state has its final shape before the first step.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class NamedOptimizer:
         matrices: Collection[str] = (),
         iterations: int = 0,
     ) -> None:
-        """matrices: the parameters that Muon moves, with so many iterations. Raises ConfigError
-        where moments in int8 lack torchao.
+        """`matrices`: parameters that Muon moves, with their number of iterations. Raises
+        ConfigError if int8 moments lack torchao.
         """
         self.parameters = dict(parameters)
         self._config = config
@@ -57,7 +57,7 @@ class NamedOptimizer:
             self._parts.append(muon)
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Moments of one parameter, and of AdamW its step, live."""
+        """Moments of one parameter, live; AdamW's include its step."""
         parameter = self.parameters[name]
         (found,) = (part.state[parameter] for part in self._parts if parameter in part.state)
         return found
@@ -77,10 +77,10 @@ class NamedOptimizer:
             yield from part.param_groups
 
     def step(self, number: int) -> float:
-        """Takes step `number`, counted from 1, and forgets the gradients.
+        """Takes step `number`, counted from 1, and drops the gradients.
 
-        lr_t = lr * min(1, t / warmup_steps). Returns the global norm of the gradients before they
-        were clipped, the same on all ranks; the step is not taken where it is not finite.
+        lr_t = lr * min(1, t / warmup_steps). Returns the global gradient norm before clipping,
+        equal on all ranks. A step with a non-finite norm is not taken.
         """
         found = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._config.clip_norm)
         norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
@@ -103,8 +103,8 @@ class NamedOptimizer:
         """Copies of this rank's shards in fp32 on the CPU, over `mesh`: "model" and "optimizer" by
         parameter.
 
-        `into`: an earlier state of these parameters, which is overwritten. `numbers`: where those
-        of a shard are (Offload.numbers).
+        `into`: an earlier state of these parameters, which is overwritten. `numbers`: returns the
+        values of a shard (Offload.numbers).
         """
         model: Mapping[str, Tensor] = into["model"] if into else {}
         optimizer: Mapping[str, Mapping[str, Tensor]] = into["optimizer"] if into else {}
@@ -123,7 +123,7 @@ class NamedOptimizer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state` of as many ranks."""
+        """Restores a `state` of the same number of ranks."""
         for name, parameter in self.parameters.items():
             copy_local(state["model"][name], parameter)
             for key, value in self.moments(name).items():
@@ -144,7 +144,7 @@ def _adamw(
     made = AdamW(parameters, **settings, foreach=not config.fused, fused=config.fused)
     for parameter in parameters:
         fresh = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        # The fused kernel counts where it runs, the others on the CPU.
+        # The fused kernel keeps its step count on its device, the other kernels on the CPU.
         place = parameter.device if config.fused else "cpu"
         made.state[parameter] = {"step": torch.zeros((), device=place), **fresh}
     return made

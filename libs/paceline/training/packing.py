@@ -8,10 +8,11 @@ from collections.abc import Sequence
 def first_fit(
     lengths: Sequence[int], row_tokens: int, order: Sequence[int], *, open_rows: int | None = None
 ) -> list[list[int]]:
-    """Sequence numbers of each row: in this order, each to the first open row with room for it.
+    """Sequence numbers of each row. In the given order, each sequence goes into the first open row
+    with room.
 
-    No row holds more than `row_tokens`; no sequence may be longer. At most `open_rows` are open: a
-    new one closes the fullest.
+    No row holds more than `row_tokens`, so no sequence may be longer. At most `open_rows` rows are
+    open: a new row closes the fullest.
     """
     rows: list[list[int]] = []
     free: dict[int, int] = {}

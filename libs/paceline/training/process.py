@@ -1,5 +1,5 @@
-"""Joins the ranks of a trainer, and carries what they share from one to the others: as JSON and
-safetensors, never as pickle, which a stranger on the socket could use to run code.
+"""Joins the ranks of a trainer, and exchanges values between them as JSON and safetensors. A pickle
+would let a stranger on the socket run code.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ D = TypeVar("D", bound="DataclassInstance")
 
 
 def join_ranks(device: str, deadline_s: float, *, threads: int, seed: int) -> None:
-    """Enters the process group that the environment describes (RANK, WORLD_SIZE and the file of
-    STORE_VARIABLE): gloo, and nccl beside it for what lies on CUDA.
+    """Enters the process group of the environment (RANK, WORLD_SIZE and the file of
+    STORE_VARIABLE): gloo, plus nccl for tensors on CUDA.
 
-    `deadline_s` bounds every collective, waits of ranks for each other included. `threads` compute;
-    `seed` is that of torch's default generator.
+    `deadline_s` bounds every collective, including waits of ranks for each other. `threads`:
+    compute threads. `seed`: of torch's default generator.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     deadline, size = timedelta(seconds=deadline_s), int(os.environ["WORLD_SIZE"])
-    # A file, because torch's TCP store listens on every interface and asks nobody for a token.
+    # A file, because torch's TCP store listens on every interface without a token.
     store = dist.FileStore(os.environ[STORE_VARIABLE], size)  # type: ignore[attr-defined]  # public
     store.set_timeout(deadline)
     dist.init_process_group(
@@ -50,13 +50,13 @@ def join_ranks(device: str, deadline_s: float, *, threads: int, seed: int) -> No
 
 
 def from_rank_zero(value: T) -> T:
-    """Rank 0's value, of what JSON has, on every rank; what the others give is ignored."""
+    """Rank 0's value (JSON types) on every rank; values of the other ranks are ignored."""
     found: T = json.loads(_bytes_of(0, json.dumps(value).encode()))
     return found
 
 
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, of what JSON has, by rank; `group` consists of the first ranks."""
+    """Every rank's value (JSON types), by rank; `group` consists of the first ranks."""
     own = json.dumps(value).encode()
     ranks = range(dist.get_world_size(group))
     sizes = [torch.empty(1, dtype=torch.int64) for _ in ranks]
@@ -65,7 +65,7 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     told = [torch.empty(most, dtype=torch.uint8) for _ in ranks]
     padded = np.frombuffer(own.ljust(most), dtype=np.uint8).copy()
     dist.all_gather(told, torch.from_numpy(padded), group=group)
-    return [json.loads(one.numpy().tobytes()) for one in told]  # JSON ignores spaces behind it
+    return [json.loads(one.numpy().tobytes()) for one in told]  # JSON ignores trailing spaces
 
 
 def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:
@@ -78,7 +78,7 @@ def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:
 
 
 def _bytes_of(rank: int, own: bytes) -> bytes:
-    """That rank's bytes; what the others give is ignored."""
+    """That rank's bytes; bytes of the other ranks are ignored."""
     size = torch.tensor(len(own))
     dist.broadcast(size, rank)
     data = torch.empty(int(size), dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""AdamW whose moments are kept in eight bits (Dettmers et al. 2021, arXiv 2110.02861), by torchao.
+"""AdamW with moments in eight bits (Dettmers et al. 2021, arXiv 2110.02861), by torchao.
 
-Blocks of 256 numbers have one scale, their largest size; moments of fewer than 4096 numbers, or of
-no whole number of blocks, stay float32.
+Each block of 256 numbers has one scale, its largest absolute value. Moments with fewer than 4096
+numbers, or with a partial block, stay float32.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from paceline.errors import ConfigError
 def quantised_adamw(
     parameters: Iterable[Tensor], settings: Mapping[str, Any], moments: Iterable[str]
 ) -> Optimizer:
-    """With moments of zeros under these names. Raises ConfigError where torchao is not installed.
+    """An optimiser with zero moments under these names. Raises ConfigError if torchao is not
+    installed.
 
-    settings: of torch's AdamW.
+    `settings`: arguments of torch's AdamW.
     """
     if find_spec("torchao") is None:
         raise ConfigError(
@@ -30,23 +31,23 @@ def quantised_adamw(
             seen="optimizer.moments=int8",
             allowed="float32 without it",
         )
-    from torchao.optim import AdamW8bit  # seconds of import
+    from torchao.optim import AdamW8bit  # takes seconds to import
     from torchao.optim.subclass_8bit import OptimState8bit
 
     class Exact(AdamW8bit):
-        """Moments that are written as float32 and read again are the same bit for bit."""
+        """Writing moments as float32 and reading them again preserves every bit."""
 
         @staticmethod
         def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Tensor:
             made = OptimState8bit.zeros(p.shape, signed, block_size, p.device, dtype=p.dtype)
             if signed:
-                # torchao's lowest level is -0.993, so that a block whose largest number is negative
-                # would have another scale after every reading.
+                # torchao's lowest level is -0.993. A block with a negative largest number would get
+                # another scale after every reading.
                 made.qmap[0] = -1.0
             return made
 
         def step(self, closure: Any = None) -> Any:
-            # On a CPU its kernels take tens of seconds to compile, and a compiler.
+            # On a CPU these kernels need a compiler and tens of seconds to compile.
             on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
             with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
                 return super().step(closure)

@@ -1,8 +1,8 @@
-"""Writes and reads sharded tensors as safetensors files, one a rank, for any number of ranks.
+"""Writes and reads sharded tensors as safetensors files, one per rank, for any number of ranks.
 
-Of a tensor that is sharded, by rows as FSDP2 does, each file has its rank's rows; the header's
-metadata has under `rows` the first of them and how many there are in all. Other tensors stand whole
-in rank 0's file.
+FSDP2 shards tensors by rows. Each file has its rank's rows of a sharded tensor; the header's
+metadata holds the first row and the total number of rows under `rows`. Other tensors are whole in
+rank 0's file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.whole_files import write_parts
 
 ROWS = "rows"
 Piece = tuple[int, int | None, Any]
-"""(first row, rows of the whole tensor, or None where the piece is whole, slices of the piece)."""
+"""(first row, rows of the whole tensor, or None for a whole piece, slices of the piece)."""
 
 
 def rows_of(count: int, ranks: int, rank: int) -> slice:
-    """What FSDP2 puts on a rank: even pieces of the first dimension, rounded up, as far as they
+    """A rank's rows under FSDP2: even pieces of the first dimension, rounded up, as far as the rows
     reach.
     """
     piece = -(-count // ranks)
@@ -37,12 +37,12 @@ def rows_of(count: int, ranks: int, rank: int) -> slice:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, live; another tensor as it is."""
+    """This rank's shard of a sharded tensor, live; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_rows(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of `whole` that this rank holds of `like`, of the same shape; all where that is
+    """This rank's rows of `whole`, as `like` of the same shape is sharded; all rows if `like` is
     whole.
     """
     here = _sharded_rows(like)
@@ -77,11 +77,10 @@ def write_shard(
 
 
 def read_shards(files: Sequence[Path], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Overwrites the tensors, however they are sharded, with those of the files; returns the names
-    that were found.
+    """Overwrites the tensors, for any sharding, from the files; returns the names found.
 
-    Raises DataLoss when a shape or a dtype differs or rows are missing, and what safetensors and
-    JSON raise for a file that is no such shard.
+    Raises DataLoss when a shape or dtype differs or rows are missing, and the errors of safetensors
+    and JSON for an invalid file.
     """
     with ExitStack() as stack:
         found = _pieces(files, tensors, stack)
@@ -92,7 +91,7 @@ def read_shards(files: Sequence[Path], tensors: Mapping[str, Tensor]) -> set[str
 
 def read_each(files: Sequence[Path], like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors of the files by name, sorted, one at a time, with the shapes and dtypes of
-    `like`. Raises as read_shards does.
+    `like`. Raises as read_shards.
     """
     with ExitStack() as stack:
         for name, pieces in sorted(_pieces(files, like, stack).items()):
@@ -104,7 +103,7 @@ def read_each(files: Sequence[Path], like: Mapping[str, Tensor]) -> Iterator[tup
 def _pieces(
     files: Sequence[Path], names: Iterable[str], stack: ExitStack
 ) -> dict[str, list[Piece]]:
-    """What the files, open until the stack ends, have of each tensor."""
+    """The pieces of each tensor in the files, which stay open until the stack ends."""
     pieces: dict[str, list[Piece]] = {}
     for path in files:
         file = stack.enter_context(safe_open(path, framework="pt"))
@@ -137,7 +136,7 @@ def _fill(name: str, tensor: Tensor, pieces: Sequence[Piece]) -> None:
 
 
 def _take(name: str, target: Tensor, part: Tensor, shape: Sequence[int], tensor: Tensor) -> None:
-    """Copies a piece, of a whole tensor of that shape, into its place."""
+    """Copies a piece of a whole tensor of that shape into its place."""
     seen, allowed = (tuple(shape), part.dtype), (tuple(tensor.shape), tensor.dtype)
     if seen != allowed:
         raise DataLoss(f"a checkpoint holds another {name}", seen=seen, allowed=allowed)
@@ -145,7 +144,7 @@ def _take(name: str, target: Tensor, part: Tensor, shape: Sequence[int], tensor:
 
 
 def _sharded_rows(tensor: Tensor) -> slice | None:
-    """Rows of a sharded tensor that are on this rank; None where it is whole."""
+    """Rows of a sharded tensor on this rank; None if it is whole."""
     if not isinstance(tensor, DTensor):
         return None
     (placement,), mesh = tensor.placements, tensor.device_mesh
@@ -165,7 +164,7 @@ def named_tensor(name: str, tensor: Tensor) -> NamedTensor:
 
 
 def tensors_of(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a nested state by the keys that lead to them, joined by "/"."""
+    """All tensors of a nested state by their paths of keys, joined by "/"."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield path + key, value

@@ -1,5 +1,5 @@
-"""Moves what is sharded between ranks, a piece at a time, so that no rank holds more than one piece
-above its own shards.
+"""Moves sharded tensors between ranks in pieces, so a rank holds at most one piece beside its own
+shards.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paceline.training.process import from_all_ranks
 from paceline.training.shards import rows_of
 
 PIECE_BYTES = 64 << 20
-"""Most bytes that travel at once, but for a single row that is longer."""
+"""Most bytes per transfer, except for a single longer row."""
 
 
 @torch.no_grad()
 def convert(rows: Tensor, into: Tensor) -> None:
-    """Copies rows, on any device, into memory of the CPU that may have another dtype."""
+    """Copies rows from any device into CPU memory, which may have another dtype."""
     step = _rows_of_piece(rows, into.dtype)
     for start in range(0, len(rows), step):
         piece = slice(start, start + step)
@@ -28,8 +28,8 @@ def convert(rows: Tensor, into: Tensor) -> None:
 
 
 def bytes_in_order(own: memoryview) -> Iterator[memoryview]:
-    """On rank 0 everybody's bytes, by rank, each piece until the next; nothing on the others, who
-    have to iterate too. Collective.
+    """On rank 0 the bytes of all ranks, by rank, each piece valid until the next one; empty on the
+    other ranks, which must iterate too. Collective.
     """
     rank = dist.get_rank()
     for owner, nbytes in enumerate(from_all_ranks(len(own))):
@@ -51,8 +51,8 @@ def scatter_rows(
     tensor: Tensor,
     take: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Gives `take` this rank's rows of a sharded tensor, live, and beside them those of rank 0's
-    `whole`, which is on the CPU and of `dtype`; None on the other ranks. A collective of the
+    """Calls `take` with this rank's rows of a sharded tensor, live, and the same rows of rank 0's
+    `whole`. `whole` is on the CPU with `dtype`, and None on the other ranks. Collective over the
     tensor's mesh.
     """
     assert isinstance(tensor, DTensor), "only what is sharded has rows elsewhere"
@@ -71,7 +71,7 @@ def scatter_rows(
 
 
 def _pieces(tensor: DTensor, dtype: torch.dtype) -> Iterator[tuple[int, slice, slice]]:
-    """(rank that holds it, rows in the whole tensor, rows in that rank's shard) of each piece."""
+    """(owning rank, rows in the whole tensor, rows in that rank's shard) of each piece."""
     (placement,) = tensor.placements
     assert placement.is_shard(0), f"only rows are sharded here, not {placement}"
     ranks, rows = tensor.device_mesh.size(), tensor.shape[0]

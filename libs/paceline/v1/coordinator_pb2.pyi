@@ -25,8 +25,6 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_TRAINING: _ClassVar[WorkerState]
     WORKER_STATE_COMPLETED: _ClassVar[WorkerState]
     WORKER_STATE_SUSPENDED: _ClassVar[WorkerState]
-    WORKER_STATE_LEAVING: _ClassVar[WorkerState]
-    WORKER_STATE_ABSENT: _ClassVar[WorkerState]
 HOLDER_UNSPECIFIED: Holder
 HOLDER_NONE: Holder
 HOLDER_ENGINE: Holder
@@ -39,8 +37,6 @@ WORKER_STATE_RELEASED: WorkerState
 WORKER_STATE_TRAINING: WorkerState
 WORKER_STATE_COMPLETED: WorkerState
 WORKER_STATE_SUSPENDED: WorkerState
-WORKER_STATE_LEAVING: WorkerState
-WORKER_STATE_ABSENT: WorkerState
 
 class SlotRange(_message.Message):
     __slots__ = ("first", "count", "holder", "epoch", "worker_state")
@@ -61,7 +57,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused", "workers", "joining", "leaving", "ranks_wanted", "ranks", "ranks_failure", "samples_unscored")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused", "samples_unscored")
     class SamplesUnscoredEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,12 +76,6 @@ class GetSnapshotResponse(_message.Message):
     AWAY_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    JOINING_FIELD_NUMBER: _ClassVar[int]
-    LEAVING_FIELD_NUMBER: _ClassVar[int]
-    RANKS_WANTED_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FAILURE_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_UNSCORED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
@@ -98,14 +88,8 @@ class GetSnapshotResponse(_message.Message):
     away: _containers.RepeatedScalarFieldContainer[str]
     drafters: DrafterChoice
     paused: bool
-    workers: _containers.RepeatedScalarFieldContainer[int]
-    joining: _containers.RepeatedScalarFieldContainer[int]
-    leaving: _containers.RepeatedScalarFieldContainer[int]
-    ranks_wanted: int
-    ranks: int
-    ranks_failure: str
     samples_unscored: _containers.ScalarMap[str, int]
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ..., workers: _Optional[_Iterable[int]] = ..., joining: _Optional[_Iterable[int]] = ..., leaving: _Optional[_Iterable[int]] = ..., ranks_wanted: _Optional[int] = ..., ranks: _Optional[int] = ..., ranks_failure: _Optional[str] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DrafterChoice(_message.Message):
     __slots__ = ("serving", "previous", "promoted", "chosen", "pinned")
@@ -357,44 +341,6 @@ class ChooseProfileResponse(_message.Message):
     serving: _trajectory_pb2.VersionSet
     next: str
     def __init__(self, serving: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., next: _Optional[str] = ...) -> None: ...
-
-class RequestWorkersRequest(_message.Message):
-    __slots__ = ("count",)
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    count: int
-    def __init__(self, count: _Optional[int] = ...) -> None: ...
-
-class RequestWorkersResponse(_message.Message):
-    __slots__ = ("workers",)
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, workers: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class RequestDrainRequest(_message.Message):
-    __slots__ = ("workers", "drain_s")
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedScalarFieldContainer[int]
-    drain_s: float
-    def __init__(self, workers: _Optional[_Iterable[int]] = ..., drain_s: _Optional[float] = ...) -> None: ...
-
-class RequestDrainResponse(_message.Message):
-    __slots__ = ("staying",)
-    STAYING_FIELD_NUMBER: _ClassVar[int]
-    staying: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, staying: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class RequestRanksRequest(_message.Message):
-    __slots__ = ("ranks",)
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    ranks: int
-    def __init__(self, ranks: _Optional[int] = ...) -> None: ...
-
-class RequestRanksResponse(_message.Message):
-    __slots__ = ("from_step",)
-    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
-    from_step: int
-    def __init__(self, from_step: _Optional[int] = ...) -> None: ...
 
 class Facts(_message.Message):
     __slots__ = ("facts",)

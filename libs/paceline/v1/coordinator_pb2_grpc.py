@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub:
-    """Runs the release/train state machine.
+    """Runs the state machine of a run.
     """
 
     def __init__(self, channel):
@@ -80,36 +80,21 @@ class CoordinatorServiceStub:
                 request_serializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.FromString,
                 _registered_method=True)
-        self.RequestWorkers = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/RequestWorkers',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersResponse.FromString,
-                _registered_method=True)
-        self.RequestDrain = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/RequestDrain',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainResponse.FromString,
-                _registered_method=True)
-        self.RequestRanks = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/RequestRanks',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksResponse.FromString,
-                _registered_method=True)
 
 
 class CoordinatorServiceServicer:
-    """Runs the release/train state machine.
+    """Runs the state machine of a run.
     """
 
     def GetSnapshot(self, request, context):
-        """The whole state; asked by subscribers that saw a gap.
+        """Returns the whole state, e.g. for subscribers after a gap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSteps(self, request, context):
-        """Records of the finished steps.
+        """Returns records of finished steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,63 +108,42 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """Has the run rest when what is under way has ended; the engine gets all workers then.
+        """Pauses the run after the steps in progress; the engine then gets all workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """Has a paused run go on.
+        """Continues a paused run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollBack(self, request, context):
-        """Goes back to the drafter that served before, with the next commit and for a step at least.
+        """Serves the former drafter from the next commit, for at least one step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinDrafter(self, request, context):
-        """Keeps a drafter serving from the next commit on; promotions wait until it is unpinned.
+        """Pins a drafter from the next commit; promotions wait until it is unpinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinDrafter(self, request, context):
-        """Lets the gate decide again which drafter serves; withdraws a rollback that is due.
+        """Returns the choice of the drafter to the gate; withdraws a pending rollback.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChooseProfile(self, request, context):
-        """Has policies rounded to a profile from the next one on, which serves if a worker that tries it passes.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RequestWorkers(self, request, context):
-        """Has engine workers join the run: they take part from the next tasks on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RequestDrain(self, request, context):
-        """Has engine workers leave the run: what they run ends, or goes on elsewhere.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RequestRanks(self, request, context):
-        """Has the policy trained on another number of ranks from the next step on that begins to train.
+        """Rounds policies to a profile from the next policy, if the canary accepts it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -233,21 +197,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.SerializeToString,
             ),
-            'RequestWorkers': grpc.unary_unary_rpc_method_handler(
-                    servicer.RequestWorkers,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersResponse.SerializeToString,
-            ),
-            'RequestDrain': grpc.unary_unary_rpc_method_handler(
-                    servicer.RequestDrain,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainResponse.SerializeToString,
-            ),
-            'RequestRanks': grpc.unary_unary_rpc_method_handler(
-                    servicer.RequestRanks,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'paceline.v1.CoordinatorService', rpc_method_handlers)
@@ -257,7 +206,7 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService:
-    """Runs the release/train state machine.
+    """Runs the state machine of a run.
     """
 
     @staticmethod
@@ -493,87 +442,6 @@ class CoordinatorService:
             '/paceline.v1.CoordinatorService/ChooseProfile',
             paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.SerializeToString,
             paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RequestWorkers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/RequestWorkers',
-            paceline_dot_v1_dot_coordinator__pb2.RequestWorkersRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.RequestWorkersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RequestDrain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/RequestDrain',
-            paceline_dot_v1_dot_coordinator__pb2.RequestDrainRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.RequestDrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RequestRanks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/RequestRanks',
-            paceline_dot_v1_dot_coordinator__pb2.RequestRanksRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.RequestRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DrafterServiceStub:
-    """Trains the drafter while a lease lives.
+    """Trains the drafter during a lease.
     """
 
     def __init__(self, channel):
@@ -63,25 +63,25 @@ class DrafterServiceStub:
 
 
 class DrafterServiceServicer:
-    """Trains the drafter while a lease lives.
+    """Trains the drafter during a lease.
     """
 
     def Activate(self, request, context):
-        """Attaches to the leased slots and trains; the stream lives as long as the activation.
+        """Attaches to the leased slots and trains; the stream lasts as long as the activation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Join(self, request, context):
-        """Adds slots to those of a running activation: answered when it trains on them. FAILED_PRECONDITION when it is over.
+        """Adds slots to a running activation; returns when it trains on them. FAILED_PRECONDITION if the activation is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Preempt(self, request, context):
-        """Stops within one micro-batch, detaches and answers; the Activate stream then ends with Detached.
+        """Stops within one micro-batch, detaches and returns; the Activate stream then ends with Detached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_DrafterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterService:
-    """Trains the drafter while a lease lives.
+    """Trains the drafter during a lease.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import trajectory_pb2 as paceline_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/policy.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"A\n\rExpectedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x10\n\x08left_out\x18\x03 \x01(\x08\"\xbc\x01\n\x10TrainStepRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12*\n\x06groups\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.ExpectedGroup\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x18\n\x10group_deadline_s\x18\x05 \x01(\x01\x12\r\n\x05ranks\x18\x06 \x01(\r\"\xd3\x01\n\x11TrainStepResponse\x12(\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.paceline.v1.BatchReadyH\x00\x12-\n\x07stepped\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicySteppedH\x00\x12/\n\x08prepared\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyPreparedH\x00\x12+\n\tresharded\x18\x04 \x01(\x0b\x32\x16.paceline.v1.ReshardedH\x00\x42\x07\n\x05\x65vent\">\n\tResharded\x12\r\n\x05ranks\x18\x01 \x01(\r\x12\x11\n\treshard_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\"\x86\x02\n\nBatchReady\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x35\n\x07\x64ropped\x18\x02 \x03(\x0b\x32$.paceline.v1.BatchReady.DroppedEntry\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x39\n\tstaleness\x18\x04 \x03(\x0b\x32&.paceline.v1.BatchReady.StalenessEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd5\x02\n\rPolicyStepped\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x12\n\nreward_std\x18\x05 \x01(\x01\x12\x0f\n\x07train_s\x18\x08 \x01(\x01\x12\x12\n\nworld_size\x18\t \x01(\r\x12\x12\n\nbatch_hash\x18\n \x01(\t\x12\x17\n\x0fskipped_updates\x18\x0b \x01(\r\x12\x38\n\x07\x66igures\x18\r \x03(\x0b\x32\'.paceline.v1.PolicyStepped.FiguresEntry\x12)\n\x06\x62\x65yond\x18\x0e \x03(\x0b\x32\x19.paceline.v1.AuditVerdict\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0c\x10\r\"r\n\x0c\x41uditVerdict\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0c\n\x04mean\x18\x03 \x01(\x01\x12\r\n\x05upper\x18\x04 \x01(\x01\x12\x12\n\nmean_bound\x18\x05 \x01(\x01\x12\x13\n\x0bupper_bound\x18\x06 \x01(\x01\"o\n\x0ePolicyPrepared\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06push_s\x18\x03 \x01(\x01\x12\x14\n\x0clm_head_hash\x18\x04 \x01(\t\x12\x10\n\x08replaced\x18\x05 \x01(\x08\"s\n\x1bSavePolicyCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x17\n\nevaluation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_evaluation\"D\n\x1cSavePolicyCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"\x18\n\x16GetPolicyStatusRequest\"\x9b\x01\n\x17GetPolicyStatusResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\x12\x63heckpoint_version\x18\x03 \x01(\x04\x12\x1c\n\x14trajectories_trained\x18\x04 \x01(\x04\x12\r\n\x05ranks\x18\x05 \x01(\r\x12\x11\n\trank_pids\x18\x06 \x03(\r2\xa8\x02\n\rPolicyService\x12L\n\tTrainStep\x12\x1d.paceline.v1.TrainStepRequest\x1a\x1e.paceline.v1.TrainStepResponse0\x01\x12k\n\x14SavePolicyCheckpoint\x12(.paceline.v1.SavePolicyCheckpointRequest\x1a).paceline.v1.SavePolicyCheckpointResponse\x12\\\n\x0fGetPolicyStatus\x12#.paceline.v1.GetPolicyStatusRequest\x1a$.paceline.v1.GetPolicyStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/policy.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"A\n\rExpectedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x10\n\x08left_out\x18\x03 \x01(\x08\"\xb3\x01\n\x10TrainStepRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12*\n\x06groups\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.ExpectedGroup\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x18\n\x10group_deadline_s\x18\x05 \x01(\x01J\x04\x08\x06\x10\x07\"\xac\x01\n\x11TrainStepResponse\x12(\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.paceline.v1.BatchReadyH\x00\x12-\n\x07stepped\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicySteppedH\x00\x12/\n\x08prepared\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyPreparedH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x04\x10\x05\"\x86\x02\n\nBatchReady\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x35\n\x07\x64ropped\x18\x02 \x03(\x0b\x32$.paceline.v1.BatchReady.DroppedEntry\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x39\n\tstaleness\x18\x04 \x03(\x0b\x32&.paceline.v1.BatchReady.StalenessEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd5\x02\n\rPolicyStepped\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x12\n\nreward_std\x18\x05 \x01(\x01\x12\x0f\n\x07train_s\x18\x08 \x01(\x01\x12\x12\n\nworld_size\x18\t \x01(\r\x12\x12\n\nbatch_hash\x18\n \x01(\t\x12\x17\n\x0fskipped_updates\x18\x0b \x01(\r\x12\x38\n\x07\x66igures\x18\r \x03(\x0b\x32\'.paceline.v1.PolicyStepped.FiguresEntry\x12)\n\x06\x62\x65yond\x18\x0e \x03(\x0b\x32\x19.paceline.v1.AuditVerdict\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0c\x10\r\"r\n\x0c\x41uditVerdict\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0c\n\x04mean\x18\x03 \x01(\x01\x12\r\n\x05upper\x18\x04 \x01(\x01\x12\x12\n\nmean_bound\x18\x05 \x01(\x01\x12\x13\n\x0bupper_bound\x18\x06 \x01(\x01\"o\n\x0ePolicyPrepared\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06push_s\x18\x03 \x01(\x01\x12\x14\n\x0clm_head_hash\x18\x04 \x01(\t\x12\x10\n\x08replaced\x18\x05 \x01(\x08\"s\n\x1bSavePolicyCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x17\n\nevaluation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_evaluation\"D\n\x1cSavePolicyCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"\x18\n\x16GetPolicyStatusRequest\"\x9b\x01\n\x17GetPolicyStatusResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\x12\x63heckpoint_version\x18\x03 \x01(\x04\x12\x1c\n\x14trajectories_trained\x18\x04 \x01(\x04\x12\r\n\x05ranks\x18\x05 \x01(\r\x12\x11\n\trank_pids\x18\x06 \x03(\r2\xa8\x02\n\rPolicyService\x12L\n\tTrainStep\x12\x1d.paceline.v1.TrainStepRequest\x1a\x1e.paceline.v1.TrainStepResponse0\x01\x12k\n\x14SavePolicyCheckpoint\x12(.paceline.v1.SavePolicyCheckpointRequest\x1a).paceline.v1.SavePolicyCheckpointResponse\x12\\\n\x0fGetPolicyStatus\x12#.paceline.v1.GetPolicyStatusRequest\x1a$.paceline.v1.GetPolicyStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,33 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPECTEDGROUP']._serialized_start=71
   _globals['_EXPECTEDGROUP']._serialized_end=136
   _globals['_TRAINSTEPREQUEST']._serialized_start=139
-  _globals['_TRAINSTEPREQUEST']._serialized_end=327
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=330
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=541
-  _globals['_RESHARDED']._serialized_start=543
-  _globals['_RESHARDED']._serialized_end=605
-  _globals['_BATCHREADY']._serialized_start=608
-  _globals['_BATCHREADY']._serialized_end=870
-  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_start=774
-  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_end=820
-  _globals['_BATCHREADY_STALENESSENTRY']._serialized_start=822
-  _globals['_BATCHREADY_STALENESSENTRY']._serialized_end=870
-  _globals['_POLICYSTEPPED']._serialized_start=873
-  _globals['_POLICYSTEPPED']._serialized_end=1214
-  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_start=1138
-  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_end=1184
-  _globals['_AUDITVERDICT']._serialized_start=1216
-  _globals['_AUDITVERDICT']._serialized_end=1330
-  _globals['_POLICYPREPARED']._serialized_start=1332
-  _globals['_POLICYPREPARED']._serialized_end=1443
-  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_start=1445
-  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_end=1560
-  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_start=1562
-  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_end=1630
-  _globals['_GETPOLICYSTATUSREQUEST']._serialized_start=1632
-  _globals['_GETPOLICYSTATUSREQUEST']._serialized_end=1656
-  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_start=1659
-  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_end=1814
-  _globals['_POLICYSERVICE']._serialized_start=1817
-  _globals['_POLICYSERVICE']._serialized_end=2113
+  _globals['_TRAINSTEPREQUEST']._serialized_end=318
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=321
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=493
+  _globals['_BATCHREADY']._serialized_start=496
+  _globals['_BATCHREADY']._serialized_end=758
+  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_start=662
+  _globals['_BATCHREADY_DROPPEDENTRY']._serialized_end=708
+  _globals['_BATCHREADY_STALENESSENTRY']._serialized_start=710
+  _globals['_BATCHREADY_STALENESSENTRY']._serialized_end=758
+  _globals['_POLICYSTEPPED']._serialized_start=761
+  _globals['_POLICYSTEPPED']._serialized_end=1102
+  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_start=1026
+  _globals['_POLICYSTEPPED_FIGURESENTRY']._serialized_end=1072
+  _globals['_AUDITVERDICT']._serialized_start=1104
+  _globals['_AUDITVERDICT']._serialized_end=1218
+  _globals['_POLICYPREPARED']._serialized_start=1220
+  _globals['_POLICYPREPARED']._serialized_end=1331
+  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_start=1333
+  _globals['_SAVEPOLICYCHECKPOINTREQUEST']._serialized_end=1448
+  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_start=1450
+  _globals['_SAVEPOLICYCHECKPOINTRESPONSE']._serialized_end=1518
+  _globals['_GETPOLICYSTATUSREQUEST']._serialized_start=1520
+  _globals['_GETPOLICYSTATUSREQUEST']._serialized_end=1544
+  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_start=1547
+  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_end=1702
+  _globals['_POLICYSERVICE']._serialized_start=1705
+  _globals['_POLICYSERVICE']._serialized_end=2001
 # @@protoc_insertion_point(module_scope)

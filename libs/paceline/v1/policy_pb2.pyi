@@ -18,42 +18,28 @@ class ExpectedGroup(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., size: _Optional[int] = ..., left_out: _Optional[bool] = ...) -> None: ...
 
 class TrainStepRequest(_message.Message):
-    __slots__ = ("context", "policy_version", "groups", "slots", "group_deadline_s", "ranks")
+    __slots__ = ("context", "policy_version", "groups", "slots", "group_deadline_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GROUP_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     policy_version: int
     groups: _containers.RepeatedCompositeFieldContainer[ExpectedGroup]
     slots: _containers.RepeatedScalarFieldContainer[int]
     group_deadline_s: float
-    ranks: int
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ExpectedGroup, _Mapping]]] = ..., slots: _Optional[_Iterable[int]] = ..., group_deadline_s: _Optional[float] = ..., ranks: _Optional[int] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ExpectedGroup, _Mapping]]] = ..., slots: _Optional[_Iterable[int]] = ..., group_deadline_s: _Optional[float] = ...) -> None: ...
 
 class TrainStepResponse(_message.Message):
-    __slots__ = ("batch", "stepped", "prepared", "resharded")
+    __slots__ = ("batch", "stepped", "prepared")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     STEPPED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
-    RESHARDED_FIELD_NUMBER: _ClassVar[int]
     batch: BatchReady
     stepped: PolicyStepped
     prepared: PolicyPrepared
-    resharded: Resharded
-    def __init__(self, batch: _Optional[_Union[BatchReady, _Mapping]] = ..., stepped: _Optional[_Union[PolicyStepped, _Mapping]] = ..., prepared: _Optional[_Union[PolicyPrepared, _Mapping]] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ...) -> None: ...
-
-class Resharded(_message.Message):
-    __slots__ = ("ranks", "reshard_s", "failure")
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    RESHARD_S_FIELD_NUMBER: _ClassVar[int]
-    FAILURE_FIELD_NUMBER: _ClassVar[int]
-    ranks: int
-    reshard_s: float
-    failure: str
-    def __init__(self, ranks: _Optional[int] = ..., reshard_s: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, batch: _Optional[_Union[BatchReady, _Mapping]] = ..., stepped: _Optional[_Union[PolicyStepped, _Mapping]] = ..., prepared: _Optional[_Union[PolicyPrepared, _Mapping]] = ...) -> None: ...
 
 class BatchReady(_message.Message):
     __slots__ = ("trajectories", "dropped", "tokens", "staleness")

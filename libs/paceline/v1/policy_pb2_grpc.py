@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PolicyServiceStub:
-    """Trains the policy on closed groups and pushes what it learned.
+    """Trains the policy on closed groups and pushes the result.
     """
 
     def __init__(self, channel):
@@ -53,11 +53,11 @@ class PolicyServiceStub:
 
 
 class PolicyServiceServicer:
-    """Trains the policy on closed groups and pushes what it learned.
+    """Trains the policy on closed groups and pushes the result.
     """
 
     def TrainStep(self, request, context):
-        """One RL step; idempotent by step. Replays steps that its checkpoint misses from unacknowledged groups first.
+        """Trains one RL step; idempotent by step. It first replays steps after its checkpoint from unacknowledged groups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_PolicyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PolicyService:
-    """Trains the policy on closed groups and pushes what it learned.
+    """Trains the policy on closed groups and pushes the result.
     """
 
     @staticmethod

@@ -47,7 +47,7 @@ class ProgressServiceServicer:
     """
 
     def GetProgress(self, request, context):
-        """The service and its parts; the coordinator's answer also holds those of the services that it commands.
+        """Returns the service's parts. The coordinator's answer includes the parts of the services that it commands.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

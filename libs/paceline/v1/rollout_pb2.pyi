@@ -207,7 +207,7 @@ class TaskSpec(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., group_id: _Optional[str] = ..., task_index: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RunTasksRequest(_message.Message):
-    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "workers")
+    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -219,7 +219,6 @@ class RunTasksRequest(_message.Message):
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
     OPEN_GROUPS_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     purpose: _trajectory_pb2.Purpose
     tasks: _containers.RepeatedCompositeFieldContainer[TaskSpec]
@@ -231,8 +230,7 @@ class RunTasksRequest(_message.Message):
     forced_arm: str
     capture: bool
     open_groups: int
-    workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ...) -> None: ...
 
 class RunTasksResponse(_message.Message):
     __slots__ = ("sample", "share", "finished", "closed")
@@ -383,45 +381,6 @@ class ResumeWorkersResponse(_message.Message):
     versions: _trajectory_pb2.VersionSet
     def __init__(self, workers: _Optional[_Iterable[int]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
 
-class AddWorkersRequest(_message.Message):
-    __slots__ = ("context", "workers")
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    context: _trajectory_pb2.CommandContext
-    workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class AddWorkersResponse(_message.Message):
-    __slots__ = ("workers", "failures", "versions")
-    class FailuresEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: str
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    FAILURES_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedScalarFieldContainer[int]
-    failures: _containers.ScalarMap[int, str]
-    versions: _trajectory_pb2.VersionSet
-    def __init__(self, workers: _Optional[_Iterable[int]] = ..., failures: _Optional[_Mapping[int, str]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
-
-class DrainWorkersRequest(_message.Message):
-    __slots__ = ("context", "workers", "drain_s")
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
-    context: _trajectory_pb2.CommandContext
-    workers: _containers.RepeatedScalarFieldContainer[int]
-    drain_s: float
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., workers: _Optional[_Iterable[int]] = ..., drain_s: _Optional[float] = ...) -> None: ...
-
-class DrainWorkersResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class WatchTrafficRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -441,23 +400,19 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_index", "pid", "ready", "health", "vacant", "host")
+    __slots__ = ("worker_index", "pid", "ready", "health")
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
-    VACANT_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
     worker_index: int
     pid: int
     ready: bool
     health: _engine_pb2.WorkerHealth
-    vacant: bool
-    host: int
-    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., ready: _Optional[bool] = ..., health: _Optional[_Union[_engine_pb2.WorkerHealth, _Mapping]] = ..., vacant: _Optional[bool] = ..., host: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., ready: _Optional[bool] = ..., health: _Optional[_Union[_engine_pb2.WorkerHealth, _Mapping]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers", "versions", "open_sessions", "unsent_bytes", "feature_batches", "feature_rows_dropped", "model", "elastic")
+    __slots__ = ("workers", "versions", "open_sessions", "unsent_bytes", "feature_batches", "feature_rows_dropped", "model")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -465,7 +420,6 @@ class GetStatusResponse(_message.Message):
     FEATURE_BATCHES_FIELD_NUMBER: _ClassVar[int]
     FEATURE_ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    ELASTIC_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     versions: _trajectory_pb2.VersionSet
     open_sessions: int
@@ -473,5 +427,4 @@ class GetStatusResponse(_message.Message):
     feature_batches: int
     feature_rows_dropped: int
     model: str
-    elastic: bool
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., open_sessions: _Optional[int] = ..., unsent_bytes: _Optional[int] = ..., feature_batches: _Optional[int] = ..., feature_rows_dropped: _Optional[int] = ..., model: _Optional[str] = ..., elastic: _Optional[bool] = ...) -> None: ...
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., open_sessions: _Optional[int] = ..., unsent_bytes: _Optional[int] = ..., feature_batches: _Optional[int] = ..., feature_rows_dropped: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...

@@ -85,16 +85,6 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
                 _registered_method=True)
-        self.AddWorkers = channel.unary_unary(
-                '/paceline.v1.RolloutService/AddWorkers',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersResponse.FromString,
-                _registered_method=True)
-        self.DrainWorkers = channel.unary_unary(
-                '/paceline.v1.RolloutService/DrainWorkers',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersResponse.FromString,
-                _registered_method=True)
         self.WatchTraffic = channel.unary_stream(
                 '/paceline.v1.RolloutService/WatchTraffic',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.WatchTrafficRequest.SerializeToString,
@@ -112,35 +102,35 @@ class RolloutServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates one completion, streaming tokens. Cancelling the call frees the engine's slot.
+        """Generates one completion as a stream of tokens. Cancelling the call frees its slot in the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Opens a session whose generations become one trajectory.
+        """Opens a session; its generations become one trajectory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PostReward(self, request, context):
-        """Scores a session; the same value twice is idempotent, another value or a late one is refused.
+        """Scores a session. The same value twice is idempotent; another or a late value is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a session; a trainable one goes to the ledger and the trajectory stream.
+        """Ends a session; a trainable session enters the ledger and the trajectory stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Shows a session: its turns and what would be trained.
+        """Returns a session: its turns and its training data.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,59 +144,43 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetArm(self, request, context):
-        """Forces an arm on every worker or gives the choice back to the bandit.
+        """Forces an arm on every worker, or returns the choice to the bandit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Quarantine(self, request, context):
-        """Has every worker, also a later one, go without what an audit found inexact; paths of an earlier call stay.
+        """Disables inexact paths on every worker, later workers included; paths of earlier calls stay disabled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseWorkers(self, request, context):
-        """Takes workers out of service for a lease of their slots: answered when they have given their memory back.
+        """Takes workers out of service for a lease of their slots; returns when they have freed their memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeWorkers(self, request, context):
-        """Ends every such lease: answered when all workers have their memory and serve the committed set.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AddWorkers(self, request, context):
-        """Adds workers to a gateway that serves: answered when they do, the committed set from their first request on. Asked twice
-        is asked once.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DrainWorkers(self, request, context):
-        """Has workers leave: answered when they are gone, and what they ran has ended or goes on elsewhere. Asked twice is asked
-        once; one worker stays.
+        """Ends every such lease; returns when all workers have their memory and serve the committed set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchTraffic(self, request, context):
-        """Says when requests of callers wait because workers are lent out. Whoever leases slots listens for as long as it
-        lives: leases end by themselves when nobody has listened for the time that they may outlast their coordinator.
+        """Reports that callers' requests wait for lent workers. A lease holder keeps this stream open. Leases end without a listener
+        after the time that they may outlast their coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Load, versions and statistics of every worker.
+        """Returns load, versions and statistics of every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,16 +238,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ResumeWorkers,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.SerializeToString,
-            ),
-            'AddWorkers': grpc.unary_unary_rpc_method_handler(
-                    servicer.AddWorkers,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersResponse.SerializeToString,
-            ),
-            'DrainWorkers': grpc.unary_unary_rpc_method_handler(
-                    servicer.DrainWorkers,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersResponse.SerializeToString,
             ),
             'WatchTraffic': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchTraffic,
@@ -557,60 +521,6 @@ class RolloutService:
             '/paceline.v1.RolloutService/ResumeWorkers',
             paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AddWorkers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/AddWorkers',
-            paceline_dot_v1_dot_rollout__pb2.AddWorkersRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.AddWorkersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DrainWorkers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/DrainWorkers',
-            paceline_dot_v1_dot_rollout__pb2.DrainWorkersRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.DrainWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WeightServiceStub:
-    """Moves versions of weights. Prepare and Push are idempotent by (target, version, chunk); only the coordinator calls
+    """Transfers versions of weights. Prepare and Push are idempotent by (target, version, chunk). Only the coordinator calls
     Commit and Abort.
     """
 
@@ -74,57 +74,57 @@ class WeightServiceStub:
 
 
 class WeightServiceServicer:
-    """Moves versions of weights. Prepare and Push are idempotent by (target, version, chunk); only the coordinator calls
+    """Transfers versions of weights. Prepare and Push are idempotent by (target, version, chunk). Only the coordinator calls
     Commit and Abort.
     """
 
     def Prepare(self, request, context):
-        """Announces a version; answers which chunks are already here. One that was announced before with other content, and that
-        no kept set names, is forgotten first: a sender that started again may have come to other bits.
+        """Announces a version and returns the chunks already received. If the same version was announced with other content and no
+        kept set uses it, the receiver drops it first: a restarted sender may have other bits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Sends chunks, or parts of them: several senders may bring one version at a time, each what it holds. The call that brings
-        the last byte returns when all is checksummed, spooled and loaded beside the serving version; the others return at once.
+        """Sends chunks or parts of chunks. Several senders may push parts of one version at a time. The call with the last byte
+        returns when the version is checked, spooled and loaded beside the serving version. The other calls return at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Take(self, request, context):
-        """The same as Push, from a file of a sender on the receiver's host.
+        """Pushes from a file of a sender on the receiver's host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Serves a set, all parts at once.
+        """Commits a set, all parts at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Forgets a prepared version.
+        """Drops a prepared version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVersions(self, request, context):
-        """What is served, what is prepared.
+        """Returns the serving and the prepared versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Sends the version that serves: its manifest, then its chunks in order. Of a version that was never pushed, the manifest
-        has no tensors.
+        """Sends the serving version: its manifest, then its chunks in order. The manifest of a version that was never pushed has no
+        tensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,7 +177,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService:
-    """Moves versions of weights. Prepare and Push are idempotent by (target, version, chunk); only the coordinator calls
+    """Transfers versions of weights. Prepare and Push are idempotent by (target, version, chunk). Only the coordinator calls
     Commit and Abort.
     """
 

@@ -1,6 +1,6 @@
 """Versions of weights between processes: manifest, chunks, spool, Prepare/Push/Commit/Abort.
 
-Owns bytes, not models.
+The package handles bytes, not models.
 """
 
 from paceline.weights.announcing import build_manifest

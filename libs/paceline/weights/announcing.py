@@ -1,4 +1,4 @@
-"""Announces versions: manifests with the checksums of what one sender holds, or several."""
+"""Announces versions: manifests with checksums, from one sender or several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_manifest(
     lm_head_hash: str = "",
     metadata: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Manifest of a full push of `tensors` in this order; reads every byte.
+    """Manifest of a full push of `tensors` in this order. Reads every byte.
 
     Raises WeightsError when a number is not finite.
     """
@@ -55,11 +55,12 @@ def check_share(
     senders: Senders = ALONE,
     file: ScratchFile | None = None,
 ) -> Announced:
-    """This sender's share of a version; completes the manifest with the checksums of everybody's,
-    who all call this. Reads every byte that is held; all lies in the file where one is given.
+    """This sender's share of a version. Completes the manifest with the checksums of all senders;
+    each of them must call this. Reads every held byte. With `file`, all of the share is in that
+    file.
 
-    Raises WeightsError, at all of them, when a number is not finite; InvalidInput when the shares
-    are not the version.
+    Raises WeightsError, at every sender, when a number is not finite; InvalidInput when the shares
+    do not cover the version exactly.
     """
     odd = first_not_finite(one.tensor for one in held)
     share = share_of(manifest, held, file) if odd is None else Share((), ())
@@ -77,8 +78,8 @@ def check_share(
 def delta_manifest(
     whole: Manifest, base: Manifest, section: bytes, senders: Senders = ALONE
 ) -> tuple[Manifest, tuple[CheckedRange, ...]]:
-    """The same version as `whole`, announced as a delta against `base`, both of them full: its
-    stream is everybody's sections, by rank. Beside it this sender's part of the stream.
+    """The version `whole`, announced as a delta against `base`; both are full manifests. Its stream
+    is the sections of all senders, by rank. Also returns this sender's part of the stream.
     """
     sizes = senders.exchange(len(section))
     manifest = Manifest()

@@ -1,6 +1,6 @@
-"""One version while it arrives.
+"""One version during its arrival: its buffer and its received chunks.
 
-Owns its buffer and which chunks are in; not where it goes next (spool, servicer).
+The next destination of the bytes is decided elsewhere (spool, servicer).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from paceline.weights.memory import allocate
 from paceline.weights.wire import PushChunk
 
 MOST_SPANS = 1 << 18
-"""Of one version, in chunks that are not whole yet: what many senders leave between their parts is
-far below.
+"""Largest number of spans of one version in incomplete chunks. Many senders together leave far
+fewer gaps.
 """
 Span = tuple[int, int]
-"""First byte in the stream, and the one behind the last."""
+"""First byte in the stream, and the first byte after the span."""
 
 
 class Assembly:
-    """A buffer of the stream's bytes and the checksum of each chunk received, whole or in parts;
-    writes are idempotent.
+    """A buffer of the stream's bytes, and the checksum of each received chunk, whole or in parts.
+    Writes are idempotent.
     """
 
     def __init__(
         self, manifest: Manifest, allocated: Callable[[int], memoryview] = allocate
     ) -> None:
-        """`allocated`: zeroed bytes, so many, for the buffer. Raises InvalidInput for what is no
-        manifest, ResourceExhausted.
+        """`allocated`: returns a buffer of that many zeroed bytes. Raises InvalidInput for an
+        invalid manifest, ResourceExhausted.
         """
         check_manifest(manifest, max_bytes=manifest.total_bytes)
         self.manifest = manifest
         self.buffer = allocated(stream_bytes(manifest))
         self._checksums: list[int | None] = [None] * chunk_count(manifest)
-        self._spans: dict[int, list[Span]] = {}  # what is here of chunks that are not whole yet
+        self._spans: dict[int, list[Span]] = {}  # received spans of incomplete chunks
         self._count_of_spans = 0
         self._missing = len(self._checksums)
         self.started_s: float | None = None
@@ -48,7 +48,7 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """All chunks are in and checked."""
+        """Whether all chunks are received and checked."""
         return not self._missing
 
     @property
@@ -62,16 +62,16 @@ class Assembly:
 
     @property
     def is_delta(self) -> bool:
-        """Whether the stream stands for the content, and is not it."""
+        """Whether the stream is a delta, not the content itself."""
         return self.manifest.encoding == WEIGHT_ENCODING_SPARSE_DELTA
 
     def missing(self) -> list[int]:
-        """Indices of the chunks not yet here."""
+        """Indices of missing chunks."""
         return [index for index, checksum in enumerate(self._checksums) if checksum is None]
 
     def wanted(self) -> list[int]:
-        """Chunks to ask for; never empty, so that a Push can finish what an earlier one could not
-        hand on.
+        """Chunks to request. Never empty, so that a Push can finish the work of an earlier one that
+        failed after its last chunk.
         """
         return self.missing() or [len(self._checksums) - 1]
 
@@ -82,8 +82,8 @@ class Assembly:
             raise self._corrupt(chunk, checksum, chunk.crc32)
 
     def place(self, chunk: PushChunk, *, checked: bool = False) -> None:
-        """Checks a chunk, or a part of one, unless somebody has, and copies it into its place; what
-        is here already is compared with it.
+        """Checks a chunk or part, unless it is `checked`, and copies it into its place. Bytes that
+        are already there are compared with it.
 
         Raises DataLoss on a wrong checksum, InvalidInput on a wrong index or length,
         ResourceExhausted on too many parts.
@@ -118,7 +118,7 @@ class Assembly:
             self.finished_s = time.monotonic()
 
     def _check_same(self, chunk: PushChunk, first: int, here: Sequence[Span]) -> None:
-        """Raises DataLoss where bytes of the chunk are here already, and others."""
+        """Raises DataLoss if the chunk differs from bytes that are already there."""
         for begin, end in here:
             begin, end = max(begin, first), min(end, first + len(chunk.data))
             if begin < end:
@@ -128,7 +128,7 @@ class Assembly:
                     raise self._corrupt(chunk, seen, known)
 
     def _note(self, index: int, spans: list[Span], more: int, *, whole: bool) -> None:
-        """Keeps what is here of a chunk, but for one that is whole."""
+        """Records the received spans of a chunk; a whole chunk needs none."""
         if whole:
             self._count_of_spans -= len(self._spans.pop(index, ()))
             return
@@ -147,8 +147,8 @@ class Assembly:
         )
 
     def check_content(self) -> None:
-        """Raises DataLoss when the chunks are not the content, or the delta, that the manifest
-        names; WeightsError when a number of a full push is not finite.
+        """Raises DataLoss when the chunks differ from the content or delta of the manifest,
+        WeightsError when a number of a full push is not finite.
         """
         manifest = self.manifest
         allowed = manifest.delta.stream_hash if self.is_delta else manifest.content_hash
@@ -173,7 +173,7 @@ class Assembly:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """What they cover, in order."""
+    """The spans merged, in order."""
     joined: list[Span] = []
     for first, last in sorted(spans):
         if joined and first <= joined[-1][1]:

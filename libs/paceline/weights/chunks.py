@@ -1,4 +1,4 @@
-"""Where the chunks of a version's stream lie, and how contents are named by their checksums."""
+"""Places of chunks in a version's stream, and names of contents by their checksums."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 
 
 class ChunkPart(NamedTuple):
-    """What of a chunk travels at once."""
+    """A part of a chunk that is sent at once."""
 
-    chunk: int  # its index
+    chunk: int  # index of the chunk
     offset: int  # of the first byte in the chunk
     data: memoryview
     crc32: int
-    position: int = 0  # of its first byte in the sender's file
+    position: int = 0  # of the first byte in the sender's file
 
 
 def stream_bytes(manifest: Manifest) -> int:
-    """Bytes that travel: the content, or the delta that stands for it."""
+    """Bytes to send: the content, or its delta."""
     delta = manifest.encoding == WEIGHT_ENCODING_SPARSE_DELTA
     return manifest.delta.nbytes if delta else manifest.total_bytes
 
@@ -32,7 +32,7 @@ def chunk_count(manifest: Manifest) -> int:
 
 
 def chunk_span(manifest: Manifest, index: int) -> tuple[int, int]:
-    """Byte range of chunk `index`; InvalidInput when there is none."""
+    """Byte range of chunk `index`; raises InvalidInput for an index out of range."""
     if not 0 <= index < chunk_count(manifest):
         raise InvalidInput(
             "chunk index is out of range", seen=index, allowed=f"0 to {chunk_count(manifest) - 1}"
@@ -42,12 +42,12 @@ def chunk_span(manifest: Manifest, index: int) -> tuple[int, int]:
 
 
 def content_hash(checksums: Iterable[int]) -> str:
-    """Name of a content or a stream: sha256 over the chunks' CRC-32, each a little-endian u32,
+    """Name of a content or a stream: sha256 over the chunks' CRC-32s, each a little-endian u32, in
     hex.
     """
     return hashlib.sha256(packed(checksums)).hexdigest()
 
 
 def packed(checksums: Iterable[int]) -> bytes:
-    """CRC-32s one behind the other, little-endian u32 each."""
+    """CRC-32s in sequence, each a little-endian u32."""
     return b"".join(crc.to_bytes(4, "little") for crc in checksums)

@@ -1,5 +1,5 @@
-"""The sets that were committed last, in versions.json: newest last, with the drafter that served
-before the newest one's, and their sha256.
+"""The last committed sets in versions.json, newest last, with the drafter before the newest one's
+and a sha256.
 """
 
 from __future__ import annotations
@@ -27,40 +27,42 @@ _log = get_logger(__name__)
 
 
 class CommittedSets:
-    """The last `keep` of a directory, as they were committed; a kill leaves the old ones or the
-    new.
+    """The last `keep` committed sets of a directory. A kill leaves either the old file or the new
+    one.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
         self._file = directory / FILE
         self._keep = keep
         self.unknown = ""
-        """What is wrong with the file; "" once a set was committed since."""
+        """The fault of the file; "" once a set was committed since."""
         self._former_drafter: int | None = None
         self._sets = self._read()
 
     @property
     def serving(self) -> VersionSet | None:
-        """The newest; None before the first commit, and while nobody knows it."""
+        """The newest set; None before the first commit, and while the file is unreadable."""
         return self._sets[-1] if self._sets else None
 
     @property
     def previous(self) -> VersionSet | None:
-        """The one before the serving one."""
+        """The set before the serving one."""
         return self._sets[-2] if len(self._sets) > 1 else None
 
     def as_they_are_now(self) -> CommittedSets:
-        """What another process has written since."""
+        """The sets as another process has written them since."""
         return CommittedSets(self._file.parent, self._keep)
 
     def names(self, part: Part) -> bool:
-        """Whether a part is of a kept set, or the drafter that served before the serving one."""
+        """Whether a kept set contains the part, or the part is the drafter before the
+        serving one.
+        """
         drafter_before = (WEIGHT_TARGET_DRAFTER, self._former_drafter)
         return part == drafter_before or named(part, self._sets)
 
     def commit(self, versions: VersionSet) -> None:
-        """The set serves, once this returns also after a loss of power. Raises WeightsError when
-        its seq does not grow.
+        """Makes the set the serving one. After this call returns, that also survives a loss of
+        power. Raises WeightsError when its seq does not grow.
         """
         serving = self.serving
         if serving is not None and versions.seq <= serving.seq:
@@ -99,12 +101,12 @@ class CommittedSets:
 
 
 def part_version(versions: VersionSet, target: int) -> int:
-    """Version of a set's part; the head is the policy's."""
+    """Version of a set's part; the head has the policy's version."""
     return versions.drafter if target == WEIGHT_TARGET_DRAFTER else versions.policy
 
 
 def named(part: Part, sets: Iterable[VersionSet]) -> bool:
-    """Whether one of the sets has the part."""
+    """Whether one of the sets contains the part."""
     return any(part_version(one, part[0]) == part[1] for one in sets)
 
 

@@ -1,6 +1,7 @@
-"""Joins CRC-32s: that of two ranges in a row follows from theirs, without their bytes.
+"""Joins the CRC-32s of two adjacent ranges without their bytes.
 
-Appending n bytes multiplies the CRC, a polynomial over GF(2), by x^(8n) modulo CRC-32's own.
+Appending n bytes multiplies the CRC, a polynomial over GF(2), by x^(8n) modulo the CRC-32
+polynomial.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ _ONE = 1 << 31
 
 
 def joined_crc32(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 (zlib's) of two ranges in a row, of which the second has so many bytes."""
+    """CRC-32 (zlib's) of two adjacent ranges, the second with `second_bytes` bytes."""
     return _product(_power(second_bytes), first) ^ second
 
 

@@ -1,15 +1,15 @@
-"""Encodes what changed between two versions of the same tensors, and applies it: any bits, no loss.
+"""Encodes the changes between two versions of the same tensors, and applies them, bit for bit.
 
-Stream: sections, one of each sender, who holds a share of the tensors: a head, then a record for
-each piece in which an element changed. A piece is some elements of a tensor that follow each other.
-A record's zstd frame holds of each changed element: the gap (how many
-elements lie between it and the changed one before; 4 bytes), whether its bits as a number went up
-(1 bit), and by how much less 1 (the element's size, modulo it). Gaps and amounts lie as planes, the
-lowest byte of all first: a step of training moves most numbers that move by one unit in the last
-place, so that what is not gap or direction is nearly all zero. Integers are little-endian.
+Stream: one section per sender, each for the sender's share of the tensors. A section is a head,
+then a record for each piece with a changed element. A piece is a run of adjacent elements of a
+tensor. A record's zstd frame holds for each changed element: the gap (number of elements between it
+and the previous changed one; 4 bytes), whether its bits as a number increased (1 bit), and the
+amount minus 1 (the element's size, modulo it). Gaps and amounts are stored as byte planes, lowest
+byte first. A training step moves most changed numbers by one unit in the last place, so all planes
+except gap and direction are nearly zero. Integers are little-endian.
 
-More than 99 % of bf16 weights stay as they are in a step of RL, says the paper on PULSE
-(arXiv:2602.03839), which sends index and value of the others.
+More than 99 % of bf16 weights are unchanged in an RL step according to the PULSE paper
+(arXiv:2602.03839), which sends index and value of each changed weight.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from paceline.weights.threads import in_threads
 HEAD = struct.Struct("<4sI")
 """Magic, records."""
 RECORD = struct.Struct("<IQIII")
-"""Index of the tensor, first element of the piece in it, elements of the piece, changed elements,
-bytes of the frame.
+"""Index of the tensor, first element of the piece in the tensor, elements of the piece, changed
+elements, bytes of the frame.
 """
 MAGIC = b"PLD2"
 DELTA_DAMAGED = "DELTA_DAMAGED"
-"""Reason of the error of a delta that cannot be applied, or gives another version."""
+"""Error reason of a delta that cannot be applied, or that yields another version."""
 PIECE_ELEMENTS = 1 << 22
-"""What one thread compares and compresses at a time; with it a receiver's memory for a record is
-bounded (12 bytes an element at most).
+"""Elements that one thread compares and compresses at a time. It bounds a receiver's memory per
+record (12 bytes an element at most).
 """
 MOST_SHARE = 0.1
-"""Changed elements beyond which no delta is tried: it nears a sixteenth of the content's bytes."""
+"""Share of changed elements above which no delta is tried; it approaches a sixteenth of the
+content's bytes.
+"""
 _GAP_BYTES = 4
-_LEVEL = 1  # the planes that carry something are close to random: more effort finds nothing
-_BLOCK = 1 << 16  # words of 8 bytes compared at a time: both sides and the flags stay in the cache
+_LEVEL = 1  # the non-zero planes are close to random, so more effort gains nothing
+_BLOCK = 1 << 16  # words of 8 bytes compared at a time; both sides stay in the cache
 _SAMPLE_ELEMENTS = 1 << 12
-_SAMPLE_EVERY = 1 << 19  # elements
+_SAMPLE_EVERY = 1 << 19  # in elements
 
 Words = npt.NDArray[Any]
 """Elements of a tensor as unsigned integers of their size, flat."""
@@ -54,11 +56,11 @@ Words = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """A section of a delta, and how much it changes."""
+    """A section of a delta, and its number of changed elements."""
 
     stream: bytes
-    changed: int  # elements
-    elements: int  # of all that is held
+    changed: int  # changed elements
+    elements: int  # elements of the whole share
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,10 @@ def encode_delta(
     piece: int = PIECE_ELEMENTS,
     places: Sequence[tuple[int, int]] | None = None,
 ) -> EncodedDelta | None:
-    """What turns `old` into `new`, tensors of the same layouts in the same order; None when that
-    takes more than `limit` bytes, found before much more is read. `places`: of each the index of
-    the tensor that it is a part of, and its first element there; None where they are all, whole.
+    """The delta from `old` to `new`, tensors of the same layouts in the same order. Returns None if
+    it takes more than `limit` bytes, which is detected early. `places`: for each tensor the index
+    of the whole tensor that it is a part of, and its first element there; None if all tensors are
+    whole.
     """
     places = [(index, 0) for index in range(len(new))] if places is None else places
     records: list[bytes] = []
@@ -106,18 +109,18 @@ def encode_delta(
 def apply_delta(
     stream: memoryview | bytes, tensors: Sequence[NamedTensor]
 ) -> Iterator[NamedTensor]:
-    """Turns `tensors`, whose bytes can be written and are those of the base, into the next version,
-    as far as it is iterated; yields the numbers that were written, as 1-D tensors.
+    """Turns `tensors`, writable and holding the base, into the next version, as far as the result
+    is iterated. Yields the written numbers as 1-D tensors.
 
-    Raises DataLoss for a stream that is no delta of such tensors: nothing but `tensors` and memory
-    for a few pieces has been touched then.
+    Raises DataLoss for a stream that is no delta of such tensors. Until then, only `tensors` and
+    memory for a few pieces have been used.
     """
     return in_threads(_applied, _records(memoryview(stream), tensors))
 
 
 def sampled_changes(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> tuple[float, int]:
-    """Estimated number of elements that changed, from 4,096 of every 524,288 of each tensor, and
-    how many there are.
+    """Estimated number of changed elements, from 4,096 of every 524,288 elements of each tensor,
+    and the total number of elements.
     """
     changed, total = 0.0, 0
     for before, after in zip(old, new, strict=True):
@@ -151,7 +154,7 @@ def _pieces(
 
 
 def _encoded(piece: _Piece) -> tuple[int, bytes]:
-    """Changed elements of a piece, and its record."""
+    """Number of changed elements of a piece, and its record."""
     at, moved = _changed(piece.old, piece.new)
     if not at.size:
         return 0, b""
@@ -159,7 +162,7 @@ def _encoded(piece: _Piece) -> tuple[int, bytes]:
     gaps[1:] -= gaps[:-1].copy() + 1
     bits = 8 * moved.itemsize
     signs = (moved.view(f"<i{moved.itemsize}") >> (bits - 1)).view(moved.dtype)
-    zigzag = ((moved << 1) ^ signs) - 1  # nothing here moves by 0
+    zigzag = ((moved << 1) ^ signs) - 1  # no entry moves by 0
     planes = [*_planes(gaps, _GAP_BYTES), np.packbits(zigzag & 1), *_planes(zigzag >> 1)]
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(
         np.concatenate(planes).data
@@ -169,7 +172,7 @@ def _encoded(piece: _Piece) -> tuple[int, bytes]:
 
 
 def _changed(old: Words, new: Words) -> tuple[npt.NDArray[np.intp], Words]:
-    """Indices that differ, ascending, and new bits minus old ones there."""
+    """Indices of changed elements, ascending, and new bits minus old bits there."""
     shift = 3 - (old.dtype.itemsize.bit_length() - 1)  # a word of 8 bytes has 2 ** shift elements
     whole = old.size >> shift << shift
     wide_old, wide_new = old[:whole].view("<u8"), new[:whole].view("<u8")
@@ -179,7 +182,7 @@ def _changed(old: Words, new: Words) -> tuple[npt.NDArray[np.intp], Words]:
         was, now = wide_old[start : start + _BLOCK], wide_new[start : start + _BLOCK]
         words = np.flatnonzero(np.not_equal(was, now, out=flags[: was.size]))
         if words.size:
-            olds.append(was.take(words))  # while they are in the cache
+            olds.append(was.take(words))  # while the words are in the cache
             news.append(now.take(words))
             words += start
             places.append(words)
@@ -194,13 +197,13 @@ def _changed(old: Words, new: Words) -> tuple[npt.NDArray[np.intp], Words]:
 
 
 def _planes(numbers: npt.NDArray[Any], count: int = 0) -> Iterator[npt.NDArray[np.uint8]]:
-    """The lowest byte of each number, then the next; `count` of them, or all."""
+    """The lowest byte of each number, then the next one; `count` planes, or all."""
     for plane in range(count or numbers.itemsize):
         yield (numbers >> 8 * plane).astype(np.uint8)
 
 
 def _numbers(planes: npt.NDArray[np.uint8], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The numbers whose bytes are the rows, the lowest first."""
+    """The numbers with these rows as bytes, lowest first."""
     numbers: npt.NDArray[Any] = planes[0].astype(dtype)
     for number, plane in enumerate(planes[1:], start=1):
         if plane.any():
@@ -209,7 +212,7 @@ def _numbers(planes: npt.NDArray[np.uint8], dtype: npt.DTypeLike) -> npt.NDArray
 
 
 def _records(stream: memoryview, tensors: Sequence[NamedTensor]) -> Iterator[_Record]:
-    """The records of all sections, each within its piece, as they are read; frames unread."""
+    """The records of all sections, each checked to be within its piece, with frames undecoded."""
     position = 0
     while position < len(stream) or not position:
         if len(stream) - position < HEAD.size:
@@ -226,8 +229,8 @@ def _records(stream: memoryview, tensors: Sequence[NamedTensor]) -> Iterator[_Re
 def _record(
     stream: memoryview, position: int, tensors: Sequence[NamedTensor], behind: tuple[int, int]
 ) -> tuple[_Record, tuple[int, int], int]:
-    """A record at a position, the (tensor, element) that its piece ends at, and where it ends; it
-    may not begin before the one `behind` which it comes.
+    """The record at a position, the (tensor, element) at the end of its piece, and the position
+    after it. The piece may not begin before `behind`.
     """
     if len(stream) - position < RECORD.size:
         raise _refused("delta ends inside a record", len(stream) - position, RECORD.size)
@@ -252,7 +255,7 @@ def _record(
 
 
 def _applied(record: _Record) -> NamedTensor:
-    """Writes the changed elements of a piece; returns them."""
+    """Writes the changed elements of a piece and returns them."""
     words, count, name = record.words, record.count, record.tensor.name
     signs = -(-count // 8)
     raw = _decompressed(record.frame, count * (_GAP_BYTES + words.itemsize) + signs, name)
@@ -270,7 +273,9 @@ def _applied(record: _Record) -> NamedTensor:
 
 
 def _decompressed(frame: memoryview, nbytes: int, name: str) -> bytes:
-    """The frame's content, which has to be so long: no more memory is taken, whatever it says."""
+    """The frame's content. Its length must be `nbytes`, so a frame cannot make the receiver
+    allocate more.
+    """
     try:
         said = zstandard.get_frame_parameters(frame).content_size
         if said != nbytes:

@@ -1,8 +1,8 @@
-"""Hands weights over by a file where sender and receiver are on one host.
+"""Hands weights over as a file if sender and receiver are on one host.
 
-The sender's file has a name in the one directory that the receiver takes files from while it is
-handed over. Its pages are shared: the receiver reads them out of the system's cache. It does
-not map them, because a file that is cut meanwhile would kill the process that looks at it.
+During the handover the sender's file has a name in the directory from which the receiver takes
+files. Its pages are shared: the receiver reads them from the system's cache. It does not map them,
+because a file truncated meanwhile would kill the reading process.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from paceline.v1.weights_pb2 import Handover
 from paceline.whole_files import writing
 
 HANDOVER = "HANDOVER"
-"""Reason of the error of a file that a receiver does not take: the sender has the network left."""
+"""Error reason of a file that a receiver refuses; the sender then uses the network."""
 _ANCHOR = ".scratch-"
 _NAME = re.compile(r"[0-9a-f]{32}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ScratchFile:
-    """A file in the directory, mapped: the system writes out what finds no room in memory, and the
-    file goes when it is dropped. It has no name before it is handed over.
+    """A mapped file in the directory. The system writes out pages that find no room in memory. The
+    file disappears when it is dropped. It has no name before its first handover.
     """
 
     def __init__(self, nbytes: int, directory: Path) -> None:
-        """Raises ResourceExhausted, here and not when it is written to."""
+        """Raises ResourceExhausted on creation, not on a later write."""
         self._directory = directory
         self._anchor: Path | None = None
         with writing(directory):
@@ -49,8 +49,8 @@ class ScratchFile:
 
     @contextmanager
     def named(self, directory: str) -> Iterator[str]:
-        """The file's name in a directory of the same file system, inside the block. Raises OSError
-        where it cannot have one.
+        """Within the block, the file has a name in a directory of the same file system. Raises
+        OSError if that is impossible.
         """
         name, anchor = secrets.token_hex(16), self._anchored()
         folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -59,18 +59,20 @@ class ScratchFile:
             try:
                 yield name
             finally:
-                with suppress(FileNotFoundError):  # a receiver that starts removes what it finds
+                with suppress(FileNotFoundError):  # a starting receiver removes all files
                     os.unlink(name, dir_fd=folder)
         finally:
             os.close(folder)
 
     def _anchored(self) -> Path:
-        """A name of its own, which it keeps: one that has lost its last can never have another."""
+        """A permanent name beside the file: a file that has lost its last name cannot get
+        another.
+        """
         if self._anchor is None:
             anchor = self._directory.absolute() / f"{_ANCHOR}{secrets.token_hex(16)}"
             folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                # a folder makes Python follow the link to the file without a name
+                # Given a folder, Python follows the link to the unnamed file.
                 handle = f"/proc/self/fd/{self._handle}"
                 os.link(handle, anchor.name, dst_dir_fd=folder, follow_symlinks=True)
             finally:
@@ -81,17 +83,17 @@ class ScratchFile:
 
 
 def remove_scratch(directory: Path) -> None:
-    """Removes the files that killed processes have left in a directory, of which none is in use."""
+    """Removes files that killed processes left in a directory. No file there may be in use."""
     for left in directory.glob(f"{_ANCHOR}*"):
         left.unlink(missing_ok=True)
 
 
 class HandoverDirectory:
-    """Where a receiver takes files from; its owner's alone."""
+    """The directory from which a receiver takes files, private to its owner."""
 
     def __init__(self, path: Path) -> None:
-        """Makes it. Raises ConfigError for what is no directory that only this user can write
-        to.
+        """Creates it. Raises ConfigError unless it is a directory that only this user can
+        write to.
         """
         self._path = Path(os.path.abspath(path))
         with writing(self._path):
@@ -103,15 +105,15 @@ class HandoverDirectory:
                 seen=f"mode {found.st_mode:o} of user {found.st_uid}",
                 allowed=f"a directory that user {os.geteuid()} alone can write to",
             )
-        for left in self._path.iterdir():  # of senders that were killed
+        for left in self._path.iterdir():  # left by killed senders
             if _NAME.fullmatch(left.name):
                 left.unlink(missing_ok=True)
         self.described = _described(self._path)
 
     @contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """A file of it, to be read. Raises InvalidInput with reason HANDOVER for a name, a kind or
-        an owner that is refused.
+        """Opens a file of the directory for reading. Raises InvalidInput with reason HANDOVER for a
+        refused name, kind or owner.
         """
         if not _NAME.fullmatch(name):
             raise _refused("name of a file that is handed over", name[:80], _NAME.pattern)
@@ -119,7 +121,7 @@ class HandoverDirectory:
         folder = handle = -1
         try:
             folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | flags)
-            # not blocking: a pipe of that name would wait for its writer
+            # non-blocking: a pipe of that name would wait for its writer
             handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or not _is_own(found):
@@ -135,7 +137,7 @@ class HandoverDirectory:
 
 
 def is_here(handover: Handover) -> bool:
-    """Whether a receiver's directory is this process's too."""
+    """Whether the receiver's directory is also visible to this process."""
     try:
         return bool(handover.directory) and handover == _described(Path(handover.directory))
     except OSError:
@@ -143,14 +145,14 @@ def is_here(handover: Handover) -> bool:
 
 
 def check_inside(handle: int, end: int) -> None:
-    """Raises InvalidInput with reason HANDOVER when the file ends before a byte."""
+    """Raises InvalidInput with reason HANDOVER when the file ends before byte `end`."""
     size = os.fstat(handle).st_size
     if end > size:
         raise _refused("range of a file that is handed over", f"to byte {end}", f"to byte {size}")
 
 
 def read_range(handle: int, position: int, nbytes: int) -> memoryview:
-    """Bytes of a file. Raises DataLoss where it ends before them."""
+    """Bytes of a file. Raises DataLoss if the file ends before them."""
     data = np.empty(nbytes, dtype=np.uint8).data  # not zeroed first
     done = 0
     while done < nbytes and (read := os.preadv(handle, [data[done:]], position + done)):
@@ -163,7 +165,7 @@ def read_range(handle: int, position: int, nbytes: int) -> memoryview:
 def _open_unnamed(directory: Path) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file system without them: what it has instead cannot be named again
+    except OSError:  # the file system has no unnamed files that can be named
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.dup(file.fileno())
 

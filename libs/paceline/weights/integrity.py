@@ -1,7 +1,7 @@
-"""Binds the files of a spooled version to each other, and finds any that is not what was written.
+"""Binds the files of a spooled version to each other, and detects any changed file.
 
-The header of model.safetensors names the content (CRC-32 by chunk, see content_hash) and the sha256
-of manifest.json, from which the rest of the header follows.
+The header of model.safetensors holds the content's hash (CRC-32 by chunk, see content_hash) and the
+sha256 of manifest.json. The rest of the header follows from the manifest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def hash_of(manifest: Manifest, stream: memoryview | bytes | bytearray) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises DataLoss when manifest.json is none."""
+    """Raises DataLoss when manifest.json is absent or invalid."""
     path = directory / MANIFEST
     try:
         manifest = json_format.Parse(path.read_bytes(), Manifest())
@@ -49,7 +49,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_spooled(directory: Path) -> None:
-    """Reads a version's files; about 1 s per GB. Raises DataLoss naming the one that is damaged."""
+    """Reads a version's files; about 1 s per GB. Raises DataLoss with the name of a
+    damaged file.
+    """
     manifest = read_manifest(directory)
     path = directory / TENSORS
     try:

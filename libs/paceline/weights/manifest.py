@@ -1,4 +1,4 @@
-"""What a version consists of: the layout of its content, and which manifests can be received."""
+"""The parts of a version: the layout of its content, and the checks of a received manifest."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from paceline.weight_documents import DOCUMENTS
 from paceline.weights.threads import in_threads
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
-"""Word of each encoding that is received, used in reports and metrics."""
+"""Word for each accepted encoding, used in reports and metrics."""
 
 TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
-"""Word of each WeightTarget, used in messages and directory names."""
+"""Word for each WeightTarget, used in messages and directory names."""
 
 MAX_DOCUMENT_BYTES = 64 << 10
 
@@ -30,11 +30,11 @@ MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 4 << 20
 """Bounds of chunk_bytes; the upper one stays below the servers' message cap (8 MiB)."""
 CHUNK_BYTES = MAX_CHUNK_BYTES
-"""Unless somebody asks for others: each message costs both event loops some of a millisecond."""
+"""Default chunk_bytes: each message costs both event loops some tenths of a millisecond."""
 
 
 def target_name(target: int) -> str:
-    """Word of a target; InvalidInput when it is none."""
+    """Word for a target; raises InvalidInput for an unknown one."""
     if target not in TARGET_NAMES:
         raise InvalidInput("weight target is unknown", seen=target, allowed=TARGET_NAMES)
     return TARGET_NAMES[target]
@@ -65,7 +65,7 @@ def unchecked_manifest(
 
 
 def whole_of(manifest: Manifest) -> Manifest:
-    """The version as a full push announces it, and the spool keeps it."""
+    """The manifest of a full push of the version, as the spool keeps it."""
     if manifest.encoding == WEIGHT_ENCODING_FULL:
         return manifest
     whole = Manifest()
@@ -77,7 +77,7 @@ def whole_of(manifest: Manifest) -> Manifest:
 
 
 def _specs(layouts: Iterable[TensorLayout]) -> Iterator[TensorSpec]:
-    """One tensor behind the other, without a gap."""
+    """Specs of adjacent tensors without gaps."""
     offset = 0
     for one in layouts:
         yield TensorSpec(
@@ -87,20 +87,20 @@ def _specs(layouts: Iterable[TensorLayout]) -> Iterator[TensorSpec]:
 
 
 def check_finite(tensors: Iterable[NamedTensor]) -> None:
-    """Raises WeightsError for a tensor with NaN or infinity: no version with one is served."""
+    """Raises WeightsError for a tensor with NaN or infinity; no such version is served."""
     name = first_not_finite(tensors)
     if name is not None:
         raise not_finite(name)
 
 
 def first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
-    """Name of a tensor with NaN or infinity."""
+    """Name of the first tensor with NaN or infinity."""
     looked = in_threads(lambda one: (one.name, is_finite(one)), tensors)
     return next((name for name, finite in looked if not finite), None)
 
 
 def not_finite(name: str) -> WeightsError:
-    """What to raise of such a tensor."""
+    """The error for such a tensor."""
     return WeightsError(
         f"tensor {name} holds numbers that are not finite",
         reason="NOT_FINITE",
@@ -110,7 +110,7 @@ def not_finite(name: str) -> WeightsError:
 
 
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
-    """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or
+    """Raises InvalidInput unless the manifest is acceptable: known names, offsets without gap or
     overlap, documents that are JSON objects of at most MAX_DOCUMENT_BYTES.
     """
     target_name(manifest.target)
@@ -138,7 +138,7 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
 
 
 def _check_delta(manifest: Manifest) -> None:
-    """Raises InvalidInput unless a delta says what it needs, and a full push nothing of it."""
+    """Raises InvalidInput unless a delta has all delta fields, and a full push none."""
     is_delta = manifest.encoding == WEIGHT_ENCODING_SPARSE_DELTA
     delta = manifest.delta
     if is_delta != manifest.HasField("delta") or (manifest.base_version and not is_delta):
@@ -166,7 +166,7 @@ def _check_delta(manifest: Manifest) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Raises InvalidInput unless the tensors fill the stream one after the other."""
+    """Raises InvalidInput unless the tensors fill the stream without gaps."""
     if len(manifest.tensors) > MAX_TENSORS:
         raise InvalidInput(
             "a push has too many tensors",

@@ -1,4 +1,4 @@
-"""Memory for whole versions, and how much of it there is."""
+"""Memory for whole versions, and the available amount."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Zeroed memory of its own mapping, so that it goes back to the system when dropped; huge pages
-    where offered.
+    """Zeroed memory in a mapping of its own, so it returns to the system when dropped. Uses huge
+    pages if offered.
 
     Raises ResourceExhausted.
     """
@@ -28,15 +28,15 @@ def allocate(nbytes: int) -> memoryview:
 
 
 def available_bytes() -> int:
-    """What the system could give without writing anything out, within the limit of this container
-    where there is one; a very large number where nobody says.
+    """Bytes that the system could provide without swapping, within this container's limit if there
+    is one. A very large number if the system does not report it.
     """
     system = _field(_MEMINFO, "MemAvailable:")
     found = system << 10 if system is not None else 1 << 62
     try:
         limit = int((_GROUP / "memory.max").read_text())
         used = int((_GROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # no limit, or "max"
         return found
     cached = _field(_GROUP / "memory.stat", "inactive_file") or 0
     return max(0, min(found, limit - used + cached))

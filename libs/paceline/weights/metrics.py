@@ -10,34 +10,33 @@ RECEIVED_BYTES = Counter(
     "paceline.weights.received_bytes",
     "By",
     ("target", "encoding", "way"),
-    "of pushed versions that arrived: `full` ones, or as a `sparse_delta` to the version before; "
-    "by the `network`, or by a `file` of a sender on the same host",
+    "received bytes of pushed versions: `full`, or as a `sparse_delta` to the version before; by "
+    "the `network`, or by a `file` of a sender on the same host",
 )
 DELTAS_LEFT = Counter(
     "paceline.weights.deltas_left",
     "{version}",
     ("target", "reason"),
-    "versions that were pushed whole though the sender had a base: too much had `changed` for a "
-    "delta to be faster, the receiver did not hold the `base`, or what it made of the delta was "
-    "`damaged`",
+    "versions pushed in full despite a base; reason: too many weights `changed` for a faster "
+    "delta, the receiver lacked the `base`, or the rebuilt version was `damaged`",
 )
 
 VERSIONS_REPLACED = Counter(
     "paceline.weights.versions_replaced",
     "{version}",
     TARGET,
-    "versions announced again with other content, in the place of those that did not serve yet",
+    "versions announced again with other content before they served",
 )
 VERSIONS_DAMAGED = Counter(
     "paceline.weights.versions_damaged",
     "{version}",
     TARGET,
-    "times that a version's files in the spool, or as `sets` versions.json, were not what had been "
-    "written; it is not loaded, and pushed again when it is announced again or is to serve",
+    "damaged versions in the spool, and a damaged versions.json as `sets`; a damaged version is "
+    "not loaded, and is pushed again at its next announcement or use",
 )
 VERSIONS_REFUSED = Counter(
     "paceline.weights.versions_refused",
     "{version}",
     TARGET,
-    "pushed versions with bytes that are not their manifest's or numbers that are not finite",
+    "pushed versions with a wrong checksum or numbers that are not finite",
 )

@@ -1,4 +1,4 @@
-"""Reader of weights: what a receiver serves, as tensors again."""
+"""Reads served weights from a receiver as tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ async def pull_weights(
     deadline_s: float,
     directory: Path | None = None,
 ) -> list[NamedTensor] | None:
-    """The tensors that serve, in stream order; None unless their manifest is `wanted`. They lie in
+    """The serving tensors in stream order; None unless `wanted` accepts their manifest. They are in
     an unnamed file of the directory, or in memory.
 
-    Raises DataLoss when the bytes are not the manifest's, InvalidInput for a manifest that cannot
-    be received, and what the call raises.
+    Raises DataLoss when the bytes do not match the manifest, InvalidInput for an unacceptable
+    manifest, and the errors of the call.
     """
 
     def allocated(nbytes: int) -> memoryview:

@@ -1,6 +1,6 @@
-"""Sender of weights: Prepare, Push, Commit, Abort as a client.
+"""Sends weights: Prepare, Push, Commit and Abort as a client.
 
-Owns deadlines; keeps no state between calls.
+The module sets deadlines and keeps no state between calls.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from paceline.weights.shares import cut_tensors
 
 BASE_DEADLINE_S = 30.0
 SLOWEST_BYTES_PER_S = 20e6
-"""A push may take the base deadline plus its bytes at this rate (network, spool and fan-out
-together).
+"""A push may take the base deadline plus its bytes at this rate, for network, spool and fan-out
+together.
 """
 COMMAND_DEADLINE_S = 60.0
 DAMAGED_TRIES = 3
 Cut = Callable[[Iterable[int]], Iterable[ChunkPart]]
-"""What the sender holds of each chunk that is wanted, in ascending order."""
+"""The sender's parts of each wanted chunk, in ascending order."""
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push took, in seconds; all zero but push_s when the receiver had the version
-    already.
+    """Duration of a push, in seconds. All values are zero except push_s when the receiver already
+    had the version.
     """
 
     bytes: int  # sent by this call
-    push_s: float  # from Prepare to the answer of Push, spool and fan-out included
+    push_s: float  # from Prepare to the answer of Push, including spool and fan-out
     receive_s: float = 0.0  # receiver: first chunk to all checksums verified in memory
     spool_s: float = 0.0  # receiver: writing the spool
     fan_out_s: float = 0.0  # receiver: loading on its workers
     encoding: str = "full"  # or sparse_delta
-    encode_s: float = 0.0  # making the delta, or finding that it is not worth it
-    apply_s: float = 0.0  # receiver: making the content of base and delta, checked
-    replaced: bool = False  # receiver: other content of this version, which did not serve, is gone
-    missing: int = 0  # chunks that other senders have to complete
-    by_file: bool = False  # handed over on one host, and not sent
+    encode_s: float = 0.0  # encoding the delta, or deciding against it
+    apply_s: float = 0.0  # receiver: building and checking the content from base and delta
+    replaced: bool = False  # receiver: other content of this version was removed
+    missing: int = 0  # chunks that other senders must complete
+    by_file: bool = False  # handed over on one host instead of sent
 
     @property
     def transfer_s(self) -> float:
-        """Seconds from Prepare to checksummed in the receiver's memory."""
+        """Seconds from Prepare until the bytes are checked in the receiver's memory."""
         return self.push_s - self.spool_s - self.fan_out_s
 
 
@@ -80,10 +80,10 @@ async def push_weights(
     *,
     deadline_s: float | None = None,
 ) -> PushReport:
-    """Pushes a version whole: sends the chunks the receiver wants; called again after a failure it
-    sends only the rest.
+    """Pushes a whole version: sends the chunks that the receiver wants. Called again after a
+    failure, it sends only the remaining ones.
 
-    Raises as push_stream does, and InvalidInput when the tensors are not those of the manifest.
+    Raises as push_stream, and InvalidInput when the tensors do not match the manifest.
     """
     cut = partial(cut_tensors, manifest, tensors)
     report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
@@ -102,11 +102,10 @@ async def push_stream(
     deadline_s: float | None = None,
     file: ScratchFile | None = None,
 ) -> PushReport:
-    """Pushes what `cut` cuts, all of a version or a part; the report says what is missing then.
-    Where all of it lies in a file, that is handed over to a receiver on the same host that takes
-    files.
-    What was damaged on its way is sent again, DAMAGED_TRIES times in all; a delta
-    that the receiver cannot apply is not.
+    """Pushes the parts from `cut`, all of a version or a share; the report has the number of
+    missing chunks. With `file`, which holds all of them, the file is handed over to a receiver on
+    the same host that accepts files. Damaged chunks are sent again, up to DAMAGED_TRIES times in
+    all. A delta that the receiver cannot apply is not.
 
     Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch,
     ResourceExhausted, Unavailable, DeadlineExceeded.
@@ -130,7 +129,7 @@ async def _push(sending: Sending, cut: Cut, file: ScratchFile | None) -> PushRep
     wanted = await sending.prepare()
     parts = iter(() if wanted.complete else cut(wanted.wanted_chunks))
     first = next(parts, None)
-    if first is None:  # all of this sender's is there
+    if first is None:  # the receiver has all of this sender's parts
         missing = len(wanted.wanted_chunks)
         return PushReport(0, time.monotonic() - started_s, encoding=encoding, missing=missing)
     left: Iterable[ChunkPart] = chain([first], parts)
@@ -164,8 +163,8 @@ async def commit_versions(
     leased: Iterable[int] = (),
     deadline_s: float | None = COMMAND_DEADLINE_S,
 ) -> VersionSet:
-    """Serves a set at the receiver and returns the serving one; WeightsError when a part is not
-    there.
+    """Makes the receiver serve a set, and returns the serving set. Raises WeightsError when a part
+    is absent.
 
     leased: workers on whose slots a trainer computes. deadline_s: None where the caller ends the
     call.
@@ -190,7 +189,7 @@ async def abort_version(
     *,
     deadline_s: float = COMMAND_DEADLINE_S,
 ) -> None:
-    """Makes the receiver forget a prepared version; WeightsError when it is being served."""
+    """Makes the receiver drop a prepared version. Raises WeightsError when it is serving."""
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     request = pb.AbortRequest(context=context, target=target, version=version)  # type: ignore[arg-type]
     with rpc_errors():

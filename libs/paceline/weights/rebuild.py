@@ -1,4 +1,4 @@
-"""Makes a version of its base, as the spool holds it, and a delta."""
+"""Builds a version from its base in the spool and a delta."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.weights.shares import checksums_of
 from paceline.weights.spool import Spool
 
 DELTA_BASE = "DELTA_BASE"
-"""Reason of the error of a delta whose base is not here."""
+"""Error reason of a delta without its base in the spool."""
 
 
 def check_base(spool: Spool, manifest: Manifest) -> None:
     """Raises WeightsError with reason DELTA_BASE unless the spool has the base of a delta, with the
-    content and the tensors that the delta was made for.
+    content and tensors that the delta requires.
     """
     target, version = manifest.target, manifest.base_version
     try:
@@ -31,11 +31,11 @@ def check_base(spool: Spool, manifest: Manifest) -> None:
 
 
 def rebuilt(spool: Spool, manifest: Manifest, stream: memoryview) -> memoryview:
-    """The content of the version that a delta stands for, in room of its own, checked.
+    """The content of the version behind a delta, in memory of its own, checked.
 
-    Raises WeightsError with reason DELTA_BASE when the base is not here or not what was written,
-    DataLoss with reason DELTA_DAMAGED when the delta cannot be applied or gives other content than
-    the manifest names, WeightsError when a number is not finite.
+    Raises WeightsError with reason DELTA_BASE when the base is absent or damaged; DataLoss with
+    reason DELTA_DAMAGED when the delta cannot be applied or yields another content than the
+    manifest's; WeightsError when a number is not finite.
     """
     check_base(spool, manifest)
     content = spool.room_for(manifest.total_bytes)
@@ -71,7 +71,9 @@ def _check_result(manifest: Manifest, content: memoryview) -> None:
 
 
 def _check_spooled_base(spool: Spool, manifest: Manifest) -> None:
-    """Blames the base where its files have rotted, which the spool then knows."""
+    """Checks the base's files. If they are damaged, raises for the base and records the damage in
+    the spool.
+    """
     try:
         spool.check(manifest.target, manifest.base_version)
     except DataLoss as error:

@@ -1,6 +1,6 @@
-"""Versions on their way: which of them arrive, are prepared and serve. One writer.
+"""Versions in transit: arriving, prepared and serving ones. One writer.
 
-What a version means to workers is the hooks' business; what is on disk is the spool's.
+The hooks apply versions to workers; the spool keeps them on disk.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.weights.taking import take_ranges
 _log = get_logger(__name__)
 
 MAX_IN_FLIGHT = 2
-"""Versions of one target that may be receiving or prepared at a time."""
+"""Versions of one target that may be arriving or prepared at a time."""
 
 
 class WeightHooks(Protocol):
-    """What the receiving service does with versions. Calls never overlap."""
+    """Actions of the receiving service on versions. Calls never overlap."""
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Loads a spooled version beside the serving one, on every worker.
@@ -44,22 +44,22 @@ class WeightHooks(Protocol):
         ...
 
     async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
-        """Serves the set on every worker; all parts were given to on_prepared. Of `leased` workers
-        a trainer has the slots.
+        """Serves the set on every worker; on_prepared was called for all parts. A trainer has the
+        slots of `leased` workers.
 
         An exception fails the Commit.
         """
         ...
 
     async def on_abort(self, target: int, version: int) -> None:
-        """Forgets a version that was given to on_prepared."""
+        """Drops a version passed to on_prepared."""
         ...
 
 
 class Reception:
-    """Takes versions into a spool and gives them to the hooks.
+    """Receives versions into a spool and passes them to the hooks.
 
-    Its changes are to be run to their end: half of one would let a second writer in.
+    A change must run to its end: a cancelled one would let a second writer in.
     """
 
     def __init__(
@@ -69,13 +69,15 @@ class Reception:
         targets: tuple[int, ...],
         handover: HandoverDirectory | None,
     ) -> None:
-        """`targets`: the parts that a commit needs; `handover`: where files are taken from."""
+        """`targets`: the parts that a commit needs. `handover`: the directory for handed-over
+        files.
+        """
         self.handover = handover
         self._spool = spool
         self._hooks = hooks
         self._targets = targets
         self._receiving: dict[Part, Assembly] = {}
-        self._loaded: set[Part] = set()  # given to on_prepared and not yet committed or aborted
+        self._loaded: set[Part] = set()  # passed to on_prepared, not yet committed or aborted
         self._writer = asyncio.Lock()
         self._at_work = 0
         self.activity = Activity("weights")
@@ -97,14 +99,14 @@ class Reception:
 
     @property
     def serving(self) -> VersionSet:
-        """Set being served; version 0 of everything before the first commit."""
+        """The serving set; version 0 of each part before the first commit."""
         return self._spool.serves
 
     async def prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
-        """The chunks still wanted of a version, whose buffer is there.
+        """Allocates the buffer of a version and returns the chunks still wanted.
 
-        Raises WeightsError with reason DELTA_BASE for a delta whose base is not here,
-        ResourceExhausted where the version finds no room.
+        Raises WeightsError with reason DELTA_BASE for a delta without its base, ResourceExhausted
+        if the version finds no room.
         """
         part = (manifest.target, manifest.version)
         async with self._writer:
@@ -130,8 +132,8 @@ class Reception:
             )
 
     def receiving(self, part: Part, known: Assembly | None = None) -> Assembly:
-        """Where the chunks of an announced version go. Raises WeightsError when none was announced,
-        or another one since `known` was.
+        """The assembly of an announced version. Raises WeightsError if none was announced, or a
+        different one since `known`.
         """
         assembly = self._receiving.get(part)
         if assembly is None or (known is not None and assembly is not known):
@@ -140,10 +142,10 @@ class Reception:
         return assembly
 
     async def take(self, request: pb.TakeRequest) -> int:
-        """Places ranges of a file that is handed over as Push places chunks; returns their bytes.
+        """Places ranges of a handed-over file as Push places chunks; returns their number of bytes.
 
-        Raises InvalidInput with reason HANDOVER for a file that is not taken, and what
-        Assembly.place raises.
+        Raises InvalidInput with reason HANDOVER for a refused file, and the errors of
+        Assembly.place.
         """
         part = (request.target, request.version)
         assembly = self.receiving(part)
@@ -152,8 +154,8 @@ class Reception:
         return await take_ranges(lambda: self.receiving(part, assembly), request, self.handover)
 
     async def finish(self, part: Part, received: int) -> pb.PushResponse:
-        """Spools and loads a version once it is complete; who comes before that is told how much
-        is missing, who comes later finds it done.
+        """Spools and loads a version once it is complete. An earlier caller gets the number of
+        missing chunks; a later one finds the work done.
         """
         async with self._writer:
             assembly = self._receiving.get(part)
@@ -187,7 +189,9 @@ class Reception:
             )
 
     async def commit(self, versions: VersionSet, mode: int, leased: Collection[int] = ()) -> None:
-        """Serves a set: workers first, then versions.json; the serving set again has no effect."""
+        """Serves a set: workers first, then versions.json. Serving the present set again has no
+        effect.
+        """
         async with self._writer:
             if versions != self._spool.serving:
                 targets = self._awaited()
@@ -199,8 +203,8 @@ class Reception:
                 self._forget_older(versions)
 
     async def abort(self, part: Part) -> None:
-        """Forgets a version; one that is not here is forgotten already. Raises WeightsError when it
-        is being served.
+        """Drops a version; an absent one counts as dropped. Raises WeightsError when it
+        is serving.
         """
         async with self._writer:
             if part[1] == part_version(self.serving, part[0]):
@@ -212,7 +216,7 @@ class Reception:
             await self._forget(part)
 
     async def _remove_damaged(self, part: Part) -> bool:
-        """Whether the spooled version, serving or not, is to be pushed again."""
+        """Whether the spooled version, serving or not, must be pushed again."""
         try:
             await asyncio.to_thread(self._spool.check, *part)
         except DataLoss:
@@ -221,16 +225,17 @@ class Reception:
         return False
 
     async def _make_way(self, manifest: pb.Manifest) -> bool:
-        """Forgets other content of the version; False when there is none.
+        """Drops another content of the same version; returns False if there is none.
 
-        Raises WeightsError when a kept set names the version: what has served stays what it was.
+        Raises WeightsError when a kept set contains the version, since a served content never
+        changes.
         """
         part = (manifest.target, manifest.version)
         assembly = self._receiving.get(part)
         known = whole_of(assembly.manifest) if assembly else self._spool.manifest(*part)
         if known is None or known == whole_of(manifest):
             if assembly is not None and assembly.manifest != manifest:
-                del self._receiving[part]  # the same content travels in another encoding now
+                del self._receiving[part]  # the same content now arrives in another encoding
             return False
         if assembly is None and part not in self._spool.prepared:
             raise WeightsError(
@@ -251,7 +256,9 @@ class Reception:
         await asyncio.to_thread(self._spool.discard, *part)
 
     def _is_spooled(self, manifest: pb.Manifest) -> bool:
-        """Whether the version is on disk; WeightsError when it is not, and too old to be pushed."""
+        """Whether the version is on disk. Raises WeightsError when it is absent and too old to be
+        pushed.
+        """
         if self._spool.manifest(manifest.target, manifest.version) is not None:
             return True
         serving = part_version(self.serving, manifest.target)
@@ -263,7 +270,7 @@ class Reception:
         return False
 
     def _admit(self, part: Part) -> None:
-        """Raises ResourceExhausted when too many versions of the target are on their way."""
+        """Raises ResourceExhausted when too many versions of the target are in transit."""
         ahead = {one for one in (*self._receiving, *self._spool.prepared) if one[0] == part[0]}
         if len(ahead) >= MAX_IN_FLIGHT:
             seen = ", ".join(sorted(map(_name, ahead)))
@@ -272,7 +279,7 @@ class Reception:
             )
 
     async def _content(self, part: Part, assembly: Assembly) -> memoryview:
-        """The whole content of a version that is complete."""
+        """The whole content of a complete version."""
         try:
             await asyncio.to_thread(assembly.check_content)
             if not assembly.is_delta:
@@ -285,8 +292,8 @@ class Reception:
             raise
 
     async def _load(self, part: Part, *, written: bool = False) -> None:
-        """Gives a spooled version to the hooks once; not what serves already, nor a version 0
-        without a directory.
+        """Passes a spooled version to the hooks once. A serving version and a version 0 without a
+        directory are skipped.
 
         Raises DataLoss when it is damaged, unless it was just `written`.
         """
@@ -299,8 +306,8 @@ class Reception:
         self._loaded.add(part)
 
     def _awaited(self) -> tuple[int, ...]:
-        """The targets whose versions must be here for a commit: not the drafter's where nobody
-        knows what has served; workers go without one that is damaged or gone.
+        """Targets that must be present for a commit. The drafter is left out while the serving set
+        is unknown; workers run without a drafter that is damaged or gone.
         """
         without = WEIGHT_TARGET_DRAFTER if self._spool.unknown else None
         return tuple(target for target in self._targets if target != without)
@@ -323,7 +330,7 @@ class Reception:
                 )
 
     def _forget_older(self, versions: VersionSet) -> None:
-        """Nothing below what now serves can be committed as a new version any more."""
+        """Drops versions below the serving ones, which can no longer be committed as new."""
         self._loaded = {part for part in self._loaded if part[1] > part_version(versions, part[0])}
         for part in [
             part for part in self._receiving if part[1] <= part_version(versions, part[0])

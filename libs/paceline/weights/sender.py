@@ -1,5 +1,5 @@
-"""Pushes versions one after the other, each as a delta to the last where that is less work; alone,
-or as one of several senders who bring a version together.
+"""Pushes versions in order, each as a delta to the last one if that is less work. A sender works
+alone or together with other senders of the same version.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from paceline.weights.shares import ALONE, Announced, CheckedRange, Senders, cut
 
 Deltas = Literal["auto", "always", "never"]
 MOST_BYTES = 1 / 16
-"""Share of the content that a delta may take; it is in memory as a whole."""
+"""Largest size of a delta as a share of the content; it is held in memory as a whole."""
 FIXED_S, EACH_BYTE_S, EACH_CHANGED_BYTE_S = 0.02, 1.0e-9, 30e-9
-"""What a delta takes beside its own bytes on the wire: to compare, copy and check all bytes of the
-content, and to encode and apply those of changed elements. Measured on about one core
-(docs/benchmarks.md): with more, a delta is at times left that would have been a little faster.
+"""Costs of a delta beside its own bytes on the wire: comparing, copying and checking all bytes of
+the content, and encoding and applying changed elements. Measured on about one core
+(docs/benchmarks.md). With more cores, a delta is sometimes skipped that would be slightly faster.
 """
 _REASONS = {DELTA_BASE: "base", DELTA_DAMAGED: "damaged"}
 _log = get_logger(__name__)
@@ -45,22 +45,22 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One version as it is to travel: what of its stream this sender brings."""
+    """One version in its form for the wire, with this sender's parts of the stream."""
 
     manifest: Manifest
     ranges: tuple[CheckedRange, ...]
     whole: Announced = field(repr=False)
     encode_s: float
-    rounds: int = 0  # that ended without the version being complete
+    rounds: int = 0  # rounds that ended with the version incomplete
 
     @property
     def is_delta(self) -> bool:
-        """Whether the stream stands for the content, and is not it."""
+        """Whether the stream is a delta, not the content itself."""
         return self.manifest is not self.whole.manifest
 
     @property
     def file(self) -> ScratchFile | None:
-        """Where the stream lies in the sender's file, all of it; a delta lies in memory."""
+        """The sender's file with the whole stream; a delta is in memory."""
         return None if self.is_delta else self.whole.share.file
 
     def entire(self) -> Parcel:
@@ -71,37 +71,37 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How one sender's part of a parcel has arrived."""
+    """Result of one sender's part of a parcel."""
 
     report: PushReport
     error: PacelineError | None = None
 
 
 def delta_s(nbytes: int, share: float) -> float:
-    """Seconds that a delta to so many bytes takes but for its way, by the share of elements that
-    changed.
+    """Seconds that a delta to so many bytes costs beside its transfer, by the share of changed
+    elements.
     """
     return FIXED_S + nbytes * (EACH_BYTE_S + share * EACH_CHANGED_BYTE_S)
 
 
 class WeightSender:
-    """Keeps, of each target, what it has pushed last, as long as that is the base of the next: its
-    bytes must stay as they are.
+    """Keeps the last pushed version of each target as the base of the next one. Its bytes must not
+    change.
 
-    What the receiver then lacks it says, and the version goes whole: after an abort, after a
-    restart of either side, when the base has rotted. Several senders take the same three steps:
-    `plan` together, `deliver` each what it holds, and `settle` over what all have delivered, until
-    it says how the push went.
+    A receiver without the base reports it, and the version is sent whole: after an abort, after a
+    restart of either side, or with a damaged base. Several senders take the same three steps:
+    `plan` together, `deliver` each its own parts, and `settle` over all deliveries, which decides
+    the result of the push.
     """
 
     def __init__(self, deltas: Deltas = "auto", senders: Senders = ALONE) -> None:
-        """`auto`: a delta where it is less work than a full push, by how long the last of those
-        took; `always`: wherever there is a base; `never`: nothing is kept.
+        """`auto`: a delta if it is less work than a full push, by the duration of the last full
+        push. `always`: a delta whenever there is a base. `never`: no base is kept.
         """
         self._deltas = deltas
         self._senders = senders
         self._bases: dict[int, Announced] = {}
-        self._full_s: dict[int, float] = {}  # of a byte, as the last full push went
+        self._full_s: dict[int, float] = {}  # per byte, from the last full push
 
     async def push(
         self,
@@ -111,8 +111,8 @@ class WeightSender:
         *,
         deadline_s: float | None = None,
     ) -> PushReport:
-        """Pushes a version of which this sender holds all. Called again after a failure it sends
-        only the rest. Raises as push_weights does.
+        """Pushes a version held by this sender alone. Called again after a failure, it sends only
+        the remaining chunks. Raises as push_weights.
         """
         started_s, nbytes = time.monotonic(), whole.manifest.total_bytes
         deadline_s = push_deadline_s(nbytes) if deadline_s is None else deadline_s
@@ -123,7 +123,7 @@ class WeightSender:
         return replace(going, push_s=time.monotonic() - started_s)
 
     def plan(self, whole: Announced) -> Parcel:
-        """How a version travels. Collective."""
+        """Decides the form of a version on the wire. Collective."""
         started_s = time.monotonic()
         delta = self._delta(whole)
         encode_s = time.monotonic() - started_s
@@ -134,7 +134,7 @@ class WeightSender:
     async def deliver(
         self, channel: grpc.aio.Channel, parcel: Parcel, context: CommandContext, deadline_s: float
     ) -> Delivery:
-        """Brings this sender's part of it to the receiver."""
+        """Sends this sender's parts to the receiver."""
         manifest = parcel.manifest
         cut = partial(cut_ranges, manifest, parcel.ranges)
         try:
@@ -146,16 +146,16 @@ class WeightSender:
         return Delivery(report)
 
     def settle(self, parcel: Parcel, deliveries: Sequence[Delivery]) -> Parcel | PushReport:
-        """The push as a whole when the version is complete; else what is to be delivered now.
+        """The report of the whole push when the version is complete; otherwise the parcel to
+        deliver next.
 
-        Raises what one of the senders met, and WeightsError when the version does not become
-        complete.
+        Raises the error of any sender, and WeightsError when the version does not become complete.
         """
         refused = self._refusal(parcel, deliveries)
         if refused:
             return parcel.entire()
         whole, target = parcel.whole, parcel.manifest.target
-        if all(one.report.missing for one in deliveries):  # the receiver has lost some of it
+        if all(one.report.missing for one in deliveries):  # the receiver has lost chunks
             if parcel.rounds + 1 < DAMAGED_TRIES:
                 return replace(parcel, rounds=parcel.rounds + 1)
             name, missing = _name(parcel.manifest), deliveries[0].report.missing
@@ -168,13 +168,13 @@ class WeightSender:
         return replace(report, encode_s=parcel.encode_s)
 
     def forget(self, target: int | None = None) -> None:
-        """Lets go of the base of a target, or of all: the next version goes whole."""
+        """Drops the base of a target, or of all targets; the next version is sent whole."""
         for one in [*self._bases] if target is None else [target]:
             self._bases.pop(one, None)
 
     def _delta(self, whole: Announced) -> tuple[Manifest, tuple[CheckedRange, ...]] | None:
-        """Manifest of a delta, and what this sender brings of it; None where somebody has no base,
-        or it is more work than a full push.
+        """Manifest of a delta, and this sender's part of it. None if any sender lacks the base, or
+        if a full push is less work.
         """
         manifest, base = whole.manifest, self._base_that_pays(whole)
         if base is None:
@@ -189,8 +189,8 @@ class WeightSender:
         return delta_manifest(manifest, base.manifest, encoded.stream, self._senders)
 
     def _base_that_pays(self, whole: Announced) -> Announced | None:
-        """What was pushed last, where all senders have it, of the same tensors, and so little has
-        changed since that a delta is less work than a full push.
+        """The last pushed version if all senders have it with the same tensors, and few enough
+        elements changed that a delta is less work than a full push.
         """
         if self._deltas == "never":
             return None
@@ -216,25 +216,27 @@ class WeightSender:
         return None
 
     def _refusal(self, parcel: Parcel, deliveries: Sequence[Delivery]) -> bool:
-        """Whether the receiver cannot make the version of a delta. Raises any other error."""
+        """Whether the receiver refused the delta in a way that a full push cures. Raises any other
+        error.
+        """
         errors = [one.error for one in deliveries if one.error is not None]
         refusals = [one for one in errors if parcel.is_delta and one.reason in _REASONS]
         if not refusals:
             if errors:
                 raise errors[0]
             return False
-        # Others may have met that their version was forgotten for it.
+        # Other senders may have failed because their version was dropped for the same reason.
         self._left(parcel.manifest, _REASONS[refusals[0].reason])
         _log.warning("delta_refused", version=_name(parcel.manifest), error=str(refusals[0]))
         return True
 
     def _left(self, manifest: Manifest, reason: str) -> None:
-        if self._senders.rank == 0:  # one count of all
+        if self._senders.rank == 0:  # count once for all senders
             DELTAS_LEFT.record(target=target_name(manifest.target), reason=reason)
 
 
 def joined_report(reports: Sequence[PushReport]) -> PushReport:
-    """One push of which several senders tell."""
+    """One report for the push of several senders."""
     return PushReport(
         bytes=sum(one.bytes for one in reports),
         push_s=max(one.push_s for one in reports),

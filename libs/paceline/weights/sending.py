@@ -1,4 +1,4 @@
-"""Brings parts of a version to a receiver: as a stream of messages, or as a file on its host."""
+"""Sends parts of a version to a receiver, as a stream of messages or as a file on its host."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from paceline.weights.service import SERVICE_NAME
 from paceline.weights.wire import PushChunk, encode_push
 
 RANGES_A_CALL = 1 << 16
-"""Of a file that is handed over: the message stays far below the servers' cap."""
+"""Ranges per call for a handed-over file; the message stays far below the servers' cap."""
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Of one version to one receiver, until a time (of the monotonic clock). Each call raises the
+    """Sends one version to one receiver, until a time of the monotonic clock. Each call raises the
     receiver's PacelineErrors.
     """
 
@@ -37,14 +37,14 @@ class Sending:
     ends_s: float
 
     async def prepare(self) -> pb.PrepareResponse:
-        """Announces the version; returns what is wanted of it."""
+        """Announces the version; returns the wanted chunks."""
         request = pb.PrepareRequest(context=self.context, manifest=self.manifest)
         with rpc_errors():
             response: pb.PrepareResponse = await self._stub.Prepare(request, timeout=self._left_s)
         return response
 
     async def stream(self, parts: Iterable[ChunkPart]) -> pb.PushResponse:
-        """Sends parts, at least one, by the network."""
+        """Sends at least one part by the network."""
         push: Any = self.channel.stream_unary(
             f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
         )
@@ -55,8 +55,9 @@ class Sending:
     async def hand_over(
         self, parts: Sequence[ChunkPart], file: ScratchFile, directory: str
     ) -> pb.PushResponse | None:
-        """Has parts, at least one, taken from the file they lie in, which has a name in the
-        receiver's directory meanwhile; None where it cannot have one, or the receiver refuses it.
+        """Hands over the file with at least one part; the file has a name in the receiver's
+        directory meanwhile. Returns None if the file cannot have a name there, or if the receiver
+        refuses it.
         """
         received = 0
         try:

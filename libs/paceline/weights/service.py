@@ -1,4 +1,4 @@
-"""Registration of WeightService. Owns the method table; the methods are the servicer's."""
+"""Registers WeightService: the method table of the servicer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SERVICE_NAME = "paceline.v1.WeightService"
 
 
 def add_weight_service(servicer: WeightServiceServicer, server: grpc.aio.Server) -> None:
-    """Like the generated `add_WeightServiceServicer_to_server`, but Push takes its chunks without
-    protobuf's copies.
+    """As the generated `add_WeightServiceServicer_to_server`, except that Push receives its chunks
+    without protobuf's copies.
     """
     methods = {
         name: grpc.unary_unary_rpc_method_handler(

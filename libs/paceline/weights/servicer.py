@@ -1,4 +1,4 @@
-"""Implements WeightService: checks what callers send, and has it received (reception.py)."""
+"""Implements WeightService: checks requests and passes them to the reception (reception.py)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class WeightServicer(WeightServiceServicer):
     """WeightService over a spool.
 
-    `targets` are the parts a commit needs here: policy and drafter at the gateway, the head at the
-    drafter trainer.
+    `targets` are the parts of a commit: policy and drafter at the gateway, the head at the drafter
+    trainer.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class WeightServicer(WeightServiceServicer):
         max_bytes: int = 0,
         handover: Path | None = None,
     ) -> None:
-        """`max_bytes`: of one version's content; 0: what finds room on the spool's disk.
-        `handover`: directory from which files of senders on this host are taken.
+        """`max_bytes`: limit of one version's content; 0: the free space of the spool's disk.
+        `handover`: directory for files of senders on this host.
         """
         directory = HandoverDirectory(handover) if handover else None
         self.reception = Reception(spool, hooks, targets, directory)
@@ -64,11 +64,11 @@ class WeightServicer(WeightServiceServicer):
 
     @property
     def serving(self) -> VersionSet:
-        """Set being served; version 0 of everything before the first commit."""
+        """The serving set; version 0 of each part before the first commit."""
         return self.reception.serving
 
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
-        """Answers the chunks still wanted; allocates the buffer of a new version."""
+        """Returns the chunks still wanted; allocates the buffer of a new version."""
         manifest = request.manifest
         self._guard.check(request.context, _track_of(manifest.target))
         check_manifest(manifest, max_bytes=self._max_bytes)
@@ -85,8 +85,8 @@ class WeightServicer(WeightServiceServicer):
     async def Push(
         self, request_iterator: AsyncIterator[PushChunk], context: Any
     ) -> pb.PushResponse:
-        """Takes the chunks of one version; returns when it is spooled and loaded beside the serving
-        one.
+        """Receives the chunks of one version; returns when it is spooled and loaded beside the
+        serving one.
         """
         with self.reception.working("receives weights"):
             return await self._push(request_iterator)
@@ -133,8 +133,8 @@ class WeightServicer(WeightServiceServicer):
         self._guard.check(chunk.context, _track_of(chunk.target))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
-        """Serves a set: workers first, then versions.json; the serving set again is answered
-        without effect.
+        """Serves a set: workers first, then versions.json. Serving the present set again has no
+        effect.
         """
         self._guard.check(request.context, Track.LEARNER)
         versions = versions_from_proto(request.versions)
@@ -148,9 +148,9 @@ class WeightServicer(WeightServiceServicer):
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """Forgets a version; one that is not here is forgotten already.
+        """Drops a version; an absent one counts as dropped.
 
-        WeightsError when it is being served.
+        Raises WeightsError when it is serving.
         """
         self._guard.check(request.context, _track_of(request.target))
         target_name(request.target)
@@ -158,7 +158,7 @@ class WeightServicer(WeightServiceServicer):
         return pb.AbortResponse()
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
-        """The manifest of the version that serves, then its chunks."""
+        """The manifest of the serving version, then its chunks."""
         part = (request.target, part_version(self.serving, request.target))
         target_name(part[0])
         manifest = self._spool.manifest(*part)
@@ -180,8 +180,8 @@ class WeightServicer(WeightServiceServicer):
     async def GetVersions(
         self, request: pb.GetVersionsRequest, context: Any
     ) -> pb.GetVersionsResponse:
-        """Serving, previous and prepared versions, and which of the serving are damaged; where
-        heads are taken, prepared_policy names those.
+        """Serving, previous and prepared versions, and damaged parts of the serving set. At a
+        receiver of heads, prepared_policy holds prepared heads.
         """
         previous = self._spool.previous
         return pb.GetVersionsResponse(
@@ -193,7 +193,7 @@ class WeightServicer(WeightServiceServicer):
         )
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
-        """Runs a change to its end even when its caller goes away; half a change would let a second
+        """Runs a change to its end even if its caller leaves; half a change would let a second
         writer in.
         """
         task = asyncio.get_running_loop().create_task(change)
@@ -212,5 +212,5 @@ def _count(received: int, assembly: Assembly, way: str) -> None:
 
 
 def _track_of(target: int) -> Track:
-    """Whose lease a part is pushed under."""
+    """The lease track of a part's pushes."""
     return Track.DRAFTER if target == WEIGHT_TARGET_DRAFTER else Track.LEARNER

@@ -1,4 +1,4 @@
-"""A spool as another process than its writer sees it: several of one host load from one."""
+"""A read-only spool in another process than its writer, for several readers on one host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from paceline.weights.spool import Spool
 
 
 class SharedSpool(Spool):
-    """Read only. What is committed is asked of the disk each time: the writer goes on beside it."""
+    """A read-only spool. It reads the committed sets from the disk each time, since the writer
+    continues beside it.
+    """
 
     def check(self, target: int, version: int) -> None:
         """See Spool.check."""
@@ -22,4 +24,4 @@ class SharedSpool(Spool):
         self._sets = self._sets.as_they_are_now()
 
     def _remove_leftovers(self) -> None:
-        """They may be what the writer writes now."""
+        """Leaves temporary files alone, since the writer may be writing them."""

@@ -1,5 +1,5 @@
-"""What one of several senders holds of a version, with its checksums; those of the whole version
-follow from everybody's, wherever the senders' parts begin and end.
+"""One sender's share of a version with its checksums. The checksums of the whole version are joined
+from all shares, for any split.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ Checked = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """Those who bring a version together, as one of them sees it."""
+    """All senders of a version, from one sender's view."""
 
     rank: int
     exchange: Callable[[Any], list[Any]]
-    """Every sender's value, of what JSON has, by rank, given one's own; all call it in the same
-    order.
+    """Returns every sender's value (JSON types) by rank, given this sender's; all senders call it
+    in the same order.
     """
 
 
 ALONE = Senders(0, lambda value: [value])
-"""One who holds everything."""
+"""A single sender, which holds everything."""
 
 
 class Checksums(NamedTuple):
-    """Of one content."""
+    """Checksums of one content."""
 
     content_hash: str
     tensors: list[int]  # TensorSpec.crc32 of each
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of the manifest, or elements of it that follow each other."""
+    """A tensor of the manifest, or a run of its elements."""
 
-    number: int  # in the manifest
-    first: int  # element
+    number: int  # index in the manifest
+    first: int  # first element
     tensor: NamedTensor
     position: int = 0  # of its first byte in the share's file
 
 
 class CheckedRange(NamedTuple):
-    """Bytes of a stream, all of one chunk, and of a content all of one tensor."""
+    """Bytes of a stream within one chunk, and of a content within one tensor."""
 
     start: int  # in the stream
     data: memoryview
@@ -66,54 +66,54 @@ class CheckedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one sender holds of a version's content, in its order."""
+    """One sender's part of a version's content, in order."""
 
     held: tuple[HeldTensor, ...]
     ranges: tuple[CheckedRange, ...]
-    file: ScratchFile | None = None  # in which all of it lies
+    file: ScratchFile | None = None  # file that holds the whole share
 
     @property
     def tensors(self) -> list[NamedTensor]:
-        """What is held, without its places."""
+        """The held tensors without their places."""
         return [one.tensor for one in self.held]
 
 
 class Announced(NamedTuple):
-    """A version, announced as a full push, and what this sender holds of it."""
+    """A version announced as a full push, and this sender's share."""
 
     manifest: Manifest
     share: Share
 
 
 def held_whole(tensors: Sequence[NamedTensor]) -> list[HeldTensor]:
-    """What the only sender holds."""
+    """The tensors as held by a single sender."""
     return [HeldTensor(index, 0, one) for index, one in enumerate(tensors)]
 
 
 def share_of(
     manifest: Manifest, held: Sequence[HeldTensor], file: ScratchFile | None = None
 ) -> Share:
-    """Reads every byte that is held once; `held` ascends, and lies in the file where one is
-    given.
+    """Checks the held tensors and reads every byte once. `held` ascends; with `file`, it is in that
+    file.
     """
     ranges = in_threads(_checked, _pieces_of(manifest, held))
     return Share(tuple(held), tuple(ranges), file)
 
 
 def checked_ranges(stream: memoryview, start: int, chunk_bytes: int) -> tuple[CheckedRange, ...]:
-    """Of bytes that lie in a stream from `start` on."""
+    """Checked ranges of bytes that start at `start` in a stream."""
     return tuple(map(_checked, _pieces(stream, start, chunk_bytes, 0)))
 
 
 def facts_of(ranges: Iterable[CheckedRange]) -> list[Checked]:
-    """What other senders are told of ranges."""
+    """The values of ranges that other senders receive."""
     return [(one.start, len(one.data), one.crc32) for one in ranges]
 
 
 def cut_ranges(
     manifest: Manifest, ranges: Iterable[CheckedRange], wanted: Iterable[int]
 ) -> Iterator[ChunkPart]:
-    """What of the wanted chunks the ranges hold."""
+    """The parts of wanted chunks within the ranges."""
     chunks = set(wanted)
     for start, data, crc, position in ranges:
         index, offset = divmod(start, manifest.chunk_bytes)
@@ -124,8 +124,8 @@ def cut_ranges(
 def cut_tensors(
     manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
 ) -> Iterator[ChunkPart]:
-    """The wanted chunks of a content that is all here, read as they are cut. Raises InvalidInput
-    when the tensors are not those of the manifest.
+    """The wanted chunks of a content held as a whole, read as they are cut. Raises InvalidInput
+    when the tensors do not match the manifest.
     """
     described = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]
     given = [(one.name, one.dtype, tuple(one.shape)) for one in tensors]
@@ -140,13 +140,13 @@ def cut_tensors(
 
 
 def checksums_of(manifest: Manifest, tensors: Sequence[NamedTensor]) -> Checksums:
-    """Of a content that is all here; every byte is read once."""
+    """Checksums of a content held as a whole; every byte is read once."""
     return joined_checksums(manifest, [facts_of(share_of(manifest, held_whole(tensors)).ranges)])
 
 
 def joined_checksums(manifest: Manifest, shares: Iterable[Iterable[Checked]]) -> Checksums:
-    """Of a content of which each sender has checked a share. Raises InvalidInput where these are
-    not the content, once each byte.
+    """Checksums of a content from the shares of all senders. Raises InvalidInput unless the shares
+    cover each byte exactly once.
     """
     offsets = [spec.offset for spec in manifest.tensors]
     begins = set(offsets)
@@ -161,8 +161,8 @@ def joined_checksums(manifest: Manifest, shares: Iterable[Iterable[Checked]]) ->
 
 
 def joined_stream_hash(manifest: Manifest, shares: Iterable[Iterable[Checked]]) -> str:
-    """content_hash of a stream of which each sender has checked a share. Raises InvalidInput as
-    joined_checksums does.
+    """content_hash of a stream from the shares of all senders. Raises InvalidInput as
+    joined_checksums.
     """
     checked = _in_order(shares, stream_bytes(manifest))
     return content_hash(_joined(checked, manifest.chunk_bytes, frozenset())[1])
@@ -184,7 +184,7 @@ def _pieces_of(
 def _pieces(
     data: memoryview, start: int, chunk_bytes: int, position: int
 ) -> Iterator[tuple[int, memoryview, int]]:
-    """(first byte in the stream, bytes, first byte in the file) of each chunk's part."""
+    """For each chunk's part: first byte in the stream, bytes, first byte in the file."""
     at = 0
     while at < len(data):
         end = min(len(data), at + chunk_bytes - (start + at) % chunk_bytes)
@@ -213,7 +213,7 @@ def _in_order(shares: Iterable[Iterable[Checked]], total: int) -> list[Checked]:
 def _joined(
     checked: Iterable[Checked], chunk_bytes: int, begins: frozenset[int] | set[int]
 ) -> tuple[list[int], list[int]]:
-    """First bytes and CRC-32s of the parts into which chunks, and `begins`, cut a stream."""
+    """First bytes and CRC-32s of the parts of a stream, cut at chunks and at `begins`."""
     starts: list[int] = []
     crcs: list[int] = []
     for start, nbytes, crc in checked:

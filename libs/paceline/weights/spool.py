@@ -1,11 +1,11 @@
-"""Versions on disk, so that restarted and late readers load them without a trainer. Owns the
-directory; single writer.
+"""Versions on disk, so that restarted and late readers load them without a trainer. The directory
+has a single writer.
 
-Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them
-where the manifest's metadata has one, and `<dir>/versions.json` (committed_sets.py). What lies on
-disk is read against its hashes (integrity.py) before anybody loads it. Every write goes to a
-temporary name, is synced and renamed, so that a kill at any point leaves either the old state or
-the new one. The epochs.json beside them is the receiver's (paceline.rpc.epochs).
+Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them if
+the manifest's metadata has one, and `<dir>/versions.json` (committed_sets.py). Files are checked
+against their hashes (integrity.py) before they are loaded. Every write uses a temporary name, is
+synced and renamed, so a kill leaves either the old state or the new one. The receiver's epochs.json
+is beside them (paceline.rpc.epochs).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _TARGETS = {name: target for target, name in TARGET_NAMES.items()}
 
 
 class Spool:
-    """The last `keep` committed sets, the drafter that served before the newest one's, and what is
-    prepared for the next.
+    """The last `keep` committed sets, the drafter before the newest set's, and versions prepared
+    for the next set.
 
-    `initial` names the directories of versions 0, which are never written here, `profile` what the
-    policy is rounded to until a set says otherwise.
+    `initial` names the directories of versions 0, which are never written here. `profile` is the
+    policy's number format until a set names another.
     """
 
     def __init__(
@@ -70,35 +70,37 @@ class Spool:
         self._start = VersionSet(profile=profile)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
-        self._damaged: set[Part] = set()  # as the last check of each has it
+        self._damaged: set[Part] = set()  # from the last check of each part
         self._sets = CommittedSets(self._directory, keep)
         self._prepared = {part for part in self.spooled() if not self._committed(part)}
 
     @property
     def serving(self) -> VersionSet | None:
-        """Set committed last; None before the first commit, and while nobody knows it."""
+        """The set committed last; None before the first commit, and while versions.json is
+        unreadable.
+        """
         return self._sets.serving
 
     @property
     def serves(self) -> VersionSet:
-        """Set being served: what was there at the start before the first commit, and while nobody
-        knows it.
+        """The serving set: the initial one before the first commit, and while versions.json is
+        unreadable.
         """
         return self.serving or self._start
 
     @property
     def previous(self) -> VersionSet | None:
-        """Set committed before the serving one."""
+        """The set committed before the serving one."""
         return self._sets.previous
 
     @property
     def unknown(self) -> str:
-        """What is wrong with versions.json; while it is, no version goes."""
+        """The fault of versions.json; meanwhile no version is removed."""
         return self._sets.unknown
 
     @property
     def prepared(self) -> frozenset[Part]:
-        """Parts written and not yet committed, also those found at the start."""
+        """Parts written and not yet committed, including parts found at the start."""
         return frozenset(self._prepared)
 
     @property
@@ -109,7 +111,7 @@ class Spool:
         return frozenset(part for part in damaged if serving and named(part, [serving]))
 
     def path(self, target: int, version: int) -> Path:
-        """Directory of a version; NotFound when it is not here."""
+        """Directory of a version; raises NotFound when it is absent."""
         path = self._directory / f"{target_name(target)}-{version}"
         if path.is_dir():
             return path
@@ -125,13 +127,13 @@ class Spool:
         )
 
     def manifest(self, target: int, version: int) -> Manifest | None:
-        """Manifest of a spooled version; None when it is not spooled."""
+        """Manifest of a spooled version; None when it is absent."""
         path = self._directory / f"{target_name(target)}-{version}"
         return read_manifest(path) if path.is_dir() else None
 
     def check(self, target: int, version: int) -> None:
-        """Raises DataLoss when a file of a spooled version is not what was written, or one that a
-        kept set names is gone; a version 0 need not be here.
+        """Raises DataLoss when a file of a spooled version has changed, or when a version of a kept
+        set is absent. A version 0 may be absent.
         """
         path = self._directory / f"{target_name(target)}-{version}"
         try:
@@ -147,8 +149,8 @@ class Spool:
         self._damaged.discard((target, version))
 
     def check_room(self, nbytes: int) -> None:
-        """Raises ResourceExhausted, with the reason of a full disk, when so many bytes more do not
-        find room here.
+        """Raises ResourceExhausted, with the reason of a full disk, when so many more bytes find no
+        room.
         """
         free = shutil.disk_usage(self._directory).free
         if nbytes > free:
@@ -160,8 +162,8 @@ class Spool:
             )
 
     def room_for(self, nbytes: int) -> memoryview:
-        """Zeroed bytes for a version that is to be written: in memory, or, where they would take
-        more than half of what is available, in a file of its own here. Raises ResourceExhausted.
+        """Zeroed bytes for a version to be written: in memory, or in a file of the spool if they
+        would take more than half of the available memory. Raises ResourceExhausted.
         """
         if nbytes <= available_bytes() // 2:
             return allocate(nbytes)
@@ -174,7 +176,7 @@ class Spool:
             raise DataLoss("nobody knows which set serves", seen=self.unknown)
 
     def remove(self, target: int, version: int) -> None:
-        """Removes a version whatever names it, so that it can be written again."""
+        """Removes a version, even one of a kept set, so that it can be written again."""
         self._prepared.discard((target, version))
         if (target, version) in self.spooled():
             self._remove((target, version))
@@ -190,8 +192,8 @@ class Spool:
         return bytes(data)
 
     def read_content(self, target: int, version: int, content: memoryview) -> None:
-        """Fills `content`, which is as long, with that of a spooled version. Raises NotFound,
-        DataLoss when the file ends before.
+        """Fills `content`, which has the same length, with a spooled version's content. Raises
+        NotFound, and DataLoss when the file ends early.
         """
         path = self.path(target, version) / TENSORS
         with path.open("rb", buffering=0) as file:
@@ -244,8 +246,8 @@ class Spool:
         return path
 
     def commit(self, versions: VersionSet) -> None:
-        """Makes the set the serving one, atomically; removes what neither a kept set nor a later
-        prepared one needs.
+        """Makes the set the serving one, atomically. Removes versions that neither a kept set nor a
+        later prepared one needs.
         """
         self._sets.commit(versions)
         committed = {target: part_version(versions, target) for target in TARGET_NAMES}
@@ -255,7 +257,7 @@ class Spool:
         self._prune()
 
     def discard(self, target: int, version: int) -> None:
-        """Forgets a prepared version; one that a kept set names stays."""
+        """Drops a prepared version; a version of a kept set stays."""
         if not self._committed((target, version)):
             self._prepared.discard((target, version))
             self._prune()
@@ -296,7 +298,7 @@ class Spool:
         return bool(self.unknown) or self._sets.names(part)
 
     def spooled(self) -> set[Part]:
-        """Parts whose directory is here."""
+        """Parts with a directory in the spool."""
         matches = (
             _DIRECTORY.fullmatch(path.name) for path in self._directory.iterdir() if path.is_dir()
         )
@@ -311,7 +313,7 @@ class Spool:
 
 
 def _read_at(file: FileIO, start: int, into: memoryview) -> int:
-    """Reads the tensors' bytes from `start` on, several threads at a time; returns how many."""
+    """Reads the tensors' bytes from `start` on, in several threads; returns the number of bytes."""
     offset = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little") + start
     done = 0
     while done < len(into) and (read := os.preadv(file.fileno(), [into[done:]], offset + done)):

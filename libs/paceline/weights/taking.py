@@ -1,4 +1,4 @@
-"""Takes ranges of a sender's file into a version that arrives, as if they had been sent."""
+"""Places ranges of a sender's file into an arriving version, as if they had been sent."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _AT_ONCE = 8
 async def take_ranges(
     assembly_of: Callable[[], Assembly], request: TakeRequest, directory: HandoverDirectory
 ) -> int:
-    """Checks and places ranges; returns their bytes. `assembly_of` raises where the version is no
-    longer the one that was announced.
+    """Checks and places ranges; returns their number of bytes. `assembly_of` raises if the
+    announced version has changed.
 
-    Raises InvalidInput with reason HANDOVER for a file that is not taken, and what Assembly.place
-    raises.
+    Raises InvalidInput with reason HANDOVER for a refused file, and the errors of Assembly.place.
     """
     received = 0
     with directory.opened(request.file) as handle:
@@ -39,7 +38,7 @@ async def take_ranges(
 def _read(
     assembly: Assembly, request: TakeRequest, handle: int, ranges: Sequence[FileRange]
 ) -> list[PushChunk]:
-    """What lies in the file, checked; by several threads."""
+    """The ranges of the file, checked, in several threads."""
     most = assembly.manifest.chunk_bytes
 
     def read(one: FileRange) -> PushChunk:

@@ -1,4 +1,4 @@
-"""Runs what numpy, zlib and zstd compute outside the interpreter's lock on several cores."""
+"""Runs numpy, zlib and zstd work on several cores, since it releases the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 MOST_THREADS = 4
-"""Of one push: beyond a few, memory is the limit, and engines may need the other cores."""
+"""Threads of one push. Beyond a few, memory is the limit, and engines may need the other cores."""
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
-    """Results in the order of the items, of which at most two a thread are under way; raises what
-    the work raises.
+    """Results in the order of the items, with at most two items per thread in progress. Raises the
+    errors of `work`.
     """
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     under_way: deque[Future[B]] = deque()

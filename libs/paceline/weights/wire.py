@@ -1,8 +1,7 @@
-"""PushRequest on the wire without protobuf's copies. Owns this one message; both ways are valid
-protobuf.
+"""PushRequest on the wire without protobuf's copies. Both directions are valid protobuf.
 
-The generated class parses what `encode_push` writes and the other way round; `decode_push` leaves
-the chunk where gRPC put it and hands out a view.
+The generated class parses the output of `encode_push`, and `decode_push` parses the output of the
+generated class. `decode_push` leaves the chunk in gRPC's buffer and returns a view.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _TARGET, _VERSION, _CHUNK_INDEX, _CRC32 = (
 )
 _CONTEXT, _OFFSET, _DATA = 0x2A, 0x30, 0x7A
 _MAX_FIELDS = 64
-"""Fields of one message at most, far above those that it has: each unknown one costs a microsecond
-of the event loop.
+"""Largest number of fields of one message, far above the real one: each unknown field costs a
+microsecond of the event loop.
 """
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
@@ -44,7 +43,7 @@ class PushChunk:
 
 
 def encode_push(chunk: PushChunk) -> bytes:
-    """A PushRequest as protobuf bytes; the data is copied once, into its place."""
+    """A PushRequest as protobuf bytes. The data is copied once."""
     head = bytearray()
     for tag, value in (
         (_TARGET, chunk.target),
@@ -71,7 +70,7 @@ def encode_push(chunk: PushChunk) -> bytes:
 
 
 def decode_push(message: bytes) -> PushChunk:
-    """Fields of a PushRequest; DataLoss when the bytes are no valid message.
+    """Fields of a PushRequest. Raises DataLoss for bytes that are no valid message.
 
     Unknown fields are skipped.
     """
@@ -147,7 +146,7 @@ def _read_bytes(view: memoryview, position: int) -> tuple[memoryview, int]:
 
 
 def _skip(view: memoryview, tag: int, position: int) -> int:
-    """Position after an unknown field; groups, unused since proto2, are refused."""
+    """Position after an unknown field. Groups, unused since proto2, are refused."""
     match tag & 7:
         case _ if tag >> 3 == 0:
             raise ValueError("field number 0")

@@ -20,7 +20,6 @@ from paceline.services.coordinator.calls import (
     quarantine,
     recovery,
     slots,
-    staff,
     weights,
 )
 from paceline.services.coordinator.calls.base import Calls, Reported
@@ -34,8 +33,6 @@ CLOSE_S = 10.0
 CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = {
     commands.RunTasks: gateway.run_tasks,
     commands.ResumeWorkers: slots.resume_workers,
-    commands.AddWorkers: staff.add,
-    commands.DrainWorkers: staff.drain,
     commands.Evaluate: gateway.evaluate,
     commands.ActivateDrafter: drafter_trainer.activate,
     commands.JoinDrafter: drafter_trainer.join,

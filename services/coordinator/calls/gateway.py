@@ -74,15 +74,7 @@ async def _settings(calls: Calls) -> RunSettings:
             rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
         )
     settings = calls.config.machine_settings(len(status.workers))
-    vacant = sum(1 << place for place, worker in enumerate(status.workers) if worker.vacant)
-    elsewhere = sum(1 << place for place, worker in enumerate(status.workers) if worker.host)
-    return replace(
-        settings,
-        tasks=calls.source.described,
-        vacant=vacant,
-        elastic=status.elastic,
-        elsewhere=elsewhere,
-    )
+    return replace(settings, tasks=calls.source.described)
 
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
@@ -105,7 +97,6 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
             tuple(bits(command.places)),
             capture=command.capture,
         )
-    request.workers.extend(bits(command.workers))
     places = {task.group_id: task.task_index for task in request.tasks}
     samples = calls.samples.setdefault(command.step, FinishedSamples(request))
     with calls.reported(

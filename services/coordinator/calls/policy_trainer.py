@@ -11,13 +11,11 @@ from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event, Figure
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Service
-from paceline.telemetry import get_logger
 from paceline.v1 import policy_pb2
 
 
 async def train(calls: Calls, command: commands.TrainPolicy) -> None:
-    """Emits WorkersReleased, PolicyStepped and PolicyPrepared; TrainerFailed when a rank died,
-    RanksChanged or RanksKept where the command names ranks.
+    """Emits WorkersReleased, PolicyStepped and PolicyPrepared; TrainerFailed when a rank died.
 
     The trainer waits for the groups that closed with the step's rollouts.
     """
@@ -37,8 +35,6 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
         call = calls.peers.policy.TrainStep(request, timeout=deadline_s)
         async for name, answer in answers(call, last="prepared"):
             match name:
-                case "resharded":
-                    calls.emit(_resharded(calls, command, answer))
                 case "batch":
                     batch = _batch_figures(answer)
                 case "stepped":
@@ -86,19 +82,8 @@ def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainSte
             for group in calls.groups.of(command.batch)
         ],
         slots=command.slots,
-        ranks=command.ranks,
         group_deadline_s=calls.config.group_deadline_s,
     )
-
-
-def _resharded(calls: Calls, command: commands.TrainPolicy, answer: policy_pb2.Resharded) -> Event:
-    if not answer.failure:
-        took = {"reshard_s": answer.reshard_s}
-        return events.RanksChanged(calls.now(), command.epoch, answer.ranks, took)
-    get_logger("coordinator").error(
-        "ranks_kept", wanted=command.ranks, ranks=answer.ranks, error=answer.failure
-    )
-    return events.RanksKept(calls.now(), command.epoch, answer.ranks, answer.failure)
 
 
 def _batch_figures(batch: policy_pb2.BatchReady) -> dict[str, Figure]:

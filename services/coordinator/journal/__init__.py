@@ -1,1 +1,1 @@
-"""Events and records in Redis: what replays a run and what a reader of it sees."""
+"""Events and records in Redis, for the replay of a run and for its readers."""

@@ -1,4 +1,4 @@
-"""Builds the journal's entries, one a transition, and reads them back."""
+"""Builds the journal's entries, one per transition, and reads them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from paceline.services.coordinator.machine.step import EVENTS
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.coordinator_pb2 import StepRecord
 
-VERSION = 5
+VERSION = 6
 
 
 SlotRange = tuple[int, int, Holder, int]
-"""Neighbouring slots of one status: the first, how many, who holds them, the epoch."""
+"""Adjacent slots of equal status: first slot, number of slots, holder, epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryBody:
-    """What stands in an entry beside its event."""
+    """Content of an entry beside its event."""
 
     step: int  # before the event
-    phase: str  # State.doing after it
-    slots: tuple[SlotRange, ...] = ()  # those that changed
+    phase: str  # State.doing after the event
+    slots: tuple[SlotRange, ...] = ()  # changed slots
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One event with what it changed."""
+    """One event with its changes."""
 
     event: Event
     body: EntryBody
-    record: StepRecord | None = None  # with the event that closed the step
+    record: StepRecord | None = None  # present if the event closed the step
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; the form that paceline.report reads."""
+        """Plain JSON, in the form that paceline.report reads."""
         data = to_object(self.event)
         values: dict[str, Any] = {
             "v": VERSION,
@@ -61,7 +61,9 @@ class JournalEntry:
 
     @classmethod
     def from_json(cls, values: Any) -> JournalEntry:
-        """The entry that `to_json` was given. Raises DataLoss for another version or form."""
+        """Restores an entry from `to_json`'s output. Raises DataLoss for another version
+        or form.
+        """
         if not isinstance(values, Mapping) or values.get("v") != VERSION:
             seen = values.get("v") if isinstance(values, Mapping) else values
             raise DataLoss("a journal entry has another version", seen=seen, allowed=VERSION)
@@ -79,7 +81,7 @@ def entry_of(
     changed: tuple[SlotRange, ...],
     record: StepRecord | None = None,
 ) -> JournalEntry:
-    """The entry of one transition; `record` stands in it when the transition closed the step.
+    """The entry of one transition; it contains `record` if the transition closed the step.
 
     `changed`: the transition's `changed_slots`.
     """
@@ -88,12 +90,12 @@ def entry_of(
 
 
 def changed_slots(before: State, after: State) -> tuple[SlotRange, ...]:
-    """The slots whose holder or epoch differs."""
+    """Slots with a changed holder or epoch."""
     return tuple(slot_ranges(after, after.slots.changed_since(before.slots)))
 
 
 def slot_ranges(state: State, slots: Iterable[int]) -> Iterator[SlotRange]:
-    """Ascending slots as ranges, each of one worker state."""
+    """Ascending slots as ranges of equal status."""
     first = count = 0
     status: tuple[Slot, WorkerState | None] | None = None
     for i in slots:
@@ -134,7 +136,7 @@ def _record(found: Any) -> StepRecord | None:
         TypeError,
         AttributeError,
         OverflowError,
-        SystemError,  # protobuf's, for a field's name that is no UTF-8
+        SystemError,  # protobuf's error for a field name that is not UTF-8
     ) as error:
         seen = str(found)[:200]
         raise DataLoss(f"a step's record does not decode: {error}", seen=seen) from error

@@ -23,10 +23,9 @@ def fact_of(
     record: pb.StepRecord | None,
     samples: int,
 ) -> pb.Fact | None:
-    """Everything that became so, unnumbered; None when nothing did.
+    """All changes by a transition, unnumbered; None without any.
 
-    `changed`: the transition's `changed_slots`. `samples`: samples that a step asks for, if it
-    does.
+    `changed`: the transition's `changed_slots`. `samples`: samples requested by a step, if any.
     """
     fact = pb.Fact(slots=_ranges(after, changed))
     step = before.step
@@ -56,7 +55,7 @@ def fact_of(
 
 
 def all_slots(state: State) -> list[pb.SlotRange]:
-    """All slots on the wire."""
+    """All slots in the wire's form."""
     return _ranges(state, slot_ranges(state, range(len(state.slots))))
 
 

@@ -1,7 +1,7 @@
-"""Keeps the groups that closed with the steps' rollouts: what the policy trainer waits for.
+"""Keeps the groups closed by the steps' rollouts, for the policy trainer to wait for.
 
-Built from the run's events alone, like its records, so that a restarted coordinator asks for the
-same groups.
+They are built from the run's events alone, as the records are. A restarted coordinator therefore
+requests the same groups.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from paceline.services.coordinator.machine.state import DrawnStep, Portion, Stat
 from paceline.v1.rollout_pb2 import ClosedGroup
 
 FIGURE = "closed_groups"
-"""Where the details of TasksFinished hold them: group id -> scored sessions."""
+"""Key in the details of TasksFinished: group id -> scored sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownGroup:
-    """A group that has closed."""
+    """A closed group."""
 
-    place: int  # in its step
+    place: int  # its place in the step
     group_id: str
-    sessions: int  # scored
-    left_out: bool = False  # of equal rewards, where dynamic sampling draws others
+    sessions: int  # scored sessions
+    left_out: bool = False  # equal rewards, replaced by dynamic sampling
 
 
 def group_figure(closed: Iterable[ClosedGroup]) -> dict[str, float | int]:
@@ -36,23 +36,23 @@ def group_figure(closed: Iterable[ClosedGroup]) -> dict[str, float | int]:
 
 
 class ClosedGroups:
-    """Groups of the steps of which some are not trained yet."""
+    """Groups of the steps that are not fully trained."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[str, KnownGroup]] = {}  # by step and group id
 
     def take_up(self, kept: Mapping[str, Sequence[KnownGroup]]) -> None:
-        """Goes on from what `kept` had."""
+        """Restores the groups from `kept`."""
         self._steps = {
             int(step): {group.group_id: group for group in groups} for step, groups in kept.items()
         }
 
     def kept(self) -> dict[str, tuple[KnownGroup, ...]]:
-        """Everything, for a snapshot."""
+        """All groups, for a snapshot."""
         return {str(step): tuple(groups.values()) for step, groups in self._steps.items()}
 
     def observe(self, before: State, event: Event, after: State) -> None:
-        """Takes one transition in; late news of rollouts that were begun again changes nothing."""
+        """Processes one transition; late events of restarted rollouts change nothing."""
         if isinstance(event, events.GroupClosed) and after is not before:
             if (draw := draw_of(before, event.epoch)) is not None:
                 left_out = event.equal_rewards and _leaves_out(before)
@@ -66,9 +66,9 @@ class ClosedGroups:
             self._steps = {step: one for step, one in self._steps.items() if step in left}
 
     def of(self, batch: Iterable[Portion]) -> list[KnownGroup]:
-        """The groups of a batch, and with them those that were left out in their places.
+        """The groups of a batch, including groups left out in their places.
 
-        Raises InternalError for a group that is not known to have closed.
+        Raises InternalError for a group that has not closed.
         """
         chosen: list[KnownGroup] = []
         for portion in batch:
@@ -87,7 +87,7 @@ class ClosedGroups:
         return chosen
 
     def _finished(self, draw: DrawnStep, event: events.TasksFinished, leaves_out: bool) -> None:
-        """What a call has told of all its groups, in the order of their places."""
+        """Records a call's groups in the order of their places."""
         found = event.details.get(FIGURE)
         told = found if isinstance(found, Mapping) else {}
         places = bits(draw.places) if draw.round else range(len(told))

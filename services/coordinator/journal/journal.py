@@ -1,8 +1,8 @@
-"""Keeps a run's journal in the durable Redis: every event, before its commands are carried out.
+"""Keeps a run's journal in the durable Redis: every event is durable before its commands run.
 
-Entries are numbered 1, 2, 3, ... and the number is the stream id, so that of two coordinators of
-one run only one can append. A snapshot packs those behind it away, into the archive: a replay does
-without them, paceline.report reads them all.
+Entries are numbered 1, 2, 3, ... and the number is the stream id, so only one of two coordinators
+can append. A snapshot moves the entries behind it into the archive. A replay skips them;
+paceline.report reads all of them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from paceline.streams.journal_pages import (
 from paceline.v1.coordinator_pb2 import StepRecord
 
 TOGETHER = 256
-"""Entries of one append at most: some 50 KB, for which Redis answers nobody else."""
+"""Most entries of one append: some 50 KB, for which Redis serves no other client."""
 _PAGE = 500
 _NOT_NEXT = "equal or smaller"
-"""In the words of Redis for an id of a stream that is taken."""
+"""Part of Redis' error for a stream id already in use."""
 
 
 class Journal:
-    """Reads all entries once, or those behind the newest snapshot, then appends."""
+    """Reads all entries once, or those after the newest snapshot; then appends."""
 
     def __init__(self, client: Redis, run_id: str) -> None:
         self._client = client
@@ -49,16 +49,16 @@ class Journal:
         self._key, self._archive = run_key(run_id, JOURNAL), run_key(run_id, ARCHIVE)
         self._snapshot, self._steps = f"{self._key}:snapshot", f"{self._key}:steps"
         self.count = 0
-        """Entries that are read or written."""
-        self._saved = 0  # entries that the newest snapshot stands for
-        self._kept = 0  # records of finished steps that were written with it
+        """Number of entries read or written."""
+        self._saved = 0  # entries covered by the newest snapshot
+        self._kept = 0  # records of finished steps written with it
 
     async def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
-        """The newest snapshot and the records of the steps that were finished by then; None where
-        there is none. `entries` goes on behind it.
+        """The newest snapshot and the records of the steps finished by then; None without one.
+        `entries` continues after it.
 
-        Raises DataLoss when it does not decode or stands for more than the archive has: then a
-        replay of all entries leads to the same.
+        Raises DataLoss when the snapshot is undecodable or covers more than the archive has. A
+        replay of all entries then leads to the same state.
         """
         with redis_errors(self._client, "reading the snapshot"):
             line: Any = await self._client.get(self._snapshot)
@@ -78,21 +78,22 @@ class Journal:
 
     @property
     def since_snapshot(self) -> int:
-        """Entries behind the newest snapshot."""
+        """Number of entries after the newest snapshot."""
         return self.count - self._saved
 
     async def save(self, snapshot: Snapshot, finished: Sequence[StepRecord]) -> None:
-        """Write a snapshot and the records of the steps that were finished by then, and archive the
-        entries that it stands for; all or nothing. Raises as `append`.
+        """Writes a snapshot with the records of the steps finished by then, and archives the
+        covered entries, all or nothing. Raises as `append`.
 
-        Entries behind it may have amended the last record already.
+        Later entries may already have amended the last record.
         """
         lines: list[bytes] = []
         after, last = 0, snapshot.entries
         while page := await journal_page(self._client, self._run_id, after, last):
             lines += [fields[ENTRY] for _, fields in page]
             after = entry_number(page[-1][0])
-        # The last one of before may have been evaluated since, and others' last rollouts ended.
+        # Since the previous snapshot, its last step may have been evaluated, and rollouts of other
+        # steps may have ended.
         first = max(0, self._kept - 1 - snapshot.state.settings.max_policy_lag)
         end = snapshot.state.step
         args: list[Any] = [last, packed(lines), pack_snapshot(snapshot)]
@@ -105,15 +106,15 @@ class Journal:
             except ResponseError as error:
                 if _NOT_NEXT not in str(error):
                     raise
-                if not await self._archived(last):  # else its answer was lost
+                if not await self._archived(last):  # otherwise only the answer was lost
                     raise self._taken(error) from error
         self._saved, self._kept = last, end
 
     async def entries(self) -> AsyncIterator[JournalEntry]:
-        """Entries to the last, in pages: from the first on, or behind the snapshot that `newest`
-        has returned.
+        """Entries up to the last, in pages: from the first, or after the snapshot returned by
+        `newest`.
 
-        Raises DataLoss when one is missing or does not decode.
+        Raises DataLoss when an entry is missing or undecodable.
         """
         async for line in journal_lines(self._client, self._run_id, self.count):
             self.count += 1
@@ -124,8 +125,8 @@ class Journal:
             yield entry
 
     async def append(self, *entries: JournalEntry) -> None:
-        """At most TOGETHER entries, in one command; all durable when this returns, or none is
-        written.
+        """Appends at most TOGETHER entries in one command. On return all are durable; on an error
+        none is written.
 
         Raises FailedPrecondition when another coordinator has appended meanwhile, Unavailable, and
         ResourceExhausted when Redis is full.

@@ -1,4 +1,4 @@
-"""Builds the record of each step from the run's events alone, so that a replay builds the same."""
+"""Builds the record of each step from the run's events alone, so a replay builds the same."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.services.coordinator.machine.state import Phase, State
 from paceline.v1.coordinator_pb2 import StepRecord
 
 PAGE = 256
-"""Records told at once; one is about a KB."""
+"""Records per answer; one is about a KB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What the records of later steps take from before."""
+    """Values from earlier steps for the records of later steps."""
 
     detached: int = 0
     drafter_since: float = 0.0
@@ -32,34 +32,32 @@ class Carried:
     taken_s: float = 0.0
     closed_s: float = 0.0
     pulls: dict[str, int] = field(default_factory=dict)
-    open: tuple[tuple[float, str], ...] = ()  # when each began, and the record as JSON
+    open: tuple[tuple[float, str], ...] = ()  # start of each open record, and the record as JSON
     account: Account = field(default_factory=Account)
 
 
 class StepRecords:
-    """Records of the finished steps and of those being made, which asynchronous schedules have
-    several of.
-    """
+    """Records of finished and of open steps; asynchronous schedules have several open steps."""
 
     def __init__(self, finished: Iterable[StepRecord] = (), carried: Carried = Carried()) -> None:
-        """`carried`: from the records that had finished these steps."""
+        """`carried`: from the object that had finished these steps."""
         self.finished = list(finished)
-        self._began: dict[int, float] = {}  # steps being made, and when they began
+        self._began: dict[int, float] = {}  # open steps and their starts
         self._open: dict[int, StepRecord] = {}
         for began_s, record in carried.open:
             opened = Parse(record, StepRecord())
             self._began[opened.step], self._open[opened.step] = began_s, opened
-        self._taken_s = carried.taken_s  # when the learner took its batch
-        self._closed_s = carried.closed_s  # when the newest finished step ended
+        self._taken_s = carried.taken_s  # time at which the learner took its batch
+        self._closed_s = carried.closed_s  # end of the newest finished step
         self._waits_since = carried.waits_since
-        # epoch of the newest lease whose steps are counted
+        # epoch of the newest counted lease
         self._detached = carried.detached
         self._drafter_since = carried.drafter_since
         self._pulls: Counter[str] = Counter(carried.pulls)
-        self._account = SlotAccount(carried.account)  # since the newest step ended or one began
+        self._account = SlotAccount(carried.account)  # since the newest step ended or began
 
     def carried(self) -> Carried:
-        """What `__init__` takes; call it when an event has closed a step."""
+        """The input of `__init__`; call it when an event has closed a step."""
         return Carried(
             self._detached,
             self._drafter_since,
@@ -76,14 +74,14 @@ class StepRecords:
         return self.finished[first : first + PAGE]
 
     def observe(self, before: State, event: Event, after: State) -> StepRecord | None:
-        """Takes one transition in; returns the record that it closed or amended."""
+        """Processes one transition; returns a closed or amended record."""
         self._account.observe(before, event, after)
         self._count_drafter_slots(before, event, after)
         self._note_waits(before, event, after)
         told = self._take(before, event, after)
         takes = {Phase.PREEMPT, Phase.POLICY}
         if after.learner.phase in takes and before.learner.phase not in takes:
-            self._taken_s = event.at_s  # at a commit too, where the next batch is there
+            self._taken_s = event.at_s  # also at a commit, if the next batch is ready
         return told
 
     def _take(self, before: State, event: Event, after: State) -> StepRecord | None:
@@ -93,7 +91,7 @@ class StepRecords:
             case events.TasksFinished() if (draw := draw_of(before, event.epoch)) is not None:
                 return self._rolled_out(draw.step, event, before.settings)
             case events.Detached() if event.epoch > self._detached:
-                # Late where Preempted came first, and counted once nevertheless.
+                # Late if Preempted arrived first; counted once nevertheless.
                 self._detached = event.epoch
                 self._of(before).drafter_steps += int(_number(event.details, "steps"))
             case events.PolicyStepped() | events.PolicyPrepared() if (
@@ -112,7 +110,7 @@ class StepRecords:
         return None
 
     def _of(self, state: State) -> StepRecord:
-        """The record of the step that is trained, or of the next one."""
+        """The record of the step being trained, or of the next one."""
         return self._open.setdefault(state.step, StepRecord(step=state.step))
 
     def _begin(self, event: events.StepBegan, before: State) -> None:
@@ -126,7 +124,7 @@ class StepRecords:
     def _rolled_out(
         self, step: int, event: events.TasksFinished, settings: RunSettings
     ) -> StepRecord | None:
-        """Fills the record; returns it when the step is finished without the last of its groups."""
+        """Fills the record; returns it if the step had finished before its last group."""
         late = next((one for one in reversed(self.finished) if one.step == step), None)
         record = self._open.get(step, late)
         if record is not None:
@@ -136,9 +134,8 @@ class StepRecords:
         return None if step in self._open else late
 
     def _take_rollout(self, record: StepRecord, details: Details) -> None:
-        """What a call has generated, added to what the step has from calls before: rounds of
-        dynamic sampling. Reward and lengths are those of the first one, whose tasks nothing has
-        chosen.
+        """Adds a call's results to earlier calls of the step (rounds of dynamic sampling). Reward
+        and lengths are from the first call, whose tasks are unselected.
         """
         drafted, tokens = _number(details, "drafted_rounds"), record.accept_length
         tokens = tokens * record.drafted_rounds + _number(details, "accept_length") * drafted
@@ -172,7 +169,7 @@ class StepRecords:
         record.response_tokens += int(_number(details, "response_tokens"))
 
     def _new_pulls(self, details: Details) -> dict[str, int]:
-        """Pulls since the last report; workers that restarted count from 0 again."""
+        """Pulls since the last report; restarted workers count from 0 again."""
         now = _counts(details, "pulls")
         new = {
             arm: count - self._pulls[arm] if count >= self._pulls[arm] else count
@@ -184,7 +181,9 @@ class StepRecords:
     def _take_policy(
         self, event: events.PolicyStepped | events.PolicyPrepared, record: StepRecord, chosen: bool
     ) -> None:
-        """`chosen`: the batch is what dynamic sampling left, whose mean reward says little."""
+        """`chosen`: dynamic sampling selected the batch, so its mean reward is not
+        representative.
+        """
         for name, value in event.details.items():
             if isinstance(value, int | float):
                 record.policy[name] = value
@@ -238,7 +237,7 @@ class StepRecords:
 
 
 def values_of(event: events.EvaluationDone) -> dict[str, float]:
-    """What an evaluation is worth, by kind and by the further figures that it has."""
+    """Values of an evaluation, by kind and by its further figures."""
     passed = event.details.get(events.PASSED)
     more = passed if isinstance(passed, Mapping) else {}
     own = {} if event.value is None else {event.kind.value: event.value}

@@ -1,4 +1,4 @@
-"""Counts for each step what its slots were used for, from the transitions alone."""
+"""Counts each step's slot-seconds by use, from the transitions alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.streams.journal_line import IdleCause, SlotUse
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What has been counted so far."""
+    """Counts so far."""
 
     last_s: float = 0.0
     released: int = 0
@@ -26,49 +26,47 @@ class SlotAccount:
     """Slot-seconds since the last `open`."""
 
     def __init__(self, account: Account = Account()) -> None:
-        """`account`: as `kept` had it."""
+        """`account`: from `kept`."""
         self._last_s = account.last_s
-        # epoch of the policy's lease for which workers have given their memory back
+        # epoch of the policy's lease with returned worker memory
         self._released = account.released
         self._seconds = {use: account.seconds.get(use, 0.0) for use in SlotUse}
         self._idle = {cause: account.idle.get(cause, 0.0) for cause in IdleCause}
 
     def kept(self) -> Account:
-        """What `__init__` takes."""
+        """The input of `__init__`."""
         return Account(self._last_s, self._released, self.seconds(), self.idle())
 
     def open(self) -> None:
-        """A step begins: nothing is counted yet."""
+        """Starts a step with zero counts."""
         self._seconds = dict.fromkeys(SlotUse, 0.0)
         self._idle = dict.fromkeys(IdleCause, 0.0)
 
     def observe(self, before: State, event: Event, after: State) -> None:
-        """Takes one transition in: until now the slots were what they were before it."""
+        """Processes one transition: until now the slots had their earlier use."""
         elapsed_s = event.at_s - self._last_s
         uses = self._uses(before)
         for use, slots in uses.items():
             self._seconds[use] += slots * elapsed_s
-        absent = min(_without_worker(before), uses[SlotUse.IDLE])
-        self._idle[IdleCause.ABSENT] += absent * elapsed_s
-        self._idle[_idle_cause(before)] += (uses[SlotUse.IDLE] - absent) * elapsed_s
+        self._idle[_idle_cause(before)] += uses[SlotUse.IDLE] * elapsed_s
         self._last_s = event.at_s
         if isinstance(event, WorkersReleased) and event.holder is Holder.POLICY:
             self._released = max(self._released, event.epoch)
 
     def seconds(self) -> dict[str, float]:
-        """By use, all of them."""
+        """Slot-seconds by use."""
         return {use.value: seconds for use, seconds in self._seconds.items()}
 
     def idle(self) -> dict[str, float]:
-        """Idle ones by cause, where there were any."""
+        """Idle slot-seconds by cause, without zeros."""
         return {cause.value: seconds for cause, seconds in self._idle.items() if seconds}
 
     def _uses(self, state: State) -> dict[SlotUse, int]:
-        """How many slots are used for what."""
+        """Number of slots by use."""
         held = state.slots.counted
         attached = state.lease.attached if state.lease is not None else 0
         pushing, policy = _free_while_pushing(state), held(Holder.POLICY)
-        apart = not state.settings.colocated  # then no worker has to leave its slots
+        apart = not state.settings.colocated  # then no worker must leave its slots
         trains = policy if apart or state.learner.epoch == self._released else 0
         arriving = held(Holder.DRAFTER) - attached + policy - trains
         return {
@@ -81,23 +79,16 @@ class SlotAccount:
 
 
 def _free_while_pushing(state: State) -> int:
-    """Free slots that wait for weights on their way to the gateway."""
+    """Free slots while weights travel to the gateway."""
     if state.learner.phase is not Phase.POLICY and state.committing is None:
-        return 0  # also where a prepared set waits for rollouts to end
+        return 0  # also if a prepared set waits for rollouts to end
     if not state.settings.colocated:
         return state.settings.learner_slots - state.slots.counted(Holder.POLICY)
     return 0 if state.rollouts.phase is Phase.ROLLOUT else state.slots.counted(Holder.NONE)
 
 
-def _without_worker(state: State) -> int:
-    """Free slots whose place has no worker: all of them, unless a colocated policy trains."""
-    if state.settings.colocated and state.slots.counted(Holder.POLICY):
-        return 0
-    return state.workers.counted(WorkerState.ABSENT) * state.settings.slots_per_worker
-
-
 def _idle_cause(state: State) -> IdleCause:
-    """Why the drafter is not trained on slots that nobody holds."""
+    """The reason that the drafter is not trained on free slots."""
     settings, workers = state.settings, state.workers
     if state.committing is not None:
         return IdleCause.COMMIT
@@ -119,7 +110,7 @@ def _idle_cause(state: State) -> IdleCause:
 
 
 def _beside(state: State, lease: DrafterLease) -> IdleCause:
-    """Why slots are idle beside those that the drafter has."""
+    """The reason for idle slots beside the drafter's lease."""
     if lease.preempting:
         return IdleCause.GIVING_BACK
     full = len(lease.slots) // state.settings.slots_per_worker >= most_workers(state.settings)

@@ -1,6 +1,4 @@
-"""Holds what a run's entries have led to at the end of a step, so that a replay begins there: all
-that later events are judged by.
-"""
+"""The result of a run's entries at the end of a step, from which a replay can start."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ _REST: Any = make_dataclass(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run after `entries` entries of its journal, the last of which closed a step."""
+    """A run after `entries` entries of its journal; the last of them closed a step."""
 
     entries: int
     at_s: float  # of the last entry
-    traceparents: dict[str, str]  # of the steps that have begun and that which it closed
+    traceparents: dict[str, str]  # of the open steps and of the step just closed
     state: State
     records: Carried
     groups: dict[str, tuple[KnownGroup, ...]]  # ClosedGroups.kept
@@ -44,7 +42,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """What of a snapshot is no state."""
+    """The part of a snapshot outside the state."""
 
     v: int
     entries: int
@@ -77,7 +75,7 @@ def pack_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def unpack_snapshot(line: bytes) -> Snapshot:
-    """What `pack_snapshot` was given. Raises DataLoss for anything else."""
+    """Restores a snapshot from `pack_snapshot`'s output. Raises DataLoss for any other input."""
     try:
         values = json.loads(line)
         beside = from_object(_Beside, values["beside"])

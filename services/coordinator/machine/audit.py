@@ -1,4 +1,4 @@
-"""Puts paths in quarantine by which tokens come out inexact; the run goes on without them."""
+"""Quarantines generation paths that produce inexact log-probs; the run continues without them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.trajectory import NUMBERS_PATH
 
 
 def quarantined(state: State, event: PathsBeyondBound) -> Decision:
-    """Paths are only ever added, in the order in which they were found; a known one is no news. Of
-    a profile, the next policy goes without it, whoever has chosen it.
+    """Adds the paths to the quarantine in order of discovery; known paths change nothing. The next
+    policy drops an inexact profile.
     """
     new = tuple(dict.fromkeys(path for path in event.paths if path not in state.quarantined))
     if not new:

@@ -1,4 +1,4 @@
-"""Starts, resumes, pauses, evaluates and ends a run: everything between two steps."""
+"""Everything between two steps: start, resume, pause, evaluation and end of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.services.coordinator.machine.commands import (
     SaveCheckpoints,
 )
 from paceline.services.coordinator.machine.decision import Decision
-from paceline.services.coordinator.machine.losses import again_from, interrupted, staff_uncalled
+from paceline.services.coordinator.machine.losses import again_from, interrupted
 from paceline.services.coordinator.machine.moves import free_slots, held_by, lease_slots
 from paceline.services.coordinator.machine.schedule import evaluations_due
 from paceline.services.coordinator.machine.slots import (
@@ -32,15 +32,12 @@ from paceline.services.coordinator.machine.state import (
 
 
 def run_started(state: State, event: events.RunStarted) -> Decision:
-    """All slots are free and all workers idle; the start policy may be evaluated first."""
+    """Frees all slots and sets all workers idle; the start policy may be evaluated first."""
     settings = event.settings
     state = State(
         settings=settings,
         slots=slot_row((Slot(),) * settings.slots),
-        workers=worker_row(
-            WorkerState.ABSENT if settings.vacant >> place & 1 else WorkerState.IDLE
-            for place in range(settings.workers)
-        ),
+        workers=worker_row((WorkerState.IDLE,) * settings.workers),
         versions=event.versions,
         seq=event.versions.seq,
         evaluations=evaluations_due(settings, 0),
@@ -49,8 +46,8 @@ def run_started(state: State, event: events.RunStarted) -> Decision:
 
 
 def resumed(state: State, event: events.Resumed) -> Decision:
-    """Makes every call again that the run or one of its tracks waits for: those of the former
-    coordinator are gone.
+    """Repeats every pending call of the run and its tracks, because the former coordinator's calls
+    are gone.
     """
     total_steps = max(event.total_steps, state.rollouts.step)
     phase = state.failed_phase or state.phase
@@ -63,7 +60,7 @@ def resumed(state: State, event: events.Resumed) -> Decision:
         failed_phase=None,
         failure="",
     )
-    state = with_rollouts(staff_uncalled(state), drawing=False, attempts=0)
+    state = with_rollouts(state, drawing=False, attempts=0)
     state = with_learner(state, attempts=0)
     if phase is Phase.RUNNING:
         return Decision(state, enters=again_from(state.learner.phase))
@@ -73,14 +70,14 @@ def resumed(state: State, event: events.Resumed) -> Decision:
 
 
 def evaluate(state: State) -> Decision:
-    """Leases the workers' slots to the engine and makes the first evaluation that is due."""
+    """Leases the workers' slots to the engine and makes the first due evaluation."""
     state = _all_to_engine(state)
     command = Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
     return Decision(state, (command,))
 
 
 def pause(state: State) -> Decision:
-    """Leases the workers' slots to the engine, for whoever asks it, until the run goes on."""
+    """Leases the workers' slots to the engine, which serves callers until the run continues."""
     state = _all_to_engine(state)
     return Decision(state, (ResumeWorkers(state.step, state.epoch),))
 
@@ -88,14 +85,12 @@ def pause(state: State) -> Decision:
 def _all_to_engine(state: State) -> State:
     """The workers' slots leased under a new epoch, that of the phase's call."""
     state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
-    slots = range(state.settings.engine_slots)
-    there = [i for i in slots if state.worker_on(i) is not WorkerState.ABSENT]
-    state = lease_slots(state, there, Holder.ENGINE)
+    state = lease_slots(state, range(state.settings.engine_slots), Holder.ENGINE)
     return replace(state, phase_epoch=state.epoch)
 
 
 def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
-    """Takes the engine's slots back."""
+    """Takes back the engine's slots."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
     state = free_slots(state, held_by(state, Holder.ENGINE))
@@ -110,19 +105,17 @@ def close(state: State) -> Decision:
 
 
 def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> Decision:
-    """The run is over."""
+    """Ends the run."""
     return Decision(state, enters=Phase.FINISHED)
 
 
 def finish(state: State) -> Decision:
-    """Ends the run; only Resumed with more steps goes on from here."""
+    """Ends the run; only Resumed with more steps continues it."""
     return Decision(replace(state, paused=False), (FinishRun(""),))
 
 
 def stop_requested(state: State, event: events.StopRequested) -> Decision:
-    """Makes the newest step whose tasks are drawn, or about to be, the last one; a paused run is
-    paused no longer.
-    """
+    """Makes the newest drawn step the last step, and ends a pause."""
     last = min(state.settings.total_steps, state.rollouts.begun)
     settings = replace(state.settings, total_steps=last)
     return Decision(replace(state, settings=settings, paused=False))

@@ -1,8 +1,7 @@
-"""Keeps what an operator chooses: whether the run pauses, which drafter serves, by a pin until it
-is taken away, by a rollback for a step, and which profile the policy is rounded to.
+"""Keeps an operator's choices: the pause of the run, the serving drafter and the policy's profile.
 
-A paused run rests when what is under way has ended. A drafter is served with the next commit; what
-the gate promotes meanwhile waits. A profile is served with the next policy.
+A paused run rests when the present step has ended. A chosen drafter serves with the next commit,
+while drafters promoted by the gate wait. A profile serves with the next policy.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from dataclasses import replace
 
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.decision import Decision, Objection, refused
-from paceline.services.coordinator.machine.ranks import against_ranks
-from paceline.services.coordinator.machine.staff import against_joining, against_leaving
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 from paceline.trajectory import NUMBERS_PATH
 
@@ -22,14 +19,11 @@ Choice = (
     | events.DrafterChosen
     | events.DrafterUnpinned
     | events.ProfileChosen
-    | events.WorkersRequested
-    | events.DrainRequested
-    | events.RanksRequested
 )
 
 
 def objection(state: State, event: Choice) -> Objection | None:
-    """What speaks against a choice now; None when nothing does."""
+    """The objection to a choice in the present state; None without one."""
     match event:
         case events.Paused():
             return _against_pause(state)
@@ -37,12 +31,6 @@ def objection(state: State, event: Choice) -> Objection | None:
             return _against_drafter(state, event)
         case events.ProfileChosen():
             return _against_profile(state, event)
-        case events.WorkersRequested():
-            return against_joining(state, event)
-        case events.DrainRequested():
-            return against_leaving(state, event)
-        case events.RanksRequested():
-            return against_ranks(state, event)
     return None
 
 
@@ -101,19 +89,19 @@ def _against_profile(state: State, event: events.ProfileChosen) -> Objection | N
 
 
 def paused(state: State, event: events.Paused) -> Decision:
-    """No tasks are drawn from now on; refused where no step is left."""
+    """Stops the draw of tasks; refused if no step is left."""
     if objection(state, event) is not None:
         return refused(state, event, state.rollouts.begun, state.settings.total_steps)
     return Decision(replace(state, paused=True))
 
 
 def continued(state: State, event: events.Continued) -> Decision:
-    """Tasks may be drawn again."""
+    """Allows the draw of tasks again."""
     return Decision(replace(state, paused=False))
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
-    """Pins the serving drafter or the one before; refused where nothing is left to choose."""
+    """Selects the serving or the former drafter; refused if neither applies."""
     if objection(state, event) is not None:
         return refused(state, event, event.version or 0, state.versions.drafter)
     version = _meant(state, event)
@@ -123,14 +111,14 @@ def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
 
 
 def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
-    """Lets what was promoted meanwhile serve with the next commit; a rollback that is due is
-    withdrawn.
+    """Lets drafters promoted meanwhile serve from the next commit, and withdraws a pending
+    rollback.
     """
     return Decision(replace(state, pin=None))
 
 
 def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
-    """Has the next policy rounded so; refused where it may not be."""
+    """Sets the profile of the next policy; refused if the profile is not allowed."""
     if objection(state, event) is not None:
         return refused(state, event, 0, 0)
     done = event.profile == state.versions.profile
@@ -138,8 +126,8 @@ def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
 
 
 def due_profile(state: State) -> str:
-    """What the next policy is rounded to: the chosen profile, else the serving one, unless the
-    audit found it inexact and the engine can go without it.
+    """The profile of the next policy: the chosen one, else the serving one. A profile that the
+    audit found inexact is dropped if the engine can serve without it.
     """
     if state.settings.profile_stays:
         return state.versions.profile
@@ -148,7 +136,7 @@ def due_profile(state: State) -> str:
 
 
 def due_drafter(state: State) -> int:
-    """The drafter that is to serve before the next policy does."""
+    """The drafter that must serve before the next policy does."""
     if state.pin is not None:
         return state.pin.version
     if state.rollback and state.promoted is None and state.previous_drafter is not None:
@@ -157,7 +145,7 @@ def due_drafter(state: State) -> int:
 
 
 def _meant(state: State, event: events.DrafterChosen) -> int:
-    """The version that an event without one names: a rollback that is due is meant again."""
+    """The version meant by an event without one; a pending rollback keeps its version."""
     if event.version is not None:
         return event.version
     if event.lasting:

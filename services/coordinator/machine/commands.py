@@ -1,6 +1,6 @@
-"""Names what the machine wants done, as frozen dataclasses.
+"""The machine's commands, as frozen dataclasses.
 
-Commands are idempotent: the receiver knows them by step, epoch or version, so a restart may issue
+Commands are idempotent: receivers identify them by step, epoch or version, so a restart may issue
 them again.
 """
 
@@ -14,12 +14,12 @@ from paceline.trajectory import VersionSet
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something to be done."""
+    """An action for a service or the coordinator itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommand(Command):
-    """A call of a step; its answers carry the epoch, and receivers refuse older ones."""
+    """A call of a step. Its answers carry the epoch, and receivers refuse older epochs."""
 
     step: int
     epoch: int
@@ -34,37 +34,21 @@ class BeginStep(Command):
 
 @dataclass(frozen=True, slots=True)
 class RunTasks(StepCommand):
-    """Roll the step out with a set, or a newer one; answered by GroupClosed, ShareDone and
+    """Roll the step out with this set or a newer one; answered by GroupClosed, ShareDone and
     TasksFinished.
     """
 
     versions: VersionSet
-    round: int = 0  # as of DrawnStep
+    round: int = 0  # see DrawnStep
     places: int = 0
     capture: bool = True  # rows for the drafter
-    workers: int = 0  # that get a share, a bit each; 0: all
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeWorkers(StepCommand):
-    """Have lent and suspended workers serve, and go on with the requests that they hold; only a
-    failure is answered.
+    """Make lent and suspended workers serve and continue their held requests; only a failure is
+    answered.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class AddWorkers(StepCommand):
-    """Have workers in these places; answered by WorkersJoined and JoinRefused."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DrainWorkers(StepCommand):
-    """Have workers leave; answered by WorkersLeft."""
-
-    workers: tuple[int, ...]
-    drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +64,32 @@ class ActivateDrafter(StepCommand):
 
 @dataclass(frozen=True, slots=True)
 class JoinDrafter(StepCommand):
-    """Have the running activation train on more slots; answered by DrafterJoined or JoinFailed."""
+    """Extend the running activation to more slots; answered by DrafterJoined or JoinFailed."""
 
-    slots: tuple[int, ...]  # of the lease from now on, the newest last
-    joining: tuple[int, ...]  # which of them are new
+    slots: tuple[int, ...]  # all slots of the lease, the newest last
+    joining: tuple[int, ...]  # the new ones among them
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptDrafter(StepCommand):
-    """Get the slots back; answered by Preempted, or by Deadline when nobody answers."""
+    """Take the slots back; answered by Preempted, or by Deadline without an answer."""
 
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TrainPolicy(StepCommand):
-    """One optimiser step; answered by PolicyStepped and PolicyPrepared, before them by RanksChanged
-    or RanksKept where it names ranks.
-    """
+    """One optimiser step; answered by PolicyStepped and PolicyPrepared."""
 
     slots: tuple[int, ...]
     policy_version: int
     batch: tuple[Portion, ...]
-    ranks: int = 0  # that are to train it; 0: those that there are
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine(StepCommand):
-    """Have the engine go without these paths; not answered, and said again before each rollout."""
+    """Stop the engine from using these paths; not answered, and repeated before each rollout."""
 
     paths: tuple[str, ...]
 
@@ -118,19 +99,19 @@ class Commit(StepCommand):
     """Serve a set; answered by Committed or CommitFailed."""
 
     versions: VersionSet
-    leased: tuple[int, ...] = ()  # workers whose slots the drafter has
+    leased: tuple[int, ...] = ()  # workers with slots leased to the drafter
 
 
 @dataclass(frozen=True, slots=True)
 class AbortDrafter(StepCommand):
-    """Forget a prepared drafter that will not serve; not answered."""
+    """Drop a prepared drafter that will not serve; not answered."""
 
     drafter_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluate(StepCommand):
-    """Make an evaluation of a set after `step` finished steps; answered by EvaluationDone."""
+    """Evaluate a set after `step` finished steps; answered by EvaluationDone."""
 
     kind: Evaluation
     versions: VersionSet
@@ -138,7 +119,7 @@ class Evaluate(StepCommand):
 
 @dataclass(frozen=True, slots=True)
 class CloseStep(Command):
-    """The step's policy serves: write its record."""
+    """The step's policy serves; write the step's record."""
 
     step: int
 
@@ -150,8 +131,8 @@ class SaveCheckpoints(StepCommand):
 
 @dataclass(frozen=True, slots=True)
 class AwaitService(Command):
-    """Wait until a peer serves again; answered by ServiceBack, or by CallFailed where the run needs
-    it.
+    """Wait until a service is back; answered by ServiceBack, or by CallFailed if the run
+    needs it.
     """
 
     service: Service
@@ -159,22 +140,22 @@ class AwaitService(Command):
 
 @dataclass(frozen=True, slots=True)
 class HandBack(StepCommand):
-    """After a failure: trainers leave their slots, the engine takes them; not answered."""
+    """After a failure: trainers leave their slots and the engine takes them; not answered."""
 
-    drafter_epoch: int  # of the lease that has not ended; 0: none
-    policy: bool  # it may still train
+    drafter_epoch: int  # of a lease that has not ended; 0: none
+    policy: bool  # the policy may still be training
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRun(Command):
-    """Nothing more to do; `failure` is empty on success."""
+    """End the run; `failure` is empty on success."""
 
     failure: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Command):
-    """A late event of an old lease, set or call had no effect."""
+    """Report that a late event of an old lease, set or call had no effect."""
 
     event: str
     seen: int

@@ -1,5 +1,5 @@
-"""Commits version sets: the new policy, with the promoted drafter, after a drafter's rollback, or
-with the drafter that an operator keeps.
+"""Commits version sets: the new policy with the promoted drafter, after a drafter's rollback, or
+with a pinned drafter.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from paceline.trajectory import VersionSet
 
 
 def serve(state: State) -> Decision:
-    """Commits the set that has no answer yet, else the next one, under a new epoch so that whoever
-    is late is refused. Waits for rollouts that may have one version only, and for a worker that can
-    try the set. A drafter that trains where the next rollouts begin leaves meanwhile.
+    """Commits the unanswered set, else the next set, under a new epoch that refuses late answers.
+    It waits for rollouts of a single version and for a worker as canary. The drafter leaves the
+    slots of the next rollouts meanwhile.
     """
     if not may_commit(state) or (state.committing is None and not can_judge(state)):
         return Decision(state)
@@ -42,8 +42,8 @@ def serve(state: State) -> Decision:
 
 
 def committed(state: State, event: Committed) -> Decision:
-    """Ends the step, or goes on to the new policy when the set took a drafter back. Workers that
-    the drafter had before may be lent to it again.
+    """Ends the step, or continues to the new policy after a rollback. Workers of the drafter's
+    former lease may be leased again.
     """
     served, rolled_back = state.versions, _is_rollback(state)
     state = replace(state, versions=event.versions, committing=None)
@@ -71,8 +71,8 @@ def committed(state: State, event: Committed) -> Decision:
 
 
 def commit_failed(state: State, event: CommitFailed) -> Decision:
-    """Gives a rollback up, and a pin that asked for it; a chosen profile, too; leaves a promoted
-    drafter out, pushes a policy again.
+    """Drops the rollback, the pin or the profile that caused the failure, leaves out a promoted
+    drafter, or pushes the policy again.
     """
     rejected = event.versions.drafter
     if _is_rollback(state):
@@ -89,9 +89,9 @@ def commit_failed(state: State, event: CommitFailed) -> Decision:
 
 
 def _next_set(state: State) -> VersionSet:
-    """A drafter rollback that is due, under its own seq, else the new policy.
+    """A pending drafter rollback under its own seq, else the new policy.
 
-    The rollback comes first, so that one that fails takes no policy with it.
+    The rollback precedes the policy, so a failed rollback does not take a policy with it.
     """
     served, due = state.versions, due_drafter(state)
     assert state.prepared is not None

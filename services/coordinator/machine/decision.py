@@ -1,4 +1,4 @@
-"""What a handler decides, and the answer to an event that comes too late."""
+"""The decision of a handler, and the answer to a late event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.services.coordinator.machine.state import Phase, State
 
 
 class Decision(NamedTuple):
-    """The state after an event, what is to be done, and the phase that is entered next, if any."""
+    """The state after an event, the commands, and the phase to enter next, if any."""
 
     state: State
     commands: tuple[Command, ...] = ()
@@ -18,7 +18,7 @@ class Decision(NamedTuple):
 
 
 class Objection(NamedTuple):
-    """Why an operator does not get what they ask for."""
+    """The reason for refusing an operator's request."""
 
     message: str
     seen: object
@@ -26,5 +26,5 @@ class Objection(NamedTuple):
 
 
 def refused(state: State, event: Event, seen: int, current: int) -> Decision:
-    """Nothing changes."""
+    """Refuses an event without a change."""
     return Decision(state, (Refuse(type(event).__name__, seen, current),))

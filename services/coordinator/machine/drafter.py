@@ -1,8 +1,9 @@
-"""Leases released slots to the drafter trainer and takes them back; notes what its gate decides."""
+"""Leases released slots to the drafter trainer and takes them back; records its gate's
+decisions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -26,14 +27,13 @@ from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Hol
 from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 
 FROZEN = "frozen"
-"""Reason of a Detached whose trainer gains nothing now."""
+"""Reason of a Detached by a trainer that gains nothing at present."""
 
 
 def lease_released(state: State) -> Decision | None:
-    """Leases released slots to the drafter while others still compute: workers, or a policy that
-    has slots of its own; or while the policy's weights are on their way. Once it trains on the
-    slots of its lease, more join them. While a set is committed none are: a released worker may be
-    trying it.
+    """Leases released slots to the drafter while rollouts, the policy on its own slots, or a push
+    are in progress. Further slots join a lease once it trains. During a commit no slot is leased,
+    because a released worker may be the canary.
     """
     settings, workers = state.settings, state.workers
     policy_apart = not settings.colocated and state.learner.phase is not Phase.IDLE
@@ -51,21 +51,22 @@ def lease_released(state: State) -> Decision | None:
 
 
 def train_alone(state: State) -> Decision:
-    """The serial schedule: the drafter trains while everybody waits, and the set follows.
+    """In the serial schedule, trains the drafter while the other services wait; the commit follows.
 
-    Once a step: after a failed commit its workers are COMPLETED, and the set is committed as it is.
+    It trains once per step. After a failed commit its workers are COMPLETED, and the set is
+    committed as it is.
     """
-    if not state.settings.serial_drafter:  # one that harvests may go on beside the commit
+    if not state.settings.serial_drafter:  # a harvesting drafter may continue beside the commit
         return Decision(state, enters=Phase.COMMIT)
-    if state.lease is not None:  # a former coordinator's, whose call is gone
+    if state.lease is not None:  # of a former coordinator, so its call is lost
         return preempt(state)
-    if _due(state) and any(True for _ in leasable(state)):
+    if _due(state) and state.workers.counted(WorkerState.RELEASED):
         return _lease(state)
     return Decision(state, enters=Phase.COMMIT)
 
 
 def preempt(state: State) -> Decision:
-    """Asks for the drafter's slots, once per lease; nothing to do without a lease."""
+    """Requests the drafter's slots, once per lease; no effect without a lease."""
     lease = state.lease
     if lease is None or lease.preempting:
         return Decision(state)
@@ -75,12 +76,14 @@ def preempt(state: State) -> Decision:
 
 
 def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> Decision:
-    """A record, nothing else."""
+    """Records the event only."""
     return Decision(state)
 
 
 def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
-    """Adds what was released while the trainer took its slots: one change of a lease at a time."""
+    """Adds slots that were released during the last change of the lease. Only one change is in
+    progress at a time.
+    """
     assert state.lease is not None
     known = state.lease.attached
     if isinstance(event, events.DrafterActivated):
@@ -91,19 +94,19 @@ def attached(state: State, event: events.DrafterActivated | events.DrafterJoined
 
 
 def join_failed(state: State, event: events.JoinFailed) -> Decision:
-    """Ends the activation: nobody knows on which of its slots it trains."""
+    """Ends the activation, because its slots are uncertain."""
     return preempt(state)
 
 
 def reclaim(state: State, event: events.TrafficWaits) -> Decision:
-    """Ends the whole lease for callers that wait; its workers are leased no more in this step."""
+    """Ends the whole lease for waiting callers. Its workers are not leased again in this step."""
     return preempt(state)
 
 
 def promoted(state: State, event: events.GatePromoted) -> Decision:
-    """Keeps the candidate for the next commit; an older one that waited for it is aborted.
+    """Keeps the candidate for the next commit, and aborts an older waiting candidate.
 
-    A prepared candidate is no right to a slot: it counts even when Preempted overtook it.
+    A prepared candidate needs no slot: it counts even when Preempted arrived first.
     """
     older = state.promoted
     version = event.drafter_version
@@ -121,7 +124,7 @@ def preempted(state: State, event: events.Preempted) -> Decision:
 
 
 def detached(state: State, event: events.Detached) -> Decision:
-    """Ends the lease, whether the drafter was done or preempted; one that is frozen rests."""
+    """Ends the lease after training or preemption. A frozen drafter rests."""
     if event.reason == FROZEN:
         rest = state.step + state.settings.frozen_interval_steps
         state = replace(state, drafter_rests_until=rest)
@@ -131,8 +134,8 @@ def detached(state: State, event: events.Detached) -> Decision:
 def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
     """Frees the drafter's slots.
 
-    `fence`: the drafter trainer has not confirmed that it left, and gets no others before the next
-    share is done: one that is done may have slots released meanwhile.
+    `fence`: the drafter trainer has not confirmed that it left, and gets no other slots before the
+    next finished share. A trainer that is done may get slots released meanwhile.
     """
     assert state.lease is not None
     slots = state.lease.slots
@@ -144,9 +147,7 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
 
 
 def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
-    """Serves the drafter before this one again with the next commit, unless an operator has chosen
-    one.
-    """
+    """Schedules a rollback to the former drafter, unless an operator has chosen a drafter."""
     serving = event.drafter_version == state.versions.drafter
     if not serving or state.previous_drafter is None or state.pin is not None:
         return refused(state, event, event.drafter_version, state.versions.drafter)
@@ -154,20 +155,20 @@ def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
 
 
 def captured(state: State, step: int) -> bool:
-    """Whether rollouts of a step give rows to the drafter: it is trained, and not frozen until
-    later.
+    """Whether a step's rollouts capture rows for the drafter: it is trained, and not frozen beyond
+    that step.
     """
     return state.settings.drafter_enabled and step >= state.drafter_rests_until
 
 
 def wanted(state: State) -> bool:
-    """Whether this is one of the drafter's steps."""
+    """Whether the drafter trains in this step."""
     due = state.step % state.settings.training_interval_steps == 0
     return captured(state, state.step) and due
 
 
 def _due(state: State) -> bool:
-    """Whether the drafter is to train now: its trainer is there and holds nothing."""
+    """Whether the drafter should train now: its trainer is present and has no lease."""
     return (
         wanted(state)
         and state.lease is None
@@ -178,22 +179,12 @@ def _due(state: State) -> bool:
 
 def most_workers(settings: RunSettings) -> int:
     """Whose slots the drafter may have at once."""
-    here = settings.workers - settings.elsewhere.bit_count()
-    return max(1, min(here, settings.max_drafter_slots // settings.slots_per_worker))
+    return max(1, min(settings.workers, settings.max_drafter_slots // settings.slots_per_worker))
 
 
 def enough_released(state: State) -> bool:
     """Whether so many workers are released that the drafter begins."""
-    least = state.settings.min_workers_for_training
-    return len(list(islice(leasable(state), least))) >= least
-
-
-def leasable(state: State) -> Iterator[int]:
-    """Released workers whose slots the drafter could compute on: its ranks are on one host."""
-    elsewhere = state.settings.elsewhere
-    for worker in state.workers.where(WorkerState.RELEASED):
-        if not elsewhere >> worker & 1:
-            yield worker
+    return state.workers.counted(WorkerState.RELEASED) >= state.settings.min_workers_for_training
 
 
 def _lease(state: State) -> Decision:
@@ -205,7 +196,7 @@ def _lease(state: State) -> Decision:
 
 
 def _widen(state: State, lease: DrafterLease) -> Decision | None:
-    """More slots under the lease's own epoch, which ends for all of them at once."""
+    """Adds slots under the lease's epoch, which ends for all its slots at once."""
     if lease.preempting or lease.attached < len(lease.slots):
         return None
     state, joining = _lease_more(state, lease)
@@ -219,10 +210,10 @@ def _widen(state: State, lease: DrafterLease) -> Decision | None:
 
 
 def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[int, ...]]:
-    """As many released slots as the drafter may have beside those of its lease."""
+    """Leases as many released slots as the drafter may hold beside its lease."""
     settings, held = state.settings, len(lease.slots) if lease else 0
     count = max(0, most_workers(settings) - held // settings.slots_per_worker)
-    workers = list(islice(leasable(state), count))
+    workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = move_workers(state, workers, Cause.LEASE_GRANTED)
     if slots:

@@ -1,4 +1,4 @@
-"""Names what can happen to a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
+"""The events of a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
 
 `details` are figures for the step's record; the machine does not read them. The journal writes
 every field by its annotation.
@@ -17,28 +17,28 @@ from paceline.trajectory import VersionSet
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None
 Details = Mapping[str, Figure]
 UNSCORED = "samples_unscored"
-"""Where the details of TasksFinished have the samples without a reward, by the way they ended."""
+"""Key in the details of TasksFinished for samples without a reward, by their end."""
 PASSED = "figures"
-"""Where the details of EvaluationDone have what an evaluation of several samples a task tells."""
+"""Key in the details of EvaluationDone for the statistics of several samples per task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened."""
+    """Base of all events."""
 
     at_s: float  # wall clock, seconds
 
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer(Event):
-    """News of a call or a lease, which it names by its command's epoch."""
+    """An event about a call or a lease, identified by its command's epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The peers are there; the run begins."""
+    """The services are up; the run begins."""
 
     settings: RunSettings
     versions: VersionSet
@@ -46,14 +46,14 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """A coordinator took the run over from its journal; the number of steps may have changed."""
+    """A coordinator resumed the run from its journal, perhaps with another number of steps."""
 
     total_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepBegan(Event):
-    """The tasks of the step are drawn."""
+    """The step's tasks are drawn."""
 
     step: int
     traceparent: str = ""
@@ -61,48 +61,48 @@ class StepBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class ShareDone(CallAnswer):
-    """A worker has finished its share of the step."""
+    """A worker finished its share of the step."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupClosed(CallAnswer):
-    """A group of the step gets no more samples; told where groups are trained before their step's
-    tasks have all ended.
+    """A group of the step is complete; sent only if groups are trained before their step's last
+    task.
     """
 
     index: int  # of its task in the step
     group_id: str
-    sessions: int  # that ended scored
-    equal_rewards: bool = False  # of all of them: they teach nothing
+    sessions: int  # with a reward
+    equal_rewards: bool = False  # all rewards are equal, so the group teaches nothing
 
 
 @dataclass(frozen=True, slots=True)
 class TasksFinished(CallAnswer):
-    """All samples of the call ended: of the step, or of a round that stood in for some of its
-    groups.
-    """
+    """All samples of a call ended: those of the step, or of a round of replacement groups."""
 
     details: Details = field(default_factory=dict)
-    equal_rewards: int = 0  # places of groups whose rewards are all equal, a bit each
+    equal_rewards: int = 0  # places of groups with equal rewards, a bit each
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost(CallAnswer):
-    """An engine worker died while it generated; the gateway restarts it."""
+    """An engine worker died while generating; the gateway restarts it."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetDamaged(CallAnswer):
-    """The set to roll out with is damaged, and its policy is gone: the trainer has trained on."""
+    """The rollouts' version set is damaged and its policy is gone, because the trainer has moved
+    on.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersReleased(CallAnswer):
-    """The engine has given the memory of the lease's slots back: now the trainer is told of it."""
+    """The engine freed the memory of the lease's slots, and the trainer is notified."""
 
     holder: Holder
     details: Details = field(default_factory=dict)
@@ -117,29 +117,29 @@ class DrafterActivated(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class DrafterJoined(CallAnswer):
-    """The drafter trains on the slots that were added to its lease, too."""
+    """The drafter also trains on the slots added to its lease."""
 
-    slots: int  # of the lease, from its first on
+    slots: int  # all slots of the lease, in order
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinFailed(CallAnswer):
-    """Slots were added to the drafter's lease, and its trainer does not train on them."""
+    """The trainer failed to use slots added to the drafter's lease."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficWaits(CallAnswer):
-    """Requests of callers wait because the drafter has workers' slots."""
+    """Callers' requests wait because the drafter holds workers' slots."""
 
     requests: int
 
 
 @dataclass(frozen=True, slots=True)
 class GatePromoted(CallAnswer):
-    """A candidate drafter beat the serving one and is prepared at the gateway."""
+    """A candidate drafter beat the serving drafter and is prepared at the gateway."""
 
     drafter_version: int
     details: Details = field(default_factory=dict)
@@ -147,8 +147,8 @@ class GatePromoted(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class GateDecided(CallAnswer):
-    """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened
-    or rolled_back.
+    """The gate made a decision without a new version: kept, refused, frozen, reopened or
+    rolled_back.
     """
 
     decision: str
@@ -158,14 +158,14 @@ class GateDecided(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(CallAnswer):
-    """The drafter trainer confirmed a preemption: the slots are free."""
+    """The drafter trainer has confirmed a preemption: the slots are free."""
 
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Detached(CallAnswer):
-    """The activation's last word: the slots are free."""
+    """An activation ended: the slots are free."""
 
     reason: str
     details: Details = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Detached(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class TrainerFailed(CallAnswer):
-    """A trainer lost a rank, or could not train for a reason of its own."""
+    """A trainer lost a rank or failed to train."""
 
     service: Service
     message: str
@@ -182,7 +182,7 @@ class TrainerFailed(CallAnswer):
 @dataclass(frozen=True, slots=True)
 class Deadline(CallAnswer):
     """A wait ended without its event: "activation", "join" or "preempt" of a lease; "rollout",
-    "policy", "commit", "evaluate" or "close" of a phase's call.
+    "policy", "commit", "evaluate" or "close" of a phase.
     """
 
     what: str
@@ -191,7 +191,7 @@ class Deadline(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PolicyStepped(CallAnswer):
-    """The optimiser step is done; the push goes on without slots."""
+    """The optimiser step is done; the push continues without slots."""
 
     policy_version: int
     details: Details = field(default_factory=dict)
@@ -199,19 +199,15 @@ class PolicyStepped(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PathsBeyondBound(CallAnswer):
-    """The trainer's audit found log-probs of the engine further from its own than rounding
-    explains: paths as PolicyStepped names them.
-    """
+    """The audit found log-probs beyond rounding; paths have the names of PolicyStepped."""
 
     paths: tuple[str, ...]
-    details: Details = field(default_factory=dict)  # figures of each
+    details: Details = field(default_factory=dict)  # figures of each path
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPrepared(CallAnswer):
-    """The new policy is prepared at the gateway, and its head at the drafter trainer if that is
-    there.
-    """
+    """The new policy is prepared at the gateway, and its head at a running drafter trainer."""
 
     policy_version: int
     details: Details = field(default_factory=dict)
@@ -219,14 +215,14 @@ class PolicyPrepared(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Committed(Event):
-    """The set serves."""
+    """The version set serves."""
 
     versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed(Event):
-    """A part of the set is not there; the former set serves."""
+    """A part of the version set is missing; the former set serves."""
 
     versions: VersionSet
     message: str
@@ -234,8 +230,8 @@ class CommitFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceFell(Event):
-    """Live acceptance length since this drafter serves is below the one before by more than noise
-    allows, or its files are damaged.
+    """The serving drafter's live acceptance length is significantly below its predecessor's, or its
+    files are damaged.
     """
 
     drafter_version: int
@@ -244,7 +240,7 @@ class AcceptanceFell(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone(CallAnswer):
-    """An evaluation ended; value None when the engine cannot make it."""
+    """An evaluation ended; the value is None if the engine cannot make it."""
 
     kind: Evaluation
     value: float | None
@@ -253,30 +249,31 @@ class EvaluationDone(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsSaved(CallAnswer):
-    """The trainers wrote the checkpoints that end a run."""
+    """The trainers wrote the run's final checkpoints."""
 
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """Somebody asked for the run to end with the running step."""
+    """An operator ends the run after the running step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused(Event):
-    """An operator wants the run to rest when what is under way has ended."""
+    """An operator pauses the run after the steps in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continued(Event):
-    """An operator wants a paused run to go on."""
+    """An operator continues a paused run."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterChosen(Event):
-    """An operator wants a drafter to serve: until it is unpinned, or, after a rollback, for a step
-    at least. Version None is the serving one for a pin, the one before for a rollback.
+    """An operator selects the serving drafter: a pin lasts until it is removed, a rollback for at
+    least one step. Without a version, a pin means the serving drafter and a rollback the former
+    drafter.
     """
 
     version: int | None
@@ -285,79 +282,19 @@ class DrafterChosen(Event):
 
 @dataclass(frozen=True, slots=True)
 class DrafterUnpinned(Event):
-    """An operator leaves it to the gate again which drafter serves."""
+    """An operator returns the choice of the drafter to the gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileChosen(Event):
-    """An operator wants policies to be rounded to a profile from the next one on; "": to none."""
+    """An operator selects the profile of the next policies; "" is none."""
 
     profile: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersRequested(Event):
-    """An operator wants workers in vacant places."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DrainRequested(Event):
-    """An operator wants workers to leave."""
-
-    workers: tuple[int, ...]
-    drain_s: float  # that their requests have to end
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersJoined(CallAnswer):
-    """Added workers serve, the committed set from their first request on."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRefused(CallAnswer):
-    """Workers that were to be added do not start."""
-
-    workers: tuple[int, ...]
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersLeft(CallAnswer):
-    """Drained workers are gone; what they ran has ended or goes on elsewhere."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RanksRequested(Event):
-    """An operator wants the policy trained on so many ranks from the next step on."""
-
-    ranks: int
-
-
-@dataclass(frozen=True, slots=True)
-class RanksChanged(CallAnswer):
-    """So many ranks have taken up the policy's state, and train the step that has begun."""
-
-    ranks: int
-    details: Details = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RanksKept(CallAnswer):
-    """The number of ranks that was wanted did not come up: those of before train the step."""
-
-    ranks: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class ServiceLost(Event):
-    """A call failed because its peer is not there."""
+    """A call failed because its service is down."""
 
     service: Service
     message: str
@@ -365,14 +302,14 @@ class ServiceLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class ServiceBack(Event):
-    """The peer serves again."""
+    """The service is up again."""
 
     service: Service
 
 
 @dataclass(frozen=True, slots=True)
 class CallFailed(Event):
-    """A call failed in a way that no repetition cures."""
+    """A call failed permanently."""
 
     service: Service
     call: str

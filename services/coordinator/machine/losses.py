@@ -1,4 +1,4 @@
-"""Goes on after what was lost: services, ranks, calls that failed or took too long."""
+"""Continues after a loss: of a service, a rank, or a call that failed or took too long."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from paceline.services.coordinator.machine.state import (
 )
 
 CALL_ATTEMPTS = 3
-"""Times that a track's call may begin because of its service: a fault that comes back twice is no
-accident.
+"""Number of times that a track's call may begin because of its service: a fault that returns twice
+is no accident.
 """
 
 CALLED_IN: dict[Phase, tuple[Service, ...]] = {
-    Phase.EVALUATE: (Service.GATEWAY, Service.POLICY_TRAINER),  # which mends what is to serve
+    Phase.EVALUATE: (Service.GATEWAY, Service.POLICY_TRAINER),  # it repairs the set to serve
     Phase.ROLLOUT: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.POLICY: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.COMMIT: (Service.GATEWAY,),
     Phase.PAUSED: (Service.GATEWAY,),
     Phase.CLOSING: (Service.POLICY_TRAINER,),
 }
-"""Services whose answer a phase waits for: when one comes back the phase's calls are made again."""
+"""Services with a pending answer for a phase; when one is back, the phase's calls are
+issued again.
+"""
 
 
 def service_lost(state: State, event: events.ServiceLost) -> Decision:
-    """Waits for the service; what it held of slots is free, what needs it waits too."""
+    """Waits for the service, frees its slots, and holds dependent calls."""
     if event.service in state.lost:
         return Decision(state)
     decision = Decision(replace(state, lost=state.lost | {event.service}))
     if event.service is Service.DRAFTER_TRAINER and state.lease is not None:
         decision = end_lease(decision.state, Cause.PREEMPTED, fence=True)
-    if event.service is Service.GATEWAY:
-        decision = Decision(staff_uncalled(decision.state))
-        if Phase.ROLLOUT in state.phases:
-            decision = preempt(decision.state)
+    if event.service is Service.GATEWAY and Phase.ROLLOUT in state.phases:
+        decision = preempt(decision.state)
     return decision._replace(commands=(AwaitService(event.service), *decision.commands))
 
 
 def service_back(state: State, event: events.ServiceBack) -> Decision:
-    """Makes those calls again that were the service's; the drafter gets released slots."""
+    """Repeats the service's calls; the drafter may lease released slots."""
     service = event.service
     if service not in state.lost:
         return Decision(state)
@@ -67,7 +67,7 @@ def service_back(state: State, event: events.ServiceBack) -> Decision:
 
 
 def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
-    """The run goes on without the drafter; the policy step begins again."""
+    """Continues without the drafter; repeats the policy step."""
     if event.service is Service.DRAFTER_TRAINER:
         return end_lease(state, Cause.PREEMPTED, fence=True)
     if state.learner.phase is not Phase.POLICY:
@@ -76,7 +76,7 @@ def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
 
 
 def deadline(state: State, event: events.Deadline) -> Decision:
-    """Takes the drafter's slots when it was late, fails the run when anybody else was."""
+    """Takes a late drafter's slots; fails the run for any other late service."""
     if event.what in ("activation", "join"):
         return preempt(state)
     if event.what == "preempt":
@@ -85,7 +85,7 @@ def deadline(state: State, event: events.Deadline) -> Decision:
 
 
 def call_failed(state: State, event: events.CallFailed) -> Decision:
-    """Fails the run; an optional service's goes on, and what it held of slots is free."""
+    """Fails the run, or frees the slots of an optional service and continues."""
     if event.service in OPTIONAL:
         leased = state.lease is not None
         return end_lease(state, Cause.PREEMPTED, fence=True) if leased else Decision(state)
@@ -93,7 +93,7 @@ def call_failed(state: State, event: events.CallFailed) -> Decision:
 
 
 def train_again(state: State, message: str) -> Decision:
-    """Trains the batch again because of a call's failure, or fails the run after CALL_ATTEMPTS."""
+    """Trains the batch again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.learner.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
@@ -101,7 +101,7 @@ def train_again(state: State, message: str) -> Decision:
 
 
 def roll_out_again(state: State, message: str) -> Decision:
-    """Runs the tasks again because of a call's failure, or fails the run after CALL_ATTEMPTS."""
+    """Runs the tasks again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.rollouts.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
@@ -109,32 +109,26 @@ def roll_out_again(state: State, message: str) -> Decision:
 
 
 def interrupted(state: State) -> State:
-    """Every call of the rollout track is to be made again; what it still answers is late."""
+    """Marks every call of the rollout track as to be issued again; late answers are refused."""
     if not any(draw.called for draw in state.rollouts.draws):
         return state
     draws = tuple(replace(draw, called=False) for draw in state.rollouts.draws)
     return with_rollouts(state, draws=draws)
 
 
-def staff_uncalled(state: State) -> State:
-    """Calls for workers that join and leave are to be made again."""
-    joining, leaving = (replace(one, called=0) for one in (state.joining, state.leaving))
-    return replace(state, joining=joining, leaving=leaving)
-
-
 def again_from(phase: Phase) -> Phase:
-    """The phase to enter for a phase's call to be made again: the policy needs its slots first."""
+    """The phase to enter to issue a phase's call again: the policy needs its slots first."""
     return Phase.PREEMPT if phase is Phase.POLICY else phase
 
 
 def fail(state: State, message: str) -> Decision:
-    """Ends the run for now; Resumed goes on from here."""
+    """Fails the run; Resumed continues it."""
     state = replace(state, failed_phase=state.phase, failure=message)
     return Decision(state, enters=Phase.FAILED)
 
 
 def give_up(state: State) -> Decision:
-    """Gives the slots back to the engine, for whoever asks it, and ends the run."""
+    """Returns the slots to the engine, which serves callers, and ends the run."""
     lease = state.lease and replace(state.lease, preempting=True)
     state = replace(state, epoch=state.epoch + 1, lease=lease)
     policy = bool(held_by(state, Holder.POLICY))

@@ -1,5 +1,5 @@
-"""Says what an event carries beside the current value: a smaller one is late, a larger one is of a
-call that was never made.
+"""Compares the number of an event with the current value: a smaller number is late, a larger number
+belongs to no call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from paceline.services.coordinator.machine.state import Phase, Service, State
 
 
 class Mark(NamedTuple):
-    """What an event carries of `name` beside the current value: late when smaller or over."""
+    """The event's value of `name` beside the current value; late if it is smaller, or if the call
+    is over.
+    """
 
     name: str
     seen: int
@@ -40,32 +42,26 @@ def step_number(state: State, event: events.StepBegan) -> Mark:
 
 
 def call(state: State, event: events.CallAnswer) -> Mark:
-    """Late when the call has been answered or made again."""
+    """Late when the call has been answered or issued again."""
     over = state.phase not in (Phase.EVALUATE, Phase.CLOSING)
     return Mark("epoch", event.epoch, state.phase_epoch, over)
 
 
 def learner_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call` has it, of the learner's call."""
+    """Late when the learner's call has been answered or made again."""
     committing = state.learner.phase is Phase.COMMIT and state.committing is not None
     over = state.learner.phase is not Phase.POLICY and not committing
     return Mark("epoch", event.epoch, state.learner.epoch, over)
 
 
-def resharding(state: State, event: events.RanksChanged | events.RanksKept) -> Mark:
-    """As `learner_call` has it, and when the change has been answered or was asked for since."""
-    mark, wanted = learner_call(state, event), state.resharding
-    return mark._replace(over=mark.over or not wanted.ranks or wanted.epoch != mark.current)
-
-
 def rollout_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call` has it, of the call that rolls a step out."""
+    """Late when the step's call has been answered or made again."""
     over = draw_of(state, event.epoch) is None  # an older call may go on beside the newest
     return Mark("epoch", event.epoch, state.rollouts.epoch if over else event.epoch, over)
 
 
 def share(state: State, event: events.ShareDone) -> Mark:
-    """As `rollout_call` has it, and when the worker has done its share."""
+    """Late when the step's call has been answered or made again, or the worker's share is done."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     if draw is not None and event.worker < len(state.workers):
         return mark._replace(over=not draw.owed >> event.worker & 1)
@@ -73,20 +69,9 @@ def share(state: State, event: events.ShareDone) -> Mark:
 
 
 def group(state: State, event: events.GroupClosed) -> Mark:
-    """As `rollout_call` has it, and when the group has closed."""
+    """Late when the step's call has been answered or made again, or the group is closed."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     return mark if draw is None else mark._replace(over=bool(draw.closed >> event.index & 1))
-
-
-def joining(state: State, event: events.WorkersJoined | events.JoinRefused) -> Mark:
-    """Late when the call has been made again, and when it has been answered for these workers."""
-    over = any(not state.joining.called >> worker & 1 for worker in event.workers)
-    return Mark("epoch", event.epoch, state.joining.epoch, over)
-
-
-def leaving(state: State, event: events.CallAnswer) -> Mark:
-    """Late when the call has been answered or made again."""
-    return Mark("epoch", event.epoch, state.leaving.epoch, over=not state.leaving.called)
 
 
 def lease(state: State, event: events.CallAnswer) -> Mark:
@@ -95,7 +80,7 @@ def lease(state: State, event: events.CallAnswer) -> Mark:
 
 
 def newest_lease(state: State, event: events.GatePromoted) -> Mark:
-    """Late when there is a newer lease or candidate; a lease that is over is no matter."""
+    """Late when there is a newer lease or candidate; an ended lease does not matter."""
     over = (event.epoch, event.drafter_version) <= state.candidate
     return Mark("epoch", event.epoch, state.lease_epoch, over)
 
@@ -103,7 +88,9 @@ def newest_lease(state: State, event: events.GatePromoted) -> Mark:
 def lease_or_call(
     state: State, event: events.TrainerFailed | events.Deadline | events.WorkersReleased
 ) -> Mark:
-    """Late as `lease` has it for news of the drafter, else as the call that it is of."""
+    """Late when the lease is over, for events of the drafter; else when their call has been
+    answered or made again.
+    """
     if isinstance(event, events.TrainerFailed):
         of_drafter = event.service is Service.DRAFTER_TRAINER
     elif isinstance(event, events.WorkersReleased):
@@ -120,9 +107,8 @@ DEADLINES: dict[str, Callable[[State, events.CallAnswer], Mark]] = {
     "rollout": rollout_call,
     "policy": learner_call,
     "commit": learner_call,
-    "drain": leaving,
 }
-"""What makes a Deadline late, by what took too long; else `call` does."""
+"""Mark of a Deadline by the kind of its wait; `call` for all other kinds."""
 
 
 def set_number(state: State, event: events.Committed | events.CommitFailed) -> Mark:

@@ -1,4 +1,4 @@
-"""Moves workers from state to state and slots from holder to holder."""
+"""Moves workers between states and slots between holders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def worker_slots(settings: RunSettings, worker: int) -> tuple[int, ...]:
 
 
 def move_workers(state: State, workers: Iterable[int], cause: Cause) -> State:
-    """The workers after `cause`. Raises MachineError where WORKER_TRANSITIONS has no such row."""
+    """The workers after `cause`. Raises MachineError if WORKER_TRANSITIONS has no such row."""
     moved: dict[int, WorkerState] = {}
     for worker in workers:
         before = state.workers[worker]
@@ -36,9 +36,9 @@ def move_workers(state: State, workers: Iterable[int], cause: Cause) -> State:
 def lease_slots(
     state: State, slots: Iterable[int], holder: Holder, *, under: int | None = None
 ) -> State:
-    """Free slots leased to `holder` under the next epoch, or into its lease of the epoch `under`.
+    """Leases free slots to `holder` under the next epoch, or into its lease of epoch `under`.
 
-    Raises MachineError when one is held.
+    Raises MachineError when a slot is held.
     """
     leased = Slot(holder, state.epoch + 1 if under is None else under)
     changed: dict[int, Slot] = {}
@@ -51,9 +51,9 @@ def lease_slots(
 
 
 def free_slots(state: State, slots: Iterable[int], *, fence: bool = False) -> State:
-    """The slots held by nobody.
+    """Frees slots.
 
-    `fence` gives them a new epoch: their holder has not confirmed that it left.
+    `fence` gives them a new epoch, since their holder has not confirmed that it left.
     """
     chosen = tuple(slots)
     epoch = state.epoch + 1 if fence and chosen else state.epoch

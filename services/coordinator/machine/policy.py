@@ -1,4 +1,4 @@
-"""Trains the policy: on all slots where rollouts and policy are colocated, else on its own."""
+"""Trains the policy: on all slots if rollouts and policy are colocated, else on its own slots."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from paceline.services.coordinator.machine.state import MachineError, Phase, Sta
 
 
 def wait_for_slots(state: State) -> Decision:
-    """Fences what a former call holds; the policy trains when drafter and rollouts have left."""
+    """Invalidates the epoch of a former call; the policy trains when drafter and rollouts have
+    left.
+    """
     return Decision(free_slots(state, held_by(state, Holder.POLICY), fence=True))
 
 
 def train(state: State) -> Decision:
-    """Leases its slots to the policy trainer under a new epoch."""
+    """Leases the slots to the policy trainer under a new epoch."""
     slots = tuple(state.settings.policy_slots)
     state = lease_slots(state, slots, Holder.POLICY)
     state = with_learner(state, epoch=state.epoch)
-    resharding = replace(state.resharding, epoch=state.epoch if state.resharding.ranks else 0)
-    state = replace(state, committing=None, prepared=None, resharding=resharding)
+    state = replace(state, committing=None, prepared=None)
     batch, version = state.learner.batch, state.versions.policy
-    command = TrainPolicy(state.step, state.epoch, slots, version, batch, resharding.ranks)
+    command = TrainPolicy(state.step, state.epoch, slots, version, batch)
     return Decision(state, (command,))
 
 
 def stepped(state: State, event: PolicyStepped) -> Decision:
-    """Frees the slots, which the push does not need: the drafter may get them for as long."""
+    """Frees the slots during the push. The drafter may lease them until the commit."""
     state = _released(state, event)
     if trains_during_push(state):
         trained = list(state.workers.where(WorkerState.COMPLETED))
@@ -45,7 +46,7 @@ def stepped(state: State, event: PolicyStepped) -> Decision:
 
 
 def prepared(state: State, event: PolicyPrepared) -> Decision:
-    """The new policy waits at the gateway for its commit."""
+    """Keeps the new policy at the gateway for its commit."""
     state = replace(_released(state, event), prepared=event.policy_version)
     return Decision(state, enters=Phase.DRAFTER)
 

@@ -1,4 +1,4 @@
-"""Rolls steps out: every worker gets its share, and releases its slots when that is done."""
+"""Rolls steps out: every worker gets its share and releases its slots after it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,12 @@ from paceline.services.coordinator.machine.state import (
     with_rollouts,
 )
 
-_GET_NONE = (WorkerState.GENERATING, WorkerState.LEAVING, WorkerState.ABSENT)
-"""Workers that a call does not begin anew with."""
 FEW = 64
-"""Bits that are found sooner one by one than by a look at every place."""
+"""Up to this many bits, a loop over set bits is faster than one over all places."""
 
 
 def step_began(state: State, event: StepBegan) -> Decision:
-    """The step's tasks wait to be called."""
+    """Queues the step's tasks for their call."""
     drawn = DrawnStep(event.step, state.step, places=every_group(state))
     draws = (*state.rollouts.draws, drawn)
     state = with_rollouts(state, step=event.step + 1, drawing=False, attempts=0, draws=draws)
@@ -48,10 +46,10 @@ def step_began(state: State, event: StepBegan) -> Decision:
 
 
 def generate(state: State) -> Decision:
-    """Leases the workers' free slots to the engine under a new epoch, lets suspended workers go on
-    and calls the tasks that wait, each step's under an epoch of its own.
+    """Leases the workers' free slots to the engine under a new epoch, continues suspended workers,
+    and calls the waiting tasks, each step under its own epoch.
 
-    Where no call goes on, what is left of former ones is fenced.
+    Without a running call, earlier calls are fenced.
     """
     rollouts = state.rollouts
     goes_on = any(draw.called for draw in rollouts.running)
@@ -61,9 +59,9 @@ def generate(state: State) -> Decision:
     suspended = list(state.workers.where(WorkerState.SUSPENDED))
     state = move_workers(state, suspended, Cause.RESUMED)
     if waiting:  # each worker may get samples
-        idle = (i for i, one in enumerate(state.workers) if one not in _GET_NONE)
-        state = move_workers(state, list(idle), Cause.STEP_BEGAN)
-        free = [i for i in state.slots.where(Holder.NONE) if _of_engine(state, i)]
+        idle = [i for i, one in enumerate(state.workers) if one is not WorkerState.GENERATING]
+        state = move_workers(state, idle, Cause.STEP_BEGAN)
+        free = [i for i in state.slots.where(Holder.NONE) if i < state.settings.engine_slots]
     else:
         free = [slot for one in suspended for slot in worker_slots(state.settings, one)]
     state = lease_slots(state, free, Holder.ENGINE)
@@ -76,7 +74,6 @@ def generate(state: State) -> Decision:
             draw.round,
             draw.places,
             capture=captured(state, draw.step),
-            workers=_sharing(state) if state.away else 0,
         )
         for draw in waiting
     ]
@@ -86,16 +83,14 @@ def generate(state: State) -> Decision:
 
 
 def suspend(state: State) -> Decision:
-    """Takes the slots of workers that generate: their requests are held, and go on afterwards."""
+    """Takes the slots of generating workers; their requests are held and continue later."""
     workers = list(state.workers.where(WorkerState.GENERATING))
     state = move_workers(state, workers, Cause.SUSPENDED)
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)))
 
 
 def share_done(state: State, event: ShareDone) -> Decision:
-    """Releases the worker's slots where it has no share of another step to do; the drafter may get
-    them.
-    """
+    """Releases the slots of a worker without a share of another step, for the drafter's lease."""
     draw = draw_of(state, event.epoch)
     if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
@@ -104,9 +99,7 @@ def share_done(state: State, event: ShareDone) -> Decision:
 
 
 def group_closed(state: State, event: GroupClosed) -> Decision:
-    """The group may be trained before the other groups of its step have closed, unless another one
-    will stand in for it.
-    """
+    """Allows the group to be trained before the rest of its step, unless a replacement is due."""
     draw = draw_of(state, event.epoch)
     if draw is None or not draw.places >> event.index & 1:
         raise MachineError(f"GroupClosed(index={event.index})", state.describe())
@@ -116,11 +109,11 @@ def group_closed(state: State, event: GroupClosed) -> Decision:
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases the workers that have nothing else to do. All groups of the step have closed, or
-    those that have nothing to teach are drawn again: other tasks in their places.
+    """Releases idle workers. Closes all groups of the step, or draws replacements for groups
+    without variance.
     """
     draw = draw_of(state, event.epoch)
-    assert draw is not None  # else it were late
+    assert draw is not None  # otherwise the event would be late
     everything = every_group(state)
     again = event.equal_rewards & draw.places if draws_again(state, draw) else 0
     ended = replace(
@@ -135,27 +128,26 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
     state = with_rollouts(_release(_with(state, ended), draw.owed), attempts=0)
     if ended.taken == everything and all(one.step != draw.step for one in state.learner.batch):
         left = tuple(one for one in state.rollouts.draws if one.step != draw.step)
-        state = with_rollouts(state, draws=left)  # trained before its last sample was told of
+        state = with_rollouts(state, draws=left)  # trained before its last sample was reported
     if state.rollouts.running:
         return Decision(state)
-    # a worker that leaves may still answer callers there
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.READY)
 
 
 def worker_lost(state: State, event: WorkerLost) -> Decision:
-    """Runs the tasks again: the gateway restarts the worker."""
+    """Repeats the tasks after the gateway has restarted the worker."""
     return roll_out_again(state, f"worker {event.worker} of the gateway died")
 
 
 def set_damaged(state: State, event: SetDamaged) -> Decision:
-    """The tasks wait for the set that the learner is about to make, and begin again with that."""
+    """Holds the tasks until the learner's next version set, and then begins them again."""
     if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
         return roll_out_again(state, "the set to roll out with is damaged")
     return Decision(with_rollouts(interrupted(state), damaged=True))
 
 
 def draw_of(state: State, epoch: int) -> DrawnStep | None:
-    """The draw whose call has this epoch and goes on; None in a run that does not."""
+    """The draw with a running call of this epoch; None if the run has none."""
     draws = state.rollouts.running if state.phase is Phase.RUNNING else ()
     return next((draw for draw in draws if draw.called and draw.epoch == epoch), None)
 
@@ -166,13 +158,13 @@ def every_group(state: State) -> int:
 
 
 def draws_again(state: State, draw: DrawnStep) -> bool:
-    """Whether groups of equal rewards of the draw's round are drawn again."""
+    """Whether groups of equal rewards in the draw's round are drawn again."""
     return draw.round < state.settings.dynamic_sampling_rounds
 
 
 def _called(state: State, epochs: Mapping[int, int]) -> State:
     """The draws of these steps under way, every worker with a share of each."""
-    owed = _sharing(state)
+    owed = (1 << len(state.workers)) - 1
     draws = tuple(
         replace(draw, epoch=epochs[draw.step], called=True, owed=owed)
         if draw.step in epochs
@@ -184,23 +176,13 @@ def _called(state: State, epochs: Mapping[int, int]) -> State:
     return with_rollouts(state, draws=draws, epoch=newest)
 
 
-def _sharing(state: State) -> int:
-    """Workers that get a share of tasks that are called now, a bit each."""
-    return (1 << len(state.workers)) - 1 & ~state.away
-
-
-def _of_engine(state: State, slot: int) -> bool:
-    """Whether a worker is there that may compute on the slot."""
-    return state.worker_on(slot) not in (None, WorkerState.ABSENT)
-
-
 def _with(state: State, changed: DrawnStep) -> State:
     draws = tuple(changed if draw.step == changed.step else draw for draw in state.rollouts.draws)
     return with_rollouts(state, draws=draws)
 
 
 def _release(state: State, workers: int) -> State:
-    """Of these workers, a bit each, those that owe nothing any more leave their slots."""
+    """Releases the slots of these workers, a bit each, if they owe no share."""
     for draw in state.rollouts.running:
         workers &= ~draw.owed
     leaving = list(bits(workers))
@@ -216,7 +198,7 @@ def _release(state: State, workers: int) -> State:
 
 def bits(number: int) -> Iterator[int]:
     """Places of the bits that are set, in order."""
-    if number.bit_count() > FEW:  # each of them below copies the whole number
+    if number.bit_count() > FEW:  # each loop below copies the whole number
         digits = enumerate(reversed(bin(number)))
         yield from (place for place, digit in digits if digit == "1")
         return

@@ -1,4 +1,6 @@
-"""Keeps a value for each of thousands of slots so that a decision costs what it changes."""
+"""Keeps a value for each of thousands of slots, with decisions that cost only the changed
+values.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,19 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 BLOCK = 64
-"""Values that are copied with one that changes."""
+"""Values copied together when one of them changes."""
 _NOTHING = object()
 
 
 class Row(Generic[T]):
-    """An immutable list, counted by kind; a changed one shares all other blocks with the old."""
+    """An immutable list, counted by kind. A changed list shares all other blocks with the
+    old one.
+    """
 
     __slots__ = ("_blocks", "_counts", "_kind_of", "_length")
 
     def __init__(self, values: Iterable[T], kind_of: Callable[[T], Hashable]) -> None:
-        """`kind_of`: what a value counts as."""
+        """`kind_of`: the kind of a value."""
         whole = tuple(values)
         self._blocks = tuple(whole[i : i + BLOCK] for i in range(0, len(whole), BLOCK))
         self._kind_of = kind_of
@@ -28,7 +32,7 @@ class Row(Generic[T]):
         self._length = len(whole)
 
     def replaced(self, changes: Mapping[int, T]) -> Row[T]:
-        """The row with other values at some places. Raises IndexError for a place beyond it."""
+        """The row with other values at some places. Raises IndexError for a place out of range."""
         blocks, counts = list(self._blocks), dict(self._counts)
         touched: dict[int, list[T]] = {}
         for index, value in changes.items():
@@ -48,7 +52,7 @@ class Row(Generic[T]):
         return new
 
     def counted(self, kind: Hashable) -> int:
-        """How many values are of a kind."""
+        """Number of values of a kind."""
         return self._counts.get(kind, 0)
 
     def where(self, kind: Hashable) -> Iterator[int]:
@@ -63,7 +67,7 @@ class Row(Generic[T]):
                     yield number * BLOCK + place
 
     def changed_since(self, old: Row[T]) -> Iterator[int]:
-        """Places whose values differ from those of an older row, or that it lacks."""
+        """Places with values that differ from an older row, or that the older row lacks."""
         if self is old:
             return
         for number, block, was in _others(self._blocks, old._blocks, ()):
@@ -95,8 +99,8 @@ class Row(Generic[T]):
 def _others(
     values: Sequence[Any], old: Sequence[Any], nothing: Any
 ) -> Iterator[tuple[int, Any, Any]]:
-    """Places at which there are not the same objects, and what is at each; no loop of Python's
-    passes the many that are.
+    """Places with different objects, and both objects. The comparison skips equal blocks without a
+    Python loop.
     """
     if len(values) == len(old):
         for place in compress(count(), map(is_not, values, old)):

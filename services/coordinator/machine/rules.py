@@ -1,5 +1,5 @@
-"""Begins what a track may begin by itself: RULES, in their order, of which the first that changes
-something is followed.
+"""The rules that start a track's next work: RULES, in order. The first rule that changes the state
+is followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from paceline.services.coordinator.machine.schedule import (
     pauses,
 )
 from paceline.services.coordinator.machine.slots import Holder
-from paceline.services.coordinator.machine.staff import join, leave
 from paceline.services.coordinator.machine.state import (
     DrawnStep,
     Phase,
@@ -34,8 +33,8 @@ from paceline.services.coordinator.machine.state import (
 
 
 def commit_set(state: State) -> Decision | None:
-    """The prepared set is committed when the rollouts that it has waited for have ended, and the
-    drafter has left a worker to try it.
+    """Commits the prepared set after the last rollout of the former version, when a worker is free
+    for the canary.
     """
     waits = state.learner.phase is Phase.COMMIT and state.committing is None
     if not waits or not may_commit(state):
@@ -44,7 +43,7 @@ def commit_set(state: State) -> Decision | None:
 
 
 def train_policy(state: State) -> Decision | None:
-    """The policy trains when drafter and rollouts have left its slots, which they are told to."""
+    """Trains the policy when drafter and rollouts have left its slots; requests that they leave."""
     if state.learner.phase is not Phase.PREEMPT or not may_take_turn(state):
         return None
     if state.settings.colocated and state.lease is not None:
@@ -55,7 +54,7 @@ def train_policy(state: State) -> Decision | None:
 
 
 def take_batch(state: State) -> Decision | None:
-    """The learner takes the next batch when it is there."""
+    """Takes the next batch when it is complete."""
     if state.learner.phase is not Phase.IDLE or not may_take_turn(state):
         return None
     batch = next_batch(state)
@@ -68,8 +67,8 @@ def take_batch(state: State) -> Decision | None:
 
 
 def roll_out(state: State) -> Decision | None:
-    """Tasks that are drawn or were interrupted are called when the drafter has left their slots;
-    suspended rollouts go on.
+    """Calls drawn or interrupted tasks when the drafter has left their slots; continues suspended
+    rollouts.
     """
     if not may_call(state):
         return None
@@ -81,14 +80,14 @@ def roll_out(state: State) -> Decision | None:
 
 
 def draw_tasks(state: State) -> Decision | None:
-    """The tasks of the next step are drawn."""
+    """Draws the next step's tasks."""
     if not may_draw(state):
         return None
     return Decision(with_rollouts(state, drawing=True), (BeginStep(state.rollouts.step),))
 
 
 def rest(state: State) -> Decision | None:
-    """Between two steps the run pauses, is evaluated or ends, without a drafter on the slots."""
+    """Between two steps: pauses, evaluates or ends the run, without a drafter on the slots."""
     over = state.step >= state.settings.total_steps
     if state.phase is Phase.PAUSED or not at_rest(state):
         return None
@@ -102,7 +101,7 @@ def rest(state: State) -> Decision | None:
 
 
 def go_on(state: State) -> Decision | None:
-    """A run that is paused no longer, or whose steps are all done, leaves its rest."""
+    """Ends the rest of a run that is no longer paused, or has no steps left."""
     if state.phase is not Phase.PAUSED or pauses(state):
         return None
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.RUNNING)
@@ -110,8 +109,6 @@ def go_on(state: State) -> Decision | None:
 
 RULES: tuple[Callable[[State], Decision | None], ...] = (
     go_on,
-    leave,
-    join,
     commit_set,
     train_policy,
     take_batch,
@@ -123,7 +120,7 @@ RULES: tuple[Callable[[State], Decision | None], ...] = (
 
 
 def follow(state: State) -> Decision | None:
-    """What begins now; None when nothing does."""
+    """The next decision of RULES, or None."""
     if state.phase not in (Phase.RUNNING, Phase.PAUSED):
         return None
     for rule in RULES:

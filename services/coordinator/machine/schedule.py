@@ -1,16 +1,15 @@
-"""Says when the schedule and the placement let a track begin something: a step's tasks, a batch, a
-commit. They differ here and nowhere else.
+"""Conditions of schedule and placement for a step's tasks, a batch and a commit.
 
-- `sync`: a step's tasks are drawn when the step before is committed.
-- `one_step_off`: a step's tasks run while the step before is trained, whose set is committed when
-  they have ended: a trajectory has one version.
-- `fully_async`: tasks are drawn as far ahead as `capacity` allows. A batch is the next
-  `groups_per_step` groups that have closed, those of older steps first, unless what it leaves could
-  then not be trained in time, and its set is committed among the rollouts that go on.
+- `sync`: a step's tasks are drawn after the commit of the step before.
+- `one_step_off`: a step's tasks run while the step before is trained. Its set is committed after
+  they end, so a trajectory has one version.
+- `fully_async`: tasks are drawn up to `capacity`. A batch is the next `groups_per_step` closed
+  groups, older steps first, unless the remaining groups would then become too old. Its set is
+  committed during rollouts.
 
-Colocated tracks take turns on the slots: the policy trains when all rollouts have ended or, in
-`fully_async`, are suspended, and no rollout begins while it holds or needs the slots. Both tracks
-come to rest before an evaluation, in a pause, and before the run ends.
+Colocated tracks take turns on the slots. The policy trains when all rollouts have ended or, in
+`fully_async`, are suspended. No rollout begins while the policy holds or needs the slots. Both
+tracks rest before an evaluation, during a pause and before the run ends.
 """
 
 from __future__ import annotations
@@ -22,19 +21,15 @@ from paceline.services.coordinator.machine.slots import Holder, WorkerState
 from paceline.services.coordinator.machine.state import Evaluation, Phase, Portion, Service, State
 
 
-def capacity(
-    *, limit: int, running: int, max_lag: int, version: int, batch: int, accepted: int
-) -> int:
-    """Groups that may begin: min(limit - running, (max_lag + version + 1) * batch - (accepted +
-    running)), the admission of AReaL (arXiv:2505.24298, section 5.1).
+def capacity(*, running: int, max_lag: int, version: int, batch: int, accepted: int) -> int:
+    """Groups that may begin: (max_lag + version + 1) * batch - (accepted + running), the admission
+    of AReaL (arXiv:2505.24298, section 5.1).
 
-    `limit`: groups that may run at once; 0: any number. `running`: groups that have begun and not
-    closed. `accepted`: groups that have closed, trained or not. One that the trainer dropped as too
-    old counts too: its place in a batch was used. `version`: batches committed, of `batch` groups
-    each.
+    `running`: groups that have begun and not closed. `accepted`: groups that have closed, trained
+    or not; a group that the trainer dropped as too old counts too, since its place in a batch was
+    used. `version`: batches committed, of `batch` groups each.
     """
-    allowed = (max_lag + version + 1) * batch - (accepted + running)
-    return min(limit - running, allowed) if limit else allowed
+    return (max_lag + version + 1) * batch - (accepted + running)
 
 
 def may_draw(state: State) -> bool:
@@ -51,7 +46,6 @@ def may_draw(state: State) -> bool:
         return False
     batch, open_groups = settings.groups_per_step, groups_running(state)
     return batch <= capacity(
-        limit=settings.max_groups_in_flight,
         running=open_groups,
         max_lag=settings.max_policy_lag,
         version=state.step,
@@ -61,13 +55,13 @@ def may_draw(state: State) -> bool:
 
 
 def groups_running(state: State) -> int:
-    """Groups that have begun and not closed."""
+    """Open groups that have begun."""
     batch = state.settings.groups_per_step
     return sum(batch - draw.closed.bit_count() for draw in state.rollouts.running)
 
 
 def learner_needs_slots(state: State) -> bool:
-    """Whether colocated rollouts have to wait for the policy."""
+    """Whether colocated rollouts must wait for the policy."""
     if not state.settings.colocated:
         return False
     if state.settings.schedule is Schedule.FULLY_ASYNC:
@@ -76,7 +70,7 @@ def learner_needs_slots(state: State) -> bool:
 
 
 def may_call(state: State) -> bool:
-    """Whether tasks that are drawn, or were interrupted, may be called."""
+    """Whether drawn or interrupted tasks may be issued."""
     if state.rollouts.damaged or Service.GATEWAY in state.lost:
         return False
     if state.settings.colocated and state.slots.counted(Holder.POLICY):
@@ -86,13 +80,13 @@ def may_call(state: State) -> bool:
 
 
 def next_batch(state: State) -> tuple[Portion, ...]:
-    """What the learner trains next; empty while that is not there."""
+    """The learner's next batch; empty while it is incomplete."""
     draws, wanted = state.rollouts.draws, state.settings.groups_per_step
     if state.settings.schedule is not Schedule.FULLY_ASYNC:
         ended = any(draw.step == state.step and draw.finished for draw in draws)
         return (Portion(state.step),) if ended else ()
     if sum((draw.closed & ~draw.taken).bit_count() for draw in draws) < wanted:
-        return ()  # at most events: thousands of groups close one by one
+        return ()  # at most events: thousands of groups close singly
     portions: list[Portion] = []
     for draw in draws:
         groups = _lowest(draw.closed & ~draw.taken, wanted)
@@ -103,9 +97,9 @@ def next_batch(state: State) -> tuple[Portion, ...]:
 
 
 def leaves_time(state: State, batch: Sequence[Portion]) -> bool:
-    """Whether what a batch leaves can still be trained within `max_policy_lag`: a group drawn at
-    version v by version v + max_policy_lag, a batch each. Else the learner waits for the groups
-    that are late, which `capacity` has left room for; so no token becomes too old to be trained.
+    """Whether the groups left by a batch can still be trained within `max_policy_lag`: a group
+    drawn at version v by version v + max_policy_lag, one batch per version. Otherwise the learner
+    waits for late groups. `capacity` has left room for them, so no token becomes too old.
     """
     settings, left, running = state.settings, 0, 0
     takes = {portion.step: portion.groups or 0 for portion in batch}
@@ -119,22 +113,22 @@ def leaves_time(state: State, batch: Sequence[Portion]) -> bool:
 
 
 def may_take_turn(state: State) -> bool:
-    """Whether rollouts leave the policy its slots, of themselves or when they are told to."""
+    """Whether rollouts leave the policy its slots, unasked or on request."""
     if not state.settings.colocated or state.settings.schedule is Schedule.FULLY_ASYNC:
         return True
     return not state.rollouts.running or state.rollouts.damaged
 
 
 def may_commit(state: State) -> bool:
-    """Whether no rollout would get two versions where it must have one."""
+    """Whether no single-version rollout would get two versions."""
     rollouts = state.rollouts
     alone = not rollouts.running and not rollouts.drawing
     return alone or rollouts.damaged or state.settings.schedule is Schedule.FULLY_ASYNC
 
 
 def trains_during_push(state: State) -> bool:
-    """Whether the drafter may have the slots that the policy has left, while its weights are on
-    their way: where tracks take turns nobody else wants them until the set is committed.
+    """Whether the drafter may use the slots that the policy has left while its weights are pushed.
+    If tracks take turns, these slots are free until the commit.
     """
     settings = state.settings
     pushes = state.learner.phase is Phase.POLICY and not state.slots.counted(Holder.POLICY)
@@ -142,28 +136,27 @@ def trains_during_push(state: State) -> bool:
 
 
 def can_judge(state: State) -> bool:
-    """Whether a worker may try the next set before the others: where there are two or more, one of
-    them that the drafter does not have.
+    """Whether a worker can be the canary: there are two or more, and the drafter does not hold all
+    of them.
     """
-    counted = state.workers.counted
-    stay = len(state.workers) - counted(WorkerState.ABSENT) - counted(WorkerState.LEAVING)
-    return stay < 2 or counted(WorkerState.TRAINING) < stay
+    workers = state.workers
+    return len(workers) < 2 or workers.counted(WorkerState.TRAINING) < len(workers)
 
 
 def at_rest(state: State) -> bool:
-    """Whether nothing is rolled out, nothing is trained, and nothing waits for either."""
+    """Whether no rollout and no training runs or waits."""
     rollouts, learner = state.rollouts, state.learner
     idle = rollouts.phase is Phase.READY and learner.phase is Phase.IDLE
     return idle and not rollouts.drawing and rollouts.step == learner.step
 
 
 def pauses(state: State) -> bool:
-    """Whether the run is to stay at rest: one whose steps are all done ends nevertheless."""
+    """Whether the run should stay at rest; a run with all steps done ends instead."""
     return state.paused and state.step < state.settings.total_steps
 
 
 def evaluations_due(settings: RunSettings, finished: int) -> tuple[Evaluation, ...]:
-    """Evaluations to make when that many steps are finished."""
+    """Evaluations due after that many finished steps."""
     ends = finished in (0, settings.total_steps)
     due: list[Evaluation] = []
     if settings.accuracy_enabled and (
@@ -178,7 +171,7 @@ def evaluations_due(settings: RunSettings, finished: int) -> tuple[Evaluation, .
 
 
 def _before_evaluations(state: State) -> bool:
-    """Whether none is due before the next step's tasks."""
+    """Whether no evaluation is due before the next step's tasks."""
     between = range(state.step + 1, state.rollouts.step + 1)
     return not state.evaluations and not any(
         evaluations_due(state.settings, finished) for finished in between
@@ -186,10 +179,10 @@ def _before_evaluations(state: State) -> bool:
 
 
 def _lowest(bits: int, count: int) -> int:
-    """The lowest `count` bits that are set."""
+    """The lowest `count` set bits."""
     if bits.bit_count() <= count:
         return bits
-    below, above = 0, bits.bit_length()  # up to `below` places too few bits are set or just enough
+    below, above = 0, bits.bit_length()  # the bits up to `below` are too few or just enough
     while above - below > 1:
         middle = (below + above) // 2
         if (bits & (1 << middle) - 1).bit_count() > count:

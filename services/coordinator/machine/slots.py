@@ -1,4 +1,4 @@
-"""Names who holds a slot and what an engine worker does, and which state of it follows which."""
+"""Holders of slots, states of engine workers, and transitions between states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.services.coordinator.machine.row import Row
 
 
 class Holder(StrEnum):
-    """Who may compute on a slot."""
+    """Holder of a slot."""
 
     NONE = "none"
     ENGINE = "engine"
@@ -20,7 +20,7 @@ class Holder(StrEnum):
 
 
 class WorkerState(StrEnum):
-    """What an engine worker does, as far as its slots are concerned."""
+    """State of an engine worker with respect to its slots."""
 
     IDLE = "idle"
     GENERATING = "generating"
@@ -28,12 +28,10 @@ class WorkerState(StrEnum):
     RELEASED = "released"
     TRAINING = "training"
     COMPLETED = "completed"
-    LEAVING = "leaving"  # it gets no tasks any more, and ends or hands over what it runs
-    ABSENT = "absent"  # its place has none
 
 
 class Cause(StrEnum):
-    """What moves a worker from one state to the next."""
+    """Cause of a worker's transition."""
 
     STEP_BEGAN = "StepBegan"
     SHARE_DONE = "ShareDone"
@@ -44,9 +42,6 @@ class Cause(StrEnum):
     PREEMPTED = "Preempted"
     POLICY_STEPPED = "PolicyStepped"
     COMMITTED = "Committed"
-    DRAIN_REQUESTED = "DrainRequested"
-    WORKERS_LEFT = "WorkersLeft"
-    WORKERS_JOINED = "WorkersJoined"
 
 
 WORKER_TRANSITIONS: dict[tuple[WorkerState, Cause], WorkerState] = {
@@ -62,19 +57,12 @@ WORKER_TRANSITIONS: dict[tuple[WorkerState, Cause], WorkerState] = {
     (WorkerState.COMPLETED, Cause.STEP_BEGAN): WorkerState.GENERATING,
     (WorkerState.COMPLETED, Cause.POLICY_STEPPED): WorkerState.RELEASED,
     (WorkerState.COMPLETED, Cause.COMMITTED): WorkerState.RELEASED,
-    (WorkerState.IDLE, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.GENERATING, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.SUSPENDED, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.RELEASED, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.COMPLETED, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.LEAVING, Cause.WORKERS_LEFT): WorkerState.ABSENT,
-    (WorkerState.ABSENT, Cause.WORKERS_JOINED): WorkerState.IDLE,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A GPU, on CPU a core: one holder at a time, fenced by the epoch of its newest lease."""
+    """A GPU, or a core on a CPU: one holder at a time, fenced by the epoch of its newest lease."""
 
     holder: Holder = Holder.NONE
     epoch: int = 0
@@ -82,12 +70,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class DrafterLease:
-    """Slots that the drafter trainer holds now."""
+    """Slots that the drafter trainer holds at present."""
 
     epoch: int
     slots: tuple[int, ...]
     preempting: bool = False
-    attached: int = 0  # how many of the slots, from the first on, its trainer is known to train on
+    attached: int = 0  # number of slots, from the first, confirmed by its trainer
 
 
 def slot_row(slots: Iterable[Slot]) -> Row[Slot]:

@@ -1,6 +1,6 @@
-"""Holds what the machine decides on: phases, tracks, leases, versions.
+"""The machine's state: phases, tracks, leases, versions.
 
-Standard library and the nouns of a rollout only, no clock, no randomness.
+It uses the standard library and the nouns of a rollout only, no clock and no randomness.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MachineError(Exception):
 
 
 class Phase(StrEnum):
-    """What the run is in, and what each of its tracks waits for while it is running."""
+    """Phase of the run; while it is running, each track has a phase of its own."""
 
     NEW = "new"
     RUNNING = "running"
@@ -43,20 +43,20 @@ class Phase(StrEnum):
     # of the rollout track
     READY = "ready"  # nothing is rolled out
     ROLLOUT = "rollout"
-    SUSPENDED = "suspended"  # the policy trains on the slots of rollouts that go on afterwards
+    SUSPENDED = "suspended"  # the policy trains on the slots of suspended rollouts
     # of the learner track
     IDLE = "idle"  # waits for a batch
     PREEMPT = "preempt"  # waits for its slots
     POLICY = "policy"
-    DRAFTER = "drafter"  # serial schedule only: the set waits for the drafter
+    DRAFTER = "drafter"  # serial schedule only: the commit waits for the drafter
     COMMIT = "commit"
 
 
-RESTING = (Phase.READY, Phase.IDLE)  # of tracks that do nothing
+RESTING = (Phase.READY, Phase.IDLE)  # phases of an idle track
 
 
 class Service(StrEnum):
-    """Peers that are commanded."""
+    """Services that receive commands."""
 
     GATEWAY = "gateway"
     POLICY_TRAINER = "policy_trainer"
@@ -64,7 +64,7 @@ class Service(StrEnum):
 
 
 OPTIONAL = frozenset({Service.DRAFTER_TRAINER})
-"""Peers whose absence ends nothing: the run goes on without them, however long they are away."""
+"""Optional services: the run continues without them for any time."""
 
 
 class Evaluation(StrEnum):
@@ -76,32 +76,12 @@ class Evaluation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DrafterPin:
-    """An operator's choice: this drafter serves from the next commit on, whatever is promoted."""
+    """An operator's choice: this drafter serves from the next commit on, before any
+    promoted one.
+    """
 
     version: int
     lasting: bool = True  # until it is taken away; else for one policy, as after a rollback
-
-
-@dataclass(frozen=True, slots=True)
-class Staffing:
-    """Workers that an operator wants to join, or to leave."""
-
-    workers: int = 0  # a bit each
-    called: int = 0  # those of them that the gateway has been asked for
-    epoch: int = 0  # of the newest call
-    drain_s: float = 0.0  # that the requests of those who leave have to end
-
-
-@dataclass(frozen=True, slots=True)
-class Resharding:
-    """Another number of ranks that an operator wants the policy to have, and how the last such wish
-    ended.
-    """
-
-    ranks: int = 0  # wanted; 0: no change is under way
-    epoch: int = 0  # of the newest call that carries them; 0: none yet
-    had: int = 0  # ranks after the last change, made or not; 0: there was none
-    failure: str = ""  # why that was not made
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +89,20 @@ class DrawnStep:
     """The tasks of a step, from StepBegan until all their groups are trained."""
 
     step: int
-    version: int  # steps committed when it began: none of its tokens is of an older policy
+    version: int  # committed steps at its start: no token has an older policy
     epoch: int = 0  # of its newest call
-    called: bool = False  # the call goes on
+    called: bool = False  # the call is running
     finished: bool = False
-    owed: int = 0  # workers that have not done their share, a bit each
-    closed: int = 0  # groups that get no more samples, a bit each
-    taken: int = 0  # groups that a batch has, a bit each
-    round: int = 0  # of dynamic sampling: 0 draws the step's tasks, each later one stands in
-    places: int = 0  # groups that the round draws, a bit each
+    owed: int = 0  # workers with an unfinished share, a bit each
+    closed: int = 0  # closed groups, a bit each
+    taken: int = 0  # groups in a batch, a bit each
+    round: int = 0  # of dynamic sampling: 0 draws the step's tasks, later rounds replace groups
+    places: int = 0  # groups drawn by the round, a bit each
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What a batch takes of a step's tasks."""
+    """A batch's part of a step's tasks."""
 
     step: int
     groups: int | None = None  # a bit each; None: all
@@ -133,21 +113,21 @@ class RolloutTrack:
     """The track that generates."""
 
     phase: Phase = Phase.READY
-    step: int = 0  # whose tasks are drawn next
+    step: int = 0  # step with the next tasks to draw
     drawing: bool = False  # they are being drawn
     epoch: int = 0  # of its newest call
-    attempts: int = 0  # times its calls began again because of a failure of their service
+    attempts: int = 0  # restarts of its calls after a failure of their service
     draws: tuple[DrawnStep, ...] = ()  # by step
-    damaged: bool = False  # its calls wait for the next set: nobody has the one that serves
+    damaged: bool = False  # its calls wait for the next set: the serving one is lost
 
     @property
     def begun(self) -> int:
-        """Number of steps whose tasks are drawn, or about to be."""
+        """Number of steps with tasks drawn or being drawn."""
         return self.step + self.drawing
 
     @property
     def running(self) -> tuple[DrawnStep, ...]:
-        """Draws whose samples have not all ended."""
+        """Draws with running samples."""
         return tuple(draw for draw in self.draws if not draw.finished)
 
 
@@ -156,82 +136,73 @@ class LearnerTrack:
     """The track that trains."""
 
     phase: Phase = Phase.IDLE
-    step: int = 0  # that it trains, or the next one
+    step: int = 0  # step being trained, or the next one
     epoch: int = 0  # of its newest call
-    attempts: int = 0  # as of RolloutTrack
-    batch: tuple[Portion, ...] = ()  # that it trains
+    attempts: int = 0  # see RolloutTrack
+    batch: tuple[Portion, ...] = ()  # being trained
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a decision depends on."""
+    """All inputs of a decision."""
 
     settings: RunSettings = field(default_factory=RunSettings)
     phase: Phase = Phase.NEW
     rollouts: RolloutTrack = RolloutTrack()
     learner: LearnerTrack = LearnerTrack()
-    epoch: int = 0  # highest epoch given out
-    phase_epoch: int = 0  # epoch of the call that EVALUATE, PAUSED or CLOSING has made
+    epoch: int = 0  # highest epoch used
+    phase_epoch: int = 0  # epoch of the call of EVALUATE, PAUSED or CLOSING
     slots: Row[Slot] = field(default_factory=lambda: slot_row(()))
     workers: Row[WorkerState] = field(default_factory=lambda: worker_row(()))
     lease: DrafterLease | None = None
-    lease_epoch: int = 0  # epoch of the newest drafter lease, live or ended
+    lease_epoch: int = 0  # epoch of the newest drafter lease, running or ended
     versions: VersionSet = field(default_factory=VersionSet)
     previous_drafter: int | None = None  # served before the serving drafter; None after a rollback
     promoted: int | None = None  # drafter prepared at the gateway, served by the next commit
-    candidate: tuple[int, int] = (0, 0)  # promoted last: its lease's epoch, its version
+    candidate: tuple[int, int] = (0, 0)  # last promotion: its lease's epoch, its version
     rollback: bool = False  # serve the previous drafter again before the next policy
     pin: DrafterPin | None = None  # promotions wait meanwhile
-    profile: str | None = None  # chosen by an operator: the next policy is rounded to it
+    profile: str | None = None  # chosen by an operator for the next policy
     prepared: int | None = None  # policy prepared at the gateway, served by the next commit
     committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
     paused: bool = False  # an operator wants no step to begin
     drafter_benched: bool = False  # it has failed: no lease before the next share
     drafter_rests_until: int = 0  # a step; its training was frozen
-    joining: Staffing = Staffing()
-    leaving: Staffing = Staffing()
-    resharding: Resharding = Resharding()
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()
-    quarantined: tuple[str, ...] = ()  # paths that the audit found inexact, as they were found
+    quarantined: tuple[str, ...] = ()  # paths that the audit found inexact, in order
     failure: str = ""
     failed_phase: Phase | None = None
 
     @property
     def step(self) -> int:
-        """Step that is trained, or the next one: the number of steps that are finished."""
+        """Step being trained, or the next one: the number of finished steps."""
         return self.learner.step
 
     @property
     def commit_mode(self) -> CommitMode:
-        """How running requests go over to a new policy: without keys and values of the old one
-        where the audit found these inexact.
+        """Treatment of running requests under a new policy: without the old keys and values if the
+        audit found these inexact.
         """
         mode = self.settings.commit_mode
         stale = mode is CommitMode.IN_PLACE and SWAPPED_PATH in self.quarantined
         return CommitMode.RETRACT if stale else mode
 
     def worker_on(self, slot: int) -> WorkerState | None:
-        """State of the worker that lives on a slot; None on a slot of the learner's own."""
+        """State of the worker on a slot; None on the learner's own slots."""
         engine = slot < self.settings.engine_slots
         return self.workers[slot // self.settings.slots_per_worker] if engine else None
 
     @property
-    def away(self) -> int:
-        """Places whose workers get no tasks: there is none, or it leaves; a bit each."""
-        away = (WorkerState.ABSENT, WorkerState.LEAVING)
-        return sum(1 << one for state in away for one in self.workers.where(state))
-
-    @property
     def phases(self) -> frozenset[Phase]:
-        """Of the run, and while it is running of its tracks."""
+        """Phase of the run, and of its tracks while it is running."""
         tracks = (self.rollouts.phase, self.learner.phase) if self.phase is Phase.RUNNING else ()
         return frozenset((self.phase, *tracks))
 
     @property
     def doing(self) -> str:
-        """The phases of the tracks that do something, for readers: "rollout", "rollout+policy"."""
+        """The phases of active tracks, for readers: "rollout", "rollout+policy"."""
         if self.phase is not Phase.RUNNING:
             return self.phase
         tracks = (self.rollouts.phase, self.learner.phase)
@@ -255,7 +226,7 @@ def with_learner(state: State, **values: Any) -> State:
 
 
 def with_values(state: State, **values: object) -> State:
-    """As dataclasses.replace does, only faster: every event moves workers and slots."""
+    """As dataclasses.replace, but faster, since every event moves workers and slots."""
     new = object.__new__(State)
     new.__dict__.update(state.__dict__, **values)
     return new

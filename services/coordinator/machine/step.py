@@ -1,28 +1,31 @@
-"""Decides a run: `step(state, event) -> (state, commands)`, pure.
+"""Decides a run: `step(state, event) -> (state, commands)`, a pure function.
 
-A run is in one phase, and while that is RUNNING each of its two tracks is in one of its own: the
-rollouts, which generate, and the learner, which trains what they have brought. PHASES says what a
-phase asks for when it is entered and which phases may follow it. EVENTS says for each event in
-which phases it may come, what makes it late, and who handles it. A handler returns the state after
-the event and, where a phase is over, the phase to enter. What a track then begins by itself, with
-the tasks of the next step or a batch, stands in RULES (`rules.py`), of which one after the other
-is followed until none holds; `schedule.py` has their conditions. So an RL step is one round of each
-track,
+A run is in one phase. While the phase is RUNNING, each of two tracks has a phase of its own: the
+rollouts, which generate, and the learner, which trains the results. Three tables define the
+machine:
+
+- PHASES: the action on entering a phase, and the phases that may follow.
+- EVENTS: for each event its legal phases, the condition that makes it late, and its handler. A
+  handler returns the new state and, at the end of a phase, the phase to enter.
+- RULES (`rules.py`): actions that a track starts by itself, such as the next step's tasks or the
+  next batch. The rules are applied until none holds. `schedule.py` has their conditions.
+
+An RL step is one round of each track:
 
     READY -> ROLLOUT -> READY        IDLE -> PREEMPT -> POLICY -> DRAFTER -> COMMIT -> IDLE
 
-of which DRAFTER is passed at once outside the serial drafter's schedule. In the schedule `sync` the
-tracks take turns; in the others they are several steps apart.
+DRAFTER takes no time except in the serial drafter's schedule. In the schedule `sync` the tracks
+take turns. In the other schedules they are several steps apart.
 
-Two things have states beside the phases: each worker (WORKER_TRANSITIONS; `staff.py` has those that
-join and leave), and the drafter's lease, which is over before its workers generate again and, where
-they share slots, before the policy trains. Whatever loses a call, a service that is away or a
-coordinator that is started again, has it made once more: under a new epoch, and what the old one
-still answers is late, as is everything that comes a second time. A late event changes nothing and
-is answered by Refuse; one that cannot happen raises MachineError.
+Two things have states beside the phases: each worker (WORKER_TRANSITIONS) and the drafter's lease.
+The lease ends before its workers generate again and, on shared slots, before the policy trains.
 
-No clock and no randomness: the same events give the same state and the same commands, so a journal
-replays.
+If a call is lost, because a service is down or the coordinator restarted, the machine repeats the
+call under a new epoch. Answers under the old epoch are late, and so are repeated events. A late
+event changes nothing and returns Refuse. An impossible event raises MachineError.
+
+The machine uses no clock and no random numbers. The same events give the same state and the same
+commands, so a journal can be replayed.
 """
 
 from __future__ import annotations
@@ -40,9 +43,7 @@ from paceline.services.coordinator.machine import (
     events,
     losses,
     policy,
-    ranks,
     rollout,
-    staff,
 )
 from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.decision import Decision, refused
@@ -51,14 +52,11 @@ from paceline.services.coordinator.machine.marks import (
     begin,
     call,
     group,
-    joining,
     learner_call,
     lease,
     lease_or_call,
-    leaving,
     newest_lease,
     none,
-    resharding,
     rollout_call,
     set_number,
     share,
@@ -75,8 +73,8 @@ from paceline.services.coordinator.machine.state import (
 
 
 class PhaseRow(NamedTuple):
-    """What entering a phase asks for, and the phases that may follow; FAILED may follow all of the
-    run's.
+    """The calls on entering a phase, and the phases that may follow; FAILED may follow each phase
+    of the run.
     """
 
     enter: Callable[[State], Decision]
@@ -108,7 +106,9 @@ PHASES = {**RUN, **ROLLOUTS, **LEARNER}
 
 
 class EventRow(NamedTuple):
-    """In which phases an event may come, what makes it late, and who handles it."""
+    """The phases in which an event may arrive, the condition under which it is late, and its
+    handler.
+    """
 
     phases: Set[Phase]
     late: Callable[[State, Any], Mark]
@@ -129,14 +129,6 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.DrafterChosen: EventRow(LIVE, none, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
     events.ProfileChosen: EventRow(LIVE, none, choice.profile_chosen),
-    events.WorkersRequested: EventRow(LIVE, none, staff.workers_requested),
-    events.DrainRequested: EventRow(LIVE, none, staff.drain_requested),
-    events.WorkersJoined: EventRow(LIVE, joining, staff.workers_joined),
-    events.JoinRefused: EventRow(LIVE, joining, staff.join_refused),
-    events.WorkersLeft: EventRow(LIVE, leaving, staff.workers_left),
-    events.RanksRequested: EventRow(LIVE, none, ranks.ranks_requested),
-    events.RanksChanged: EventRow({Phase.POLICY}, resharding, ranks.ranks_changed),
-    events.RanksKept: EventRow({Phase.POLICY}, resharding, ranks.ranks_kept),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
     events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
     events.StepBegan: EventRow(RUNNING, step_number, rollout.step_began),
@@ -169,11 +161,11 @@ EVENTS: dict[type[events.Event], EventRow] = {
 
 
 def step(state: State, event: events.Event) -> tuple[State, tuple[Command, ...]]:
-    """The state after `event` and what is to be done. Raises MachineError for an illegal event."""
+    """The state after `event`, and the commands. Raises MachineError for an illegal event."""
     before = state
     state, commands, entered = _handle(state, event)
     if state is before and entered is None:
-        return state, commands  # nothing has changed, so nothing begins
+        return state, commands  # nothing has changed, so no rule applies
     while True:
         if entered is not None:
             state, more, entered = _enter(state, entered)

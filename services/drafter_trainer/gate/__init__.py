@@ -1,1 +1,1 @@
-"""Decides which drafter is served."""
+"""Decides which drafter serves."""

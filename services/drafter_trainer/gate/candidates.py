@@ -1,4 +1,4 @@
-"""Keeps promoted drafters on disk, to be pushed, judged against and rolled back to."""
+"""Keeps promoted drafters on disk, for pushes, comparisons and rollbacks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ log = get_logger(__name__)
 
 
 class Candidates:
-    """`<directory>/drafter-<version>`: the newest few, the one that serves and the one before
-    it.
-    """
+    """`<directory>/drafter-<version>`: the newest few, the serving one and the one before it."""
 
     def __init__(
         self, directory: Path, target: ModelConfig, own: Sequence[SpeculatorKind] = ()
     ) -> None:
-        """own: kinds that the table of speculators does not have."""
+        """`own`: kinds outside the table of speculators."""
         self._directory, self._target, self._own = directory, target, tuple(own)
         self._needed: list[int] = []
         self._best: dict[str, tuple[int, float]] = {}
@@ -42,7 +40,7 @@ class Candidates:
         return sorted(int(file.parent.name.removeprefix("drafter-")) for file in found)
 
     def save(self, version: int, net: DraftNet) -> Path:
-        """Writes a version and forgets old ones."""
+        """Writes a version and removes old ones."""
         path = self.path(version)
         net.save(path)
         write_hashes(path)
@@ -52,7 +50,7 @@ class Candidates:
         return path
 
     def load(self, version: int) -> DraftNet | None:
-        """The drafter of a version, ready for inference; None when it is not kept, or damaged."""
+        """The drafter of a version, ready for inference; None if it is absent or damaged."""
         if version not in self.versions:
             return None
         try:
@@ -63,11 +61,11 @@ class Candidates:
         return read_drafter(self.path(version), self._target, self._own).eval()
 
     def export_best(self, net: DraftNet, rank: tuple[int, float]) -> None:
-        """Keeps the best of a kind that no engine here serves, as `speculator-<kind>` beside the
-        directory.
+        """Keeps the best drafter of a kind that no engine here serves, as `speculator-<kind>`
+        beside the directory.
 
-        `rank`: policy version and length on its fresh rows; lengths on rows of different
-        policies do not compare, so the newer policy's counts more.
+        `rank`: policy version, and length on its fresh rows. Lengths on rows of different policies
+        do not compare, so the newer policy's length counts more.
         """
         if rank >= self._best.get(net.kind.name, (-1, 0.0)):
             self._best[net.kind.name] = rank

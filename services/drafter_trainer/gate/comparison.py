@@ -1,11 +1,11 @@
 """Compares a candidate with the serving drafter: lengths, projected speeds, and their noise.
 
-Survival at draft i is the probability that drafts 1 .. i are all accepted; E[len] = 1 + sum of
-survivals counts the bonus token. A drafter's speed in rounds of one batch size is E[len] up to k
-drafts over the cost of such a round, best k; what the engine gets of it is at least the speed of
-the best arm that is not trained, off or n-grams, which the bandit takes where the drafter is
-slower. The projected speed-up is the mean of that over batch sizes, by the seconds that rounds of
-each have taken.
+Survival at draft i is the probability that drafts 1 .. i are all accepted. E[len] = 1 + sum of
+survivals, including the bonus token. A drafter's speed in rounds of one batch size is the best
+ratio over k of E[len] with k drafts to the cost of such a round. The engine's speed is at least
+that of the best untrained arm (off or n-grams), since the bandit chooses that arm if the drafter is
+slower. The projected speed-up is the mean of the engine's speed over batch sizes, weighted by the
+seconds of their rounds.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.messages import RoundCosts
 
 Floats = npt.NDArray[np.float64]
-RESAMPLES = 200  # of the bootstrap: they know the standard deviation to 5 %
+RESAMPLES = 200  # of the bootstrap: they give the standard deviation to 5 %
 ONE_SIDED, TWO_SIDED = 1.645, 1.96  # standard errors: 95 %
-EARLY = 1.5  # noises that a difference has to have to be decided before all positions are measured
+EARLY = 1.5  # noises of a difference that is decided before all positions are measured
 
 
 @dataclass(frozen=True, slots=True)
 class SizeGroup:
-    """Rounds of one batch size, as one kind of drafter meets them."""
+    """Rounds of one batch size, for one kind of drafter."""
 
-    share: float  # of the seconds of all rounds
-    costs: Mapping[int, float]  # drafts -> cost of a round with them, relative to one without
-    rival: float = 1.0  # speed of the best arm that is not trained, plain decoding being 1
+    share: float  # share of the seconds of all rounds
+    costs: Mapping[int, float]  # drafts -> cost of a round with them, relative to a round without
+    rival: float = 1.0  # speed of the best untrained arm, relative to plain decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Outcome of one comparison; lengths count the bonus token (>= 1).
+    """Result of one comparison; lengths include the bonus token (>= 1).
 
     Noise: half-widths of 95 % intervals.
     """
@@ -59,18 +59,18 @@ class Judgement:
     candidate_speedup: float
     serving_speedup: float
     speedup_noise: float  # of the paired difference of the speed-ups
-    serving_noise: float  # of the serving drafter's length by itself
+    serving_noise: float  # of the serving drafter's own length
     survival: tuple[float, ...]  # of the candidate, by draft
     serving_survival: tuple[float, ...]
-    # share of a drafter's own speed, whatever else the engine could do, that the candidate adds
+    # the candidate's gain in a drafter's own speed, without regard to other arms
     gain: float
     gain_noise: float
 
     @property
     def better(self) -> bool:
-        """Faster, at 95 %. Where arms that are not trained are faster than both, the engine is as
-        fast with either, and the drafter that is faster by itself is: it costs nothing, and is
-        there when those arms no longer suffice.
+        """Whether the candidate is faster, at 95 %. If untrained arms are faster than both
+        drafters, the engine's speed is equal with either. Then the drafter's own speed decides: it
+        costs nothing, and helps once those arms no longer suffice.
         """
         difference = self.candidate_speedup - self.serving_speedup
         one_sided = ONE_SIDED / TWO_SIDED
@@ -80,8 +80,8 @@ class Judgement:
 
     @property
     def decided(self) -> bool:
-        """Whether more positions would hardly change what is better: the noise is far smaller than
-        the difference.
+        """Whether more positions would hardly change the result: the noise is far smaller than the
+        difference.
         """
         difference = abs(self.candidate_speedup - self.serving_speedup)
         return difference > EARLY * self.speedup_noise > 0
@@ -95,11 +95,11 @@ def judge(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Judgement:
-    """Compares two drafters position by position; `groups` [N] is the group of siblings each
-    position belongs to.
+    """Compares two drafters position by position; `groups` [N] is the sibling group of each
+    position.
 
-    Positions of one sequence depend on each other, and sequences of one prompt say nearly the
-    same, so whole groups are resampled (paired bootstrap; Efron & Tibshirani 1993, chapter 8).
+    Positions of one sequence depend on each other, and sequences of one prompt are similar. So
+    whole groups are resampled (paired bootstrap; Efron & Tibshirani 1993, chapter 8).
     """
     count = len(np.unique(groups))
     survival = [one.accepted.mean(axis=0) for one in (candidate, serving)]
@@ -128,7 +128,7 @@ def judge(
 
 
 def _resampled(chain: Chain, groups: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
-    """Survivals [resamples, K] of as many groups, drawn anew; the same ones for each chain."""
+    """Survivals [resamples, K] of as many resampled groups, the same ones for each chain."""
     _, index = np.unique(groups, return_inverse=True)
     sizes = np.bincount(index).astype(np.float64)
     draws = np.random.default_rng(seed).integers(0, len(sizes), size=(resamples, len(sizes)))
@@ -138,14 +138,14 @@ def _resampled(chain: Chain, groups: npt.NDArray[np.int64], resamples: int, seed
 
 
 def speedup(survival: Floats, size_groups: Sequence[SizeGroup]) -> Floats:
-    """[..., K] survival -> [...] speed that the engine gets, plain decoding being 1."""
+    """Engine speed by survival, [..., K] -> [...], relative to plain decoding."""
     parts = [one.share * np.maximum(_speed(survival, one), one.rival) for one in size_groups]
     whole: Floats = np.sum(parts, axis=0)
     return whole
 
 
 def own_speed(survival: Floats, size_groups: Sequence[SizeGroup]) -> Floats:
-    """The same of the drafter alone."""
+    """The drafter's own speed in the same form."""
     whole: Floats = np.sum([one.share * _speed(survival, one) for one in size_groups], axis=0)
     return whole
 
@@ -159,7 +159,7 @@ def _speed(survival: Floats, size_group: SizeGroup) -> Floats:
 
 
 def _half_width(means: Floats, count: int) -> float:
-    # One group says nothing about how groups differ, and few say too little: a bootstrap has their
+    # One group has no spread between groups, and few groups have too little: a bootstrap has their
     # spread around their own mean.
     return (
         TWO_SIDED * float(means.std()) * math.sqrt(count / (count - 1)) if count > 1 else math.inf
@@ -169,9 +169,9 @@ def _half_width(means: Floats, count: int) -> float:
 class MeasuredCosts:
     """Costs of chains by batch size, kind and number of drafts, relative to a round without drafts.
 
-    The engine measures its arms; the coordinator hands them over. Until it has measured all kinds
-    that are compared, a round with k drafts costs 1 + k (verify_cost + draft_cost), as configured:
-    kinds are compared on one footing.
+    The engine measures its arms, and the coordinator passes the costs on. Until all compared kinds
+    are measured, a round with k drafts costs 1 + k (verify_cost + draft_cost), as configured, so
+    kinds are compared equally.
     """
 
     def __init__(self, config: GateConfig) -> None:
@@ -179,11 +179,11 @@ class MeasuredCosts:
         self._measured: Sequence[RoundCosts] = ()
 
     def take(self, measured: Sequence[RoundCosts]) -> None:
-        """What the engine has measured; an empty list leaves what is known."""
+        """Takes the engine's measurements; an empty list changes nothing."""
         self._measured = measured or self._measured
 
     def size_groups(self, kinds: Collection[str]) -> tuple[dict[str, list[SizeGroup]], bool]:
-        """What each kind meets, and whether that is measured."""
+        """The size groups of each kind, and whether their costs are measured."""
         found: dict[str, list[SizeGroup]] = {kind: [] for kind in kinds}
         for one in self._measured:
             costs = self._chains(one.costs)
@@ -191,11 +191,11 @@ class MeasuredCosts:
                 for kind in kinds:
                     found[kind].append(SizeGroup(one.share, costs[kind], one.rival))
         if not all(found.values()):
-            return {kind: [SizeGroup(1.0, self._configured(kind))] for kind in kinds}, False
+            return {kind: [SizeGroup(1.0, self._configured())] for kind in kinds}, False
         return {kind: _normalised(own) for kind, own in found.items()}, True
 
     def _chains(self, costs: Mapping[str, float]) -> dict[str, dict[int, float]]:
-        """By kind and number of drafts; trees are no chains and left out."""
+        """By kind and number of drafts; trees are left out."""
         chains: dict[str, dict[int, float]] = {}
         for arm, cost in costs.items():
             name = read_arm(arm)
@@ -205,10 +205,8 @@ class MeasuredCosts:
                 chains.setdefault(name.speculator, {})[name.shape.steps] = cost
         return chains
 
-    def _configured(self, kind: str) -> dict[int, float]:
-        each = self._config.verify_cost + self._config.draft_cost.get(
-            kind, self._config.other_draft_cost
-        )
+    def _configured(self) -> dict[int, float]:
+        each = self._config.verify_cost + self._config.draft_cost
         return {drafts: 1.0 + drafts * each for drafts in range(1, self._config.draft_steps + 1)}
 
 

@@ -25,7 +25,7 @@ def judged(
     rows: MeasuredRows,
     index: int,
 ) -> m.Judged:
-    """The record of a candidate that was kept; `index` is its place in `rows`."""
+    """The record of a kept candidate; `index` is its place in `rows`."""
     return m.Judged(
         epoch=0,
         decision="kept",
@@ -40,7 +40,7 @@ def judged(
 
 
 def reopened(kind: str, version: int, itself: Judgement, head: PolicyHead) -> m.Judged:
-    """The record of the serving drafter that has fallen while training was frozen."""
+    """The record of a serving drafter that has fallen while training was frozen."""
     return m.Judged(
         epoch=0,
         decision="reopened",
@@ -57,7 +57,7 @@ def reopened(kind: str, version: int, itself: Judgement, head: PolicyHead) -> m.
 
 
 def log_decision(decision: m.Judged) -> None:
-    """One line with the numbers that matter."""
+    """Logs one line with the main numbers."""
     log.info(
         "gate",
         decision=decision.decision,

@@ -31,19 +31,19 @@ FIRST_ROWS = 8
 _FASTER = 4
 """How many times as many positions the next piece may have."""
 GREEDY = 0.01
-"""The temperature that stands for 0: the most likely token has all the mass."""
+"""Temperature used for 0: the most likely token has all the mass."""
 BUCKETS = ("prompt_end", "early", "late")
 PROMPT_END = 8
-"""Positions after one that drafts no target (a prompt, a tool's answer) that count as its end."""
+"""Positions after a non-drafting stretch (a prompt, a tool's answer) that count as its end."""
 
 
 @torch.inference_mode()
 def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
-    """[N, K] bool at the N valid positions of a row: did draft k of a greedy chain equal the
-    policy's own token?
+    """[N, K] bool at the N valid positions of a row: whether draft k of a greedy chain equals the
+    policy's own token.
 
-    Teacher-forced on the true tokens, which is the engine's chain as far as all drafts before were
-    right. Drafts past the end of a document count as misses.
+    Teacher-forced on the true tokens, which equals the engine's chain as long as all earlier drafts
+    are right. Drafts past the end of a document count as misses.
     """
     net.bind(head.embed_tokens, head.lm_head)
     matches = []
@@ -120,16 +120,16 @@ def survival_in_pieces(
     """float64 [N, K] at the row's N judged positions: unbiased estimates of P(drafts 1 .. k all
     accepted).
 
-    A round accepts a draft y of q with probability min(1, p(y) / q(y)), p the policy at the
-    temperature; greedy drafts are the case of a q that has all its mass on argmax. Then, with x
+    A round accepts a draft y of q with probability min(1, p(y) / q(y)), where p is the policy at
+    the temperature. Greedy drafts are the case of a q with all its mass on argmax. Then, with x
     drawn from p,
 
         survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = min(1, q(x) / p(x)),   alpha =
         sum_y min(p(y), q(y)),
 
-    where step k is teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the
-    draft" and alpha is p(draft): chain_matches with its last draw replaced by the expectation over
-    it, so never of more variance. The product of p(draft) at all steps instead would be biased: it
+    with step k teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the draft"
+    and alpha is p(draft): chain_matches with its last draw replaced by the expectation, so its
+    variance is never larger. The product of p(draft) over all steps would be biased, since it
     counts paths that the engine has left.
 
     Drafts past the end of a document or of the policy's own tokens count as rejected. Yields after
@@ -183,11 +183,10 @@ def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Te
 
 
 def position_buckets(row: PackedRow) -> Tensor:
-    """int64 [N] index into BUCKETS of the row's judged positions, by where they stand in their
-    document.
+    """int64 [N] index into BUCKETS of the row's judged positions, by their place in the document.
 
-    The first PROMPT_END behind a prompt or a tool's answer; of the rest the first half of the
-    document, then the other.
+    The first bucket has the first PROMPT_END positions after a prompt or a tool's answer. The
+    second has the first half of the remaining document, the third the second half.
     """
     here = torch.arange(len(row))
     first = torch.full((int(row.documents.max()) + 1,), len(row)).scatter_reduce(
@@ -195,7 +194,7 @@ def position_buckets(row: PackedRow) -> Tensor:
     )
     sizes = torch.bincount(row.documents)
     drawn = _drawn(row)
-    # the last position before it that is not judged
+    # the last earlier position that is not judged
     broken = torch.where(drawn, -1, here).cummax(0).values
     since = here - broken
     after_prompt = (broken >= first[row.documents]) & (since <= PROMPT_END)
@@ -204,20 +203,20 @@ def position_buckets(row: PackedRow) -> Tensor:
 
 
 def _drawn(row: PackedRow) -> Tensor:
-    """bool [T]: the policy drew token t + 2; rejected branches have none."""
+    """bool [T]: whether the policy drew token t + 2; rejected branches have none."""
     return row.valid & (row.draft_tokens >= 0)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRows:
-    """What was measured at N positions, in one order for all drafters."""
+    """Measurements at N positions, in one order for all drafters."""
 
     accepted: list[Floats]  # [N, K] of each drafter, see chain_survival
     groups: npt.NDArray[np.int64]  # [N] number of the sequence's group of siblings
     buckets: npt.NDArray[np.int64]  # [N] index into BUCKETS
 
     def lengths_by_bucket(self, drafter: int) -> dict[str, float]:
-        """E[len] of one drafter by part of the response; buckets without positions are left out."""
+        """E[len] of one drafter by part of the response, without parts that have no position."""
         totals = 1.0 + self.accepted[drafter].sum(axis=1)
         there = {name: self.buckets == number for number, name in enumerate(BUCKETS)}
         return {
@@ -228,7 +227,7 @@ class MeasuredRows:
 class GateJob:
     """Measures frozen drafters on the same rows; `advance` until `done`.
 
-    A job may outlive the activation that began it, so it owns the heads of its rows.
+    A job may outlive its activation, so it holds the heads of its rows.
     """
 
     def __init__(
@@ -251,9 +250,9 @@ class GateJob:
         self._numbers: dict[str, int] = {}  # of groups
         self._measuring: Iterator[None] | None = None  # of the row at hand
         self.heads = {sample.lm_head_hash: heads[sample.lm_head_hash] for sample in samples}
-        """Of its rows, by hash; whatever becomes of the heads that it was given."""
+        """Heads of its rows by hash, kept even if the caller drops them."""
         self.head = self.heads[samples[-1].lm_head_hash]
-        """Of the newest policy version."""
+        """Head of the newest policy version."""
 
     @property
     def done(self) -> bool:
@@ -267,12 +266,12 @@ class GateJob:
 
     @property
     def positions(self) -> int:
-        """That all drafters are measured at."""
+        """Number of positions measured for all drafters."""
         return sum(map(len, self._groups)) if self.even else 0
 
     @property
     def groups(self) -> int:
-        """Groups of siblings that any drafter is measured on."""
+        """Number of sibling groups measured for any drafter."""
         return len(self._numbers)
 
     def advance(self) -> None:
@@ -308,7 +307,7 @@ class GateJob:
         return row
 
     def measured(self) -> MeasuredRows:
-        """What came out so far; call when even."""
+        """The measurements so far; call it when `even`."""
         accepted = [np.concatenate(pieces) for pieces in self._accepted]
         groups, buckets = np.concatenate(self._groups), np.concatenate(self._buckets)
         return MeasuredRows(accepted, groups, buckets)

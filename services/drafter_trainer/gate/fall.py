@@ -1,5 +1,5 @@
-"""Notices that the serving drafter suddenly drafts worse, by judgements and by rollouts: then the
-tasks have changed.
+"""Detects a sudden fall of the serving drafter, from judgements and from rollouts; the tasks have
+then changed.
 """
 
 from __future__ import annotations
@@ -9,31 +9,33 @@ import statistics
 from collections.abc import Mapping
 
 FALLEN = 0.8
-"""Of the tokens of a drafted round: what tasks and arms of a step make of it differs by less."""
+"""Share of the earlier tokens per drafted round that counts as a fall. Ordinary differences between
+steps' tasks and arms are smaller.
+"""
 HURRIED = 8
-"""Judgements after a fall that do not wait for their optimiser steps."""
+"""Judgements after a fall that do not wait for optimiser steps."""
 
 
 class ServedLength:
-    """The serving drafter's acceptance length as it was last judged."""
+    """The serving drafter's acceptance length at its last judgement."""
 
     def __init__(self) -> None:
         self._last = math.nan
         self._noise = 0.0
 
     def falls_to(self, length: float, noise: float) -> bool:
-        """Takes a judgement in, with the half-width of its 95 % interval; True where the length is
-        below the one before by more than the noise of both together.
+        """Records a judgement with the half-width of its 95 % interval. Returns True if the length
+        is below the previous one by more than the noise of both.
         """
-        fallen = self._last - length > math.hypot(self._noise, noise)  # never of the first
+        fallen = self._last - length > math.hypot(self._noise, noise)  # not the first
         self._last, self._noise = length, noise
         return fallen
 
 
 class Hurry:
-    """After a fall of what rollouts accept, candidates are judged by the rows of each policy
-    version: one that is only a little better is worth its promotion then, and what is judged once
-    in some dozens of optimiser steps comes steps too late.
+    """After a fall of acceptance in rollouts, candidates are judged by the rows of each policy
+    version. A slightly better candidate is then worth its promotion, and a judgement every few
+    dozen optimiser steps is too late.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class Hurry:
         self._judged_policy = -1
 
     def rolled_out(self, lengths: Mapping[str, float]) -> None:
-        """Takes the tokens of a drafted round by arm in, as the last rollouts had them."""
+        """Records the tokens per drafted round by arm of the last rollouts."""
         both = self._lengths.keys() & lengths.keys()
         ratios = [lengths[arm] / self._lengths[arm] for arm in both]
         if ratios and statistics.geometric_mean(ratios) < FALLEN:
@@ -51,19 +53,19 @@ class Hurry:
 
     @property
     def lasts(self) -> bool:
-        """Judgements may come sooner."""
+        """Whether judgements may come early."""
         return self._left > 0
 
     def due(self, policy_version: int) -> bool:
-        """Whether rows of this policy version are to be judged by now."""
+        """Whether rows of this policy version should be judged now."""
         return self.lasts and policy_version > self._judged_policy
 
     def begun(self, policy_version: int) -> None:
-        """A judgement by rows of that version begins."""
+        """Records the start of a judgement by rows of that version."""
         self._judged_policy = policy_version
 
     def judged(self) -> bool:
-        """A judgement has ended; whether it was one of these."""
+        """Records the end of a judgement; returns whether it was an early one."""
         lasted = self.lasts
         self._left = max(self._left - 1, 0)
         return lasted

@@ -1,4 +1,4 @@
-"""Decides when training no longer pays, and when it does again. Pure arithmetic."""
+"""Decides when training stops to pay, and when it pays again. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Baseline:
 
 
 REMEMBERED = 20
-"""Judgements at most; a drafter that learns has left older ones behind."""
+"""Most judgements kept; older ones describe an earlier drafter."""
 LOOKS = 2
 
 
 class _Seen(NamedTuple):
-    """What one judgement found. Noise: half-widths of 95 % intervals."""
+    """Result of one judgement. Noise: half-widths of 95 % intervals."""
 
     gain: float
     gain_noise: float
@@ -42,15 +42,14 @@ class _Seen(NamedTuple):
 
 
 class Freeze:
-    """Frozen when the judgements since the last promotion, `after` at least, say that candidates
-    are worth at most a share `gain` of speed: the mean of what they promised, and its error, which
-    is that of its parts or what those differ by, whichever is larger.
+    """Freezes when at least `after` judgements since the last promotion show that candidates gain
+    at most a share `gain` of speed. The test uses the mean of the projected gains and its error:
+    that of its parts or their spread, whichever is larger.
 
-    Reopened when the serving drafter's length on a newer policy's rows is below that at the freeze
-    by more than the noise of both measurements together; and after LOOKS of them in any case, after
-    twice as many with each freeze that no promotion has followed: a drafter falls behind by less at
-    a time than one look can tell. In that case half as many judgements freeze it again. `after` 0
-    never freezes.
+    Reopens when the serving drafter's length on a newer policy's rows is below its length at the
+    freeze by more than the noise of both. It also reopens after LOOKS such measurements, and twice
+    as many after each freeze without a promotion in between: one look cannot detect a slow decline.
+    Half as many judgements then freeze it again. `after` 0 never freezes.
     """
 
     def __init__(self, after: int, gain: float) -> None:
@@ -61,11 +60,11 @@ class Freeze:
 
     @property
     def frozen(self) -> bool:
-        """Training does not pay."""
+        """Whether training does not pay."""
         return self.baseline is not None
 
     def judged(self, judgement: Judgement, policy_version: int, *, promoted: bool) -> bool:
-        """Takes a judgement in; True when it froze training."""
+        """Records a judgement; returns True if it froze training."""
         if promoted:
             self._seen.clear()
             self._patience = LOOKS
@@ -81,7 +80,9 @@ class Freeze:
         return True
 
     def measured(self, length: float, noise: float) -> bool:
-        """Takes the serving drafter's length on newer rows in; True when it reopened training."""
+        """Records the serving drafter's length on newer rows; returns True if it reopened
+        training.
+        """
         if self.baseline is None:
             return False
         self._looks += 1
@@ -95,13 +96,13 @@ class Freeze:
         return True
 
     def reopen(self) -> None:
-        """Training pays again, or nothing is known of it."""
+        """Reopens training, because it pays again or because nothing is known about it."""
         self.baseline = None
         self._looks = 0
         self._seen.clear()
 
     def state(self) -> dict[str, Any]:
-        """What a later process needs."""
+        """The state for a later process."""
         return {
             "seen": list(self._seen),
             "patience": self._patience,
@@ -110,7 +111,7 @@ class Freeze:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`."""
+        """Restores `state`."""
         self._seen.clear()
         self._seen.extend(_Seen(*one) for one in state["seen"])
         self._patience, self._looks = state["patience"], state["looks"]
@@ -118,7 +119,7 @@ class Freeze:
 
 
 def _bound(gains: Sequence[float], noises: Sequence[float]) -> float:
-    """How much their mean may lie below what it stands for, at 95 %."""
+    """Distance of a lower 95 % bound below the mean gain."""
     measured = math.hypot(*noises) / TWO_SIDED
     differ = statistics.stdev(gains) * math.sqrt(len(gains)) if len(gains) > 1 else 0.0
     return ONE_SIDED * max(measured, differ) / len(gains)

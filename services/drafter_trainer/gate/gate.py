@@ -1,5 +1,5 @@
-"""Judges candidates on rows that nobody has trained on yet, promotes one that is faster and makes
-the engine no slower, freezes training that gains nothing.
+"""Judges candidates on fresh rows, promotes one that is faster and does not slow the engine, and
+freezes training that gains nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = get_logger("drafter_trainer")
 
 
 class PublishGate:
-    """Judges candidates on fresh rows of the newest policy version against what serves."""
+    """Judges candidates against the serving drafter, on fresh rows of the newest policy version."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class PublishGate:
         self._warm_start = Path(config.drafter).is_dir()
         self._round: GateRound | None = None
         self._freeze = Freeze(config.gate.freeze_after, config.gate.freeze_gain)
-        self._handed_over = False  # this activation has promoted a candidate
+        self._handed_over = False  # whether this activation has promoted a candidate
         self._last_judged_step = students.primary.learner.total_steps
-        # newest policy version whose rows measured the serving drafter while frozen
+        # newest policy version with rows that measured the serving drafter while frozen
         self._checked_policy = 0
         self._promoted: m.Judged | None = None  # the newest promotion
-        self._untold: list[m.Judged] = []  # decisions made between activations
+        self._untold: list[m.Judged] = []  # decisions between activations
         self._taken_back: DrafterState | None = None
         self._on_its_way: DrafterState | None = None
-        self._contenders: dict[str, m.LeaderboardEntry] = {}  # by kind, as last judged
+        self._contenders: dict[str, m.LeaderboardEntry] = {}  # by kind, from the last judgement
         self.costs = MeasuredCosts(config.gate)
         self.serving = DrafterState(0, students.primary.learner.snapshot())
         self._first = self.serving.net if self._warm_start else None
@@ -62,21 +62,21 @@ class PublishGate:
 
     @property
     def frozen(self) -> bool:
-        """Training does not pay now."""
+        """Whether training does not pay now."""
         return self._freeze.frozen
 
     @property
     def leaderboard(self) -> list[m.LeaderboardEntry]:
-        """Every kind as it was last judged, best projected speed-up first."""
+        """The last judgement of every kind, best projected speed-up first."""
         return sorted(self._contenders.values(), key=lambda one: (-one.speedup, one.kind))
 
     @property
     def judging(self) -> bool:
-        """A round is under way."""
+        """Whether a round is in progress."""
         return self._round is not None
 
     def begin(self, command: m.Activate) -> list[m.Judged]:
-        """An activation begins; returns what was decided since the last one."""
+        """Starts an activation; returns the decisions since the last one."""
         self.on_serving(command.drafter_version)
         self.costs.take(command.round_costs)
         self._hurry.rolled_out(command.accept_lengths)
@@ -85,7 +85,7 @@ class PublishGate:
         return [replace(decision, epoch=command.epoch) for decision in untold]
 
     def due(self) -> bool:
-        """Whether a round should begin: of candidates, or of the serving drafter alone while
+        """Whether a round should start: of candidates, or of the serving drafter alone while
         frozen.
         """
         if self.frozen:
@@ -102,7 +102,9 @@ class PublishGate:
         )
 
     def start(self) -> None:
-        """Begins a round, unless too little is fresh; snapshots are collectives of all ranks."""
+        """Starts a round, unless there are too few fresh rows; snapshots are collectives of all
+        ranks.
+        """
         self._last_judged_step = self._students.primary.learner.total_steps
         samples = self._fresh()
         if not self._enough(samples):
@@ -113,11 +115,11 @@ class PublishGate:
         self._round = self._round_of(samples, heads, candidates)
 
     def _rivals(self, policy_version: int) -> list[DrafterState]:
-        """What serves, and what candidates have to beat besides: the drafter that was taken back
-        last, and one that was promoted by rows of the same policy version: it is on its way.
+        """The serving drafter, and further drafters to beat: the last one rolled back, and one
+        promoted by rows of the same policy version, which will serve next.
         """
         if self._promoted is not None and policy_version > self._promoted.policy_version:
-            self._on_its_way = None  # a set has been committed since, with it or without
+            self._on_its_way = None  # a set has been committed since, with or without it
         others = (self._taken_back, self._on_its_way)
         return [self.serving, *(one for one in others if one is not None)]
 
@@ -141,7 +143,7 @@ class PublishGate:
         return GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
 
     def advance(self, epoch: int) -> list[m.Judged]:
-        """A piece of the round; the decisions when it was the last."""
+        """Measures a piece of the round; returns the decisions after the last piece."""
         now = self._round
         assert now is not None
         now.job.advance()
@@ -157,8 +159,8 @@ class PublishGate:
         return [replace(decision, epoch=epoch) for decision in decisions]
 
     def on_serving(self, version: int) -> None:
-        """The engines serve this drafter now: a promotion was committed, or an older one came
-        back.
+        """Records the drafter that now serves: a committed promotion, or an older one after a
+        rollback.
         """
         self._candidates.serves(version)
         if version == self.serving.version:
@@ -172,13 +174,15 @@ class PublishGate:
 
         before, self.serving = self.serving, DrafterState(version, net)
         self.next_version = max(self.next_version, version + 1)
-        self._round = None  # it compared with another
+        self._round = None  # it compared with another drafter
         self._taken_back = self._on_its_way = None
         if version < before.version:
             self._rolled_back(before)
 
     def state(self) -> dict[str, Any]:
-        """What a later process needs; the drafters themselves lie with the candidates."""
+        """The state for a later process; the drafters themselves are among the candidates
+        on disk.
+        """
         taken_back = self._taken_back.version if self._taken_back else 0
         return {
             "serving_version": self.serving.version,
@@ -188,7 +192,7 @@ class PublishGate:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`."""
+        """Restores `state`."""
         if (net := self._candidates.load(state["serving_version"])) is not None:
             self.serving = DrafterState(state["serving_version"], net)
         self._candidates.serves(state["serving_version"])
@@ -202,7 +206,7 @@ class PublishGate:
     # --- a round ----------------------------------------------------------------------------------
 
     def _fresh(self) -> list[FeatureSample]:
-        if self.frozen:  # looks are steps apart, and few groups of a step's are kept to judge by
+        if self.frozen:  # looks are steps apart, and a step keeps few groups for judging
             return self._rows.newest(self._settings.samples)
         return self._rows.fresh(
             self._settings.min_positions, self._settings.min_groups, self._settings.samples
@@ -215,8 +219,8 @@ class PublishGate:
         )
 
     def _snapshots(self, layers: str) -> list[DrafterState]:
-        """Candidates of all students that have learned; they share the next version, which one of
-        them may get.
+        """Candidates of all students that have learned. They share the next version number, which
+        one of them may get.
         """
         taken = []
         for student in self._students:
@@ -226,8 +230,8 @@ class PublishGate:
         return taken
 
     def _looked_back(self, now: GateRound) -> GateRound | None:
-        """The same round with the drafter that the run began with, where what serves has fallen:
-        it may know the tasks of now, which its successors have forgotten.
+        """The same round with the run's first drafter, if the serving drafter has fallen: the first
+        one may know tasks that its successors have forgotten.
         """
         first = self._first
         if first is None or any(one.net is first for one in now.candidates):
@@ -240,7 +244,7 @@ class PublishGate:
         return self._round_of(now.samples, now.job.heads, (before, *now.candidates))
 
     def _decided(self, now: GateRound) -> bool:
-        """Whether the rest of the rows need not be measured."""
+        """Whether the remaining rows need no measurement."""
         few = (
             now.job.positions < self._settings.min_positions
             or now.job.groups < self._settings.min_groups
@@ -274,8 +278,8 @@ class PublishGate:
         )
         if promoted:
             decision = self._promote(drafter, decision)
-        # That a fresh drafter is not beaten yet is no reason to stop, nor that one is not which has
-        # just met new tasks.
+        # A fresh drafter that is not yet better is no reason to freeze, nor one that has just met
+        # new tasks.
         learning = self._hurry.judged() or not (self.serving.version or self._warm_start)
         if not self._freeze.judged(
             judgements[number], head.policy_version, promoted=promoted or learning
@@ -286,14 +290,14 @@ class PublishGate:
         return [decision, replace(decision, decision="frozen")]
 
     def _steps(self, now: GateRound, drafter: DrafterState) -> int:
-        """Optimiser steps of this run that are behind a candidate."""
+        """Optimiser steps of this run behind a candidate."""
         return 0 if drafter.net is self._first else now.steps[drafter.kind]
 
     def _place(
         self, drafter: DrafterState, judgement: Judgement, policy_version: int, steps: int
     ) -> bool:
-        """Puts a candidate on the leaderboard, keeps the best of a kind that is not served; True
-        when it can serve.
+        """Puts a candidate on the leaderboard and keeps the best of an unserved kind. Returns True
+        if the candidate can serve.
         """
         servable = next(
             student.servable for student in self._students if student.kind == drafter.kind
@@ -316,14 +320,14 @@ class PublishGate:
         self._handed_over, self._on_its_way = True, drafter
         self.next_version = drafter.version + 1
         self._promoted = replace(decision, decision="promoted", path=path)
-        if drafter.net is self._first:  # its successor learns on from it, not from what was worse
+        if drafter.net is self._first:  # training continues from it, not from the worse weights
             primary = self._students.primary
             sharing.announce("again", primary.learner.members, primary.index)
             primary.learner.begin_again(self._first)
         return self._promoted
 
     def _check_drift(self, now: GateRound) -> list[m.Judged]:
-        """The serving drafter on rows of a newer policy, while training is frozen."""
+        """Measures the serving drafter on rows of a newer policy, while training is frozen."""
         head = now.job.head
         self._checked_policy = head.policy_version
         itself, measured = now.serving_alone(self.costs)
@@ -349,9 +353,9 @@ class PublishGate:
         )
 
     def _rolled_back(self, taken_back: DrafterState) -> None:
-        """Live acceptance fell.
+        """Records a rollback after a fall of live acceptance.
 
-        A later candidate has to beat the drafter that was taken back as well.
+        A later candidate must also beat the drafter that was rolled back.
         """
         self._taken_back = taken_back
         if self.frozen:

@@ -35,10 +35,10 @@ log = get_logger("paceline.services.drafter_trainer.gate.publish")
 async def push_drafter(
     channel: grpc.aio.Channel, decision: Judged, context: CommandContext
 ) -> PushReport:
-    """Prepare and Push of the candidate that lies at `decision.path`, its config.json beside its
+    """Prepare and Push of the candidate at `decision.path`, with its config.json beside its
     tensors.
 
-    Raises DataLoss and what push_weights raises.
+    Raises DataLoss and the errors of push_weights.
     """
     folder = Path(decision.path)
     await asyncio.to_thread(check_hashes, folder)
@@ -66,7 +66,7 @@ async def push_drafter(
 
 @dataclass(frozen=True, slots=True)
 class PushOutcome:
-    """How a push ended."""
+    """Result of a push."""
 
     decision: Judged
     prepared: bool  # at the gateway
@@ -74,16 +74,16 @@ class PushOutcome:
 
 
 class Promoter:
-    """At most one promoted drafter at a time; a newer one takes the place of an older.
+    """At most one promoted drafter at a time; a newer one replaces an older one.
 
-    A push may outlive its activation: training never waits for the gateway. What the coordinator
-    has not been told, the next activation tells; what the gateway did not take is pushed again.
+    A push may outlive its activation, since training never waits for the gateway. The next
+    activation reports results that the coordinator has not received, and repeats a failed push.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._waiting: Judged | None = None
-        self.push: asyncio.Task[PushOutcome] | None = None  # under way, or done and not taken
+        self.push: asyncio.Task[PushOutcome] | None = None  # in progress, or done and not yet taken
 
     def start(self, decision: Judged, context: CommandContext) -> None:
         """Pushes a promoted drafter."""
@@ -91,12 +91,12 @@ class Promoter:
         self.push = asyncio.create_task(self._attempt(decision, context))
 
     def start_again(self, context: CommandContext) -> None:
-        """Pushes what an earlier attempt did not bring to the gateway."""
+        """Pushes a drafter that an earlier attempt did not bring to the gateway."""
         if self._waiting is not None and self.push is None:
             self.start(self._waiting, context)
 
     def take(self) -> PushOutcome:
-        """The outcome of `push`, which is done."""
+        """The result of `push`, which must be done."""
         assert self.push is not None
         outcome = self.push.result()
         self.push = None
@@ -104,7 +104,7 @@ class Promoter:
         return outcome
 
     def cancel(self) -> None:
-        """Forgets the drafter that is under way."""
+        """Drops the drafter in progress."""
         if self.push is not None:
             self.push.cancel()
         self.push = self._waiting = None

@@ -1,4 +1,4 @@
-"""One round of judging: who is compared with whom, on which rows."""
+"""One round of judgements: the compared drafters and their rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.speculators.net import DraftNet
 
 @dataclass(frozen=True, slots=True)
 class DrafterState:
-    """A drafter version whole and unsharded."""
+    """A drafter version, whole and unsharded."""
 
     version: int
     net: DraftNet
@@ -34,20 +34,20 @@ class DrafterState:
 
 @dataclass(frozen=True, slots=True)
 class GateRound:
-    """`rivals` are the serving drafter, after a rollback the one that was taken back, and one that
-    is promoted and not served yet. Of `candidates` the run's first drafter is one where what serves
-    has fallen; while training is frozen there are none.
+    """`rivals` are the serving drafter, after a rollback the one rolled back, and a promoted one
+    that does not serve yet. `candidates` include the run's first drafter if the serving one has
+    fallen. While training is frozen there are none.
     """
 
     job: GateJob
-    samples: tuple[FeatureSample, ...]  # that it judges by
+    samples: tuple[FeatureSample, ...]  # rows of the judgement
     candidates: tuple[DrafterState, ...]
     rivals: tuple[DrafterState, ...]
     steps: Mapping[str, int]  # optimiser steps behind each candidate, by kind
 
     def judgements(self, costs: MeasuredCosts) -> tuple[list[list[Judgement]], bool]:
-        """Of each candidate against each rival, by what is measured so far; and whether the costs
-        are measured.
+        """Each candidate against each rival by the measurements so far, and whether the costs are
+        measured.
         """
         measured = self.job.measured()
         drafters = (*self.rivals, *self.candidates)
@@ -69,8 +69,8 @@ class GateRound:
 
 
 def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureSample]:
-    """What of each sample judges: a stretch, always the same one of a session, without rejected
-    drafts: nobody drew a token after them that a draft could be compared with.
+    """The judged part of each sample: a stretch, the same for a session each time, without rejected
+    drafts, since no drawn token follows them.
     """
     return [
         replace(one, branches=None).window(

@@ -1,4 +1,4 @@
-"""Keeps the policy's embedding and head by hash, for versions whose rows may still be used."""
+"""Keeps the policy's embedding and head by hash, for versions with usable rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class PolicyHead:
-    """What the drafter shares with one policy version; frozen."""
+    """The tensors that the drafter shares with one policy version; frozen."""
 
     hash: str
     policy_version: int
@@ -32,9 +32,8 @@ class PolicyHead:
 def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
     """Reads embed_tokens and lm_head from a checkpoint or spool directory.
 
-    The hash is taken over the head's bytes as they stand in the file, as the engine does. A tied
-    checkpoint has no lm_head; its embedding is the head. Raises InvalidInput when there is no
-    embedding.
+    The hash covers the head's bytes in the file, as in the engine. A tied checkpoint has no
+    lm_head; its embedding is the head. Raises InvalidInput when there is no embedding.
     """
     tensors: dict[str, Tensor] = {}
     files = weight_files(path)
@@ -56,7 +55,7 @@ def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
 
 
 def read_spooled_head(path: Path, policy_version: int, target: ModelConfig) -> PolicyHead | None:
-    """The head of a spooled version, checked against its hashes and the target's shape; None where
+    """The head of a spooled version, checked against its hashes and the target's shape. None if
     newer versions have removed it from the spool, before or during the read.
 
     Raises DataLoss for a damaged version, InvalidInput for a head of another shape.
@@ -81,23 +80,23 @@ class PolicyHeads:
         self._by_hash: dict[str, PolicyHead] = {}  # newest last
 
     def add(self, head: PolicyHead) -> None:
-        """Keeps a head as the newest; the oldest beyond the limit goes."""
+        """Adds a head as the newest; the oldest beyond the limit is dropped."""
         self._by_hash.pop(head.hash, None)
         self._by_hash[head.hash] = head
         while len(self._by_hash) > KEPT_HEADS:
             del self._by_hash[next(iter(self._by_hash))]
 
     def get(self, head_hash: str) -> PolicyHead | None:
-        """The head of that hash, None when it is not kept any more (or not here yet)."""
+        """The head of that hash; None if it is dropped or has not arrived."""
         return self._by_hash.get(head_hash)
 
     def snapshot(self) -> dict[str, PolicyHead]:
-        """The kept heads by hash, as they are now; later heads change nothing in it."""
+        """The present heads by hash; later changes do not affect the result."""
         return dict(self._by_hash)
 
     @property
     def newest(self) -> PolicyHead:
-        """Head of the newest version; there is always one."""
+        """Head of the newest version; always present."""
         return next(reversed(self._by_hash.values()))
 
     @property

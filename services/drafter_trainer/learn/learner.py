@@ -1,4 +1,4 @@
-"""Adds up gradients over micro-batches and steps the drafter's optimiser."""
+"""Accumulates gradients over micro-batches and steps the drafter's optimiser."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True, slots=True)
 class MicroResult:
-    """One micro-batch."""
+    """Result of one micro-batch."""
 
     loss: float  # mean over its positions
     positions: int
-    stepped: bool  # it completed an optimiser step
+    stepped: bool  # whether it completed an optimiser step
     terms: dict[str, float]  # means over its positions, see Objective.terms
-    skipped: bool = False  # a step was due, and its gradient not finite
+    skipped: bool = False  # a step was due, but its gradient was not finite
 
 
 class DrafterLearner:
-    """A drafter sharded over the members, stepped as soon as they have added `micro_batches` rows
-    between them.
+    """A drafter sharded over the members. It steps once the members together have added
+    `micro_batches` rows.
 
-    So a step learns from as many rows whoever the members are, or from a few more where they do not
-    divide it. Gradients are sums over positions until the step divides them by the positions of all
-    rows, so that a partial gradient can wait through a preemption or a change of membership and
-    still weighs every position equally.
+    A step therefore uses the same number of rows for any members, or slightly more if the members
+    do not divide that number. Gradients are sums over positions until the step divides them by the
+    positions of all rows. A partial gradient can thus wait through a preemption or a change of
+    members, with equal weight for every position.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class DrafterLearner:
         micro_batches: int,
         members: Members | None = None,
     ) -> None:
-        self._whole = net.twin()  # never sharded: what snapshots are copied from
+        self._whole = net.twin()  # never sharded: the source of snapshots
         self._config, self._micro_batches = config, micro_batches
         self.members = members or on_cpu(dist.get_world_size())
         self._sharded = (
             ShardedDrafter(net, config, self.members) if self.members.takes_part else None
         )
-        # rows of all members, positions of this rank's
+        # rows of all members, positions of this rank
         self._pending_rows, self._pending_positions = (
             0,
             0,
@@ -65,7 +65,7 @@ class DrafterLearner:
 
     @property
     def sharded(self) -> ShardedDrafter:
-        """What this rank holds; only members have it."""
+        """This rank's shards; members only."""
         assert self._sharded is not None
         return self._sharded
 
@@ -90,7 +90,7 @@ class DrafterLearner:
             self._bound = head
 
     def _optimizer_step(self) -> bool:
-        """False when the gradient was not finite: it is forgotten, and no step counted."""
+        """Returns False if the gradient was not finite: it is dropped, and no step is counted."""
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
         if self.members.size > 1:
             dist.all_reduce(positions, group=self.members.group)
@@ -105,9 +105,9 @@ class DrafterLearner:
         return True
 
     def attach(self, members: Members) -> None:
-        """Brings everything to where `members` compute; shards anew when they are others.
+        """Moves everything to the devices of `members`; shards anew if the members changed.
 
-        A collective of all ranks.
+        Collective over all ranks.
         """
         if members is not self.members:
             self._reshard(members)
@@ -133,8 +133,8 @@ class DrafterLearner:
         self._sharded, self.members, self._bound = new, members, None
 
     def begin_again(self, start: DraftNet | None = None) -> None:
-        """Goes on from the weights of `start`, which rank 0 has, without moments or a partial
-        gradient; steps go on being counted. A collective of the members.
+        """Continues from rank 0's weights `start`, without moments or partial gradient; the step
+        count continues. Collective over the members.
         """
         net = self._whole.twin()
         if start is not None:
@@ -146,15 +146,15 @@ class DrafterLearner:
         self._pending_rows, self._pending_positions, self._bound = 0, 0, None
 
     def offload(self) -> None:
-        """Leaves the device; what was learned waits on the CPU, a partial gradient too."""
+        """Leaves the device; all state waits on the CPU, including a partial gradient."""
         if self._sharded is not None and self.members.device.type != "cpu":
             self._sharded.net.bind(torch.empty(0), torch.empty(0))
             self._bound = None
             self._sharded.offload()
 
     def snapshot(self) -> DraftNet:
-        """A whole, unsharded copy of the drafter as it is now, with its averaged weights, on rank
-        0; a collective of the members.
+        """A whole, unsharded copy of the present drafter with its averaged weights, on rank 0.
+        Collective over the members.
         """
         tensors: dict[str, Any] = get_model_state_dict(self.sharded.net, options=_FULL)
         averaged = self.sharded.averaged()
@@ -164,10 +164,10 @@ class DrafterLearner:
         return copy.eval()
 
     def state(self) -> dict[str, Any]:
-        """Everything a later process needs to go on, as copies on the CPU; see
-        ShardedDrafter.state. Only members.
+        """The state for a later process, as copies on the CPU; see ShardedDrafter.state. Members
+        only.
 
-        A partial gradient is not part of it: a checkpoint loses less than one step of it.
+        It excludes a partial gradient, so a checkpoint loses less than one step.
         """
         return {
             **self.sharded.state(),
@@ -176,6 +176,6 @@ class DrafterLearner:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from the `state` of as many members."""
+        """Restores the `state` of the same number of members."""
         self.sharded.load_state(state)
         self.total_steps, self.total_tokens = state["total_steps"], state["total_tokens"]

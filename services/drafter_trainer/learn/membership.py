@@ -14,45 +14,45 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Ranks 0 .. n - 1 of the trainer: those that train together.
+    """Ranks 0 .. n - 1 of the trainer, which train together.
 
-    Groups and mesh are None on the ranks beside them.
+    Groups and mesh are None on all other ranks.
     """
 
     devices: tuple[str, ...]
-    """[n] where each computes, "cpu" or "cuda:<slot>"."""
+    """[n] device of each rank, "cpu" or "cuda:<slot>"."""
     group: dist.ProcessGroup | None
-    """Their collectives."""
+    """Group for their collectives."""
     writing: dist.ProcessGroup | None
-    """Another group of the same ranks, for the thread that writes checkpoints while they train."""
+    """A second group of the same ranks, for the thread that writes checkpoints during training."""
     mesh: DeviceMesh | None
-    """The same ranks as FSDP2 wants them."""
+    """The same ranks as FSDP2's mesh."""
     cpu_mesh: DeviceMesh | None
-    """The same for shards that lie on the CPU."""
+    """The same mesh for shards on the CPU."""
 
     @property
     def size(self) -> int:
-        """n."""
+        """Number of members, n."""
         return len(self.devices)
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank is one of them."""
+        """Whether this rank is a member."""
         return dist.get_rank() < self.size
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return torch.device(self.devices[dist.get_rank()] if self.takes_part else "cpu")
 
     def meet(self) -> None:
-        """Returns when all of them have come here."""
+        """Returns when all members have called it."""
         if self.size > 1 and self.takes_part:
             dist.all_reduce(torch.zeros(()), group=self.group)
 
     def agree(self, *numbers: int) -> list[int]:
-        """Rank 0's numbers on all of them; what the others give counts for nothing but how many
-        there are.
+        """Rank 0's numbers on all members; from the other members only the count of numbers
+        matters.
         """
         values = torch.tensor(numbers)
         if self.size > 1:
@@ -61,17 +61,17 @@ class Members:
 
 
 def on_cpu(size: int) -> Members:
-    """The first `size` ranks, computing on their cores. A collective of all ranks."""
+    """The first `size` ranks, computing on their cores. Collective over all ranks."""
     return _members(("cpu",) * size)
 
 
 class Membership:
-    """Follows the leases: another set of slots is another process group, the same set the one of
-    before.
+    """Follows the leases: another set of slots gets another process group, the same set the earlier
+    one.
 
-    Every rank calls `join` for every lease, in the same order: groups are made together. They are
-    kept: torch remembers how to shard by the numbers of the ranks, and with it the first group that
-    it saw of them, which must not be gone when the same ranks meet again.
+    Every rank calls `join` for every lease in the same order, since groups are formed together.
+    Groups are kept: torch caches sharding by rank numbers, including the first group of these
+    ranks, which must still exist when the same ranks meet again.
     """
 
     def __init__(self, device: str) -> None:
@@ -80,8 +80,7 @@ class Membership:
         self._known = {self.members.devices: self.members}
 
     def join(self, slots: Sequence[int]) -> Members:
-        """The ranks that train on these slots, rank i on slot i of them; ranks that are too many
-        stay out.
+        """The ranks that train on these slots, rank i on the i-th slot; surplus ranks stay out.
 
         Raises ConfigError for a slot that is no CUDA device here.
         """
@@ -92,7 +91,7 @@ class Membership:
         return self.members
 
     def agreed(self, *, running: bool) -> bool:
-        """Rank 0's word on every rank, members or not; the others' counts for nothing."""
+        """Rank 0's value on every rank, members or not; values of the other ranks are ignored."""
         word = torch.tensor(int(running))
         if dist.get_world_size() > 1:
             dist.broadcast(word, 0)

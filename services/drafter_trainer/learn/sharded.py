@@ -1,5 +1,5 @@
-"""Shards a drafter, its averaged weights and its optimiser over the members (FSDP2), and moves them
-to other members.
+"""Shards a drafter, its averaged weights and its optimiser over the members (FSDP2), and moves all
+of it to other members.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from paceline.training.shards import local_of, rows_of
 
 
 class ShardedDrafter:
-    """Network and optimiser over the members' ranks; only they have one. Starts on the device, with
-    zero moments.
+    """Network and optimiser over the members' ranks; members only. Starts on the device, with zero
+    moments.
 
-    Gradients are sums over the members' losses, not means. One member alone has it whole: FSDP2
+    Gradients are sums over the members' losses, not means. A single member has it whole: FSDP2
     around a network this small costs a third of a step.
     """
 
@@ -51,10 +51,11 @@ class ShardedDrafter:
         self._aside: dict[str, Aside] | None = None
 
     def step(self, number: int) -> bool:
-        """Takes optimiser step `number`, counted from 1; False where the gradient is not finite.
+        """Takes optimiser step `number`, counted from 1; returns False if the gradient is not
+        finite.
 
-        The averages follow with a decay of min(average, n / (n + 9)): at first they forget what
-        the drafter began with.
+        The averages have a decay of min(average, n / (n + 9)), so at first they forget the start
+        weights quickly.
         """
         if not math.isfinite(self.optimizer.step(number)):
             return False
@@ -65,7 +66,7 @@ class ShardedDrafter:
         return True
 
     def averaged(self) -> dict[str, Tensor]:
-        """Whole averages on the CPU by name; empty where none are kept. A collective of the
+        """Whole averages on the CPU by name; empty without averages. Collective over the
         members.
         """
         return {
@@ -98,20 +99,20 @@ class ShardedDrafter:
             parameter.grad = torch.zeros_like(parameter)
 
     def offload(self) -> None:
-        """Leaves the device; nothing happens on a CPU."""
+        """Leaves the device; no effect on a CPU."""
         if self._aside is None and self.members.device.type != "cpu":
             self._aside = lay_aside(self.local())
             give_back_cached()
 
     def to_device(self) -> None:
-        """Comes back to where `offload` left."""
+        """Returns to the device that `offload` left."""
         if self._aside is not None:
             bring_back(self.local(), self._aside)
             self._aside = None
 
     def state(self) -> dict[str, Any]:
-        """Copies on the CPU, sharded as they are here: "model" and "average" by name, "optimizer"
-        with "state" by name.
+        """Copies on the CPU, sharded as here: "model" and "average" by name, "optimizer" with
+        "state" by name.
         """
         numbers, mesh = self.numbers(), self.members.cpu_mesh
 
@@ -133,9 +134,9 @@ class ShardedDrafter:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes the numbers of a `state` of as many members.
+        """Restores a `state` of the same number of members.
 
-        Raises DataLoss when it is of another drafter.
+        Raises DataLoss for the state of another drafter.
         """
         flat = {
             f"{part}/{name}": value
@@ -163,7 +164,7 @@ def _shard(net: DraftNet, members: Members) -> None:
 
 
 def _muons(net: DraftNet, config: DrafterOptimizerConfig) -> list[str]:
-    """Names of what Muon moves."""
+    """Names of the parameters that Muon moves."""
     return net.matrices() if config.kind == "muon" else []
 
 
@@ -176,11 +177,11 @@ def move(
     *,
     gradients: bool,
 ) -> None:
-    """Carries all numbers from one membership to another, tensor by tensor, over rank 0; a
-    collective of all ranks.
+    """Moves all numbers from one membership to another, tensor by tensor, through rank 0.
+    Collective over all ranks.
 
-    `whole` is the drafter unsharded, for its shapes; `sizes` are the members before and after;
-    `gradients` says whether a partial gradient is to be carried.
+    `whole` is the unsharded drafter, for its shapes. `sizes` are the numbers of members before and
+    after. `gradients`: whether to move a partial gradient.
     """
     source = {key: value.cpu() for key, value in old.numbers().items()} if old else {}
     if old and gradients:
@@ -196,7 +197,7 @@ def move(
 def _layout(
     whole: DraftNet, config: DrafterOptimizerConfig, gradients: bool
 ) -> Iterable[tuple[str, tuple[int, ...] | None]]:
-    """Keys in an order that all ranks share, and the whole shape of what is sharded."""
+    """Keys in an order common to all ranks, and the whole shape of each sharded tensor."""
     parameters, muons = dict(whole.named_parameters()), frozenset(_muons(whole, config))
     kept = [*(["average"] if config.average else []), *(["gradient"] if gradients else [])]
     for name, value in whole.state_dict().items():

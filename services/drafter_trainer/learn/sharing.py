@@ -1,4 +1,4 @@
-"""Hands each rank its row from rank 0, as plain tensors."""
+"""Sends each rank its row from rank 0, as plain tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents",
 
 
 def announce(word: str, members: Members, student: int = 0) -> None:
-    """Rank 0: what comes next.
+    """Rank 0 announces the next action.
 
     "stop": nothing, the activation is over; "wait": another word, later; "snapshot": one of that
     student (students.py); "again": that student goes on from other weights; "save": a checkpoint;
@@ -26,8 +26,8 @@ def announce(word: str, members: Members, student: int = 0) -> None:
 
 
 def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> PackedRow:
-    """Rank 0: sends row r to rank r for that student and returns its own; one row per member, all
-    of one head.
+    """Rank 0 sends row r to rank r for that student and returns its own. There is one row per
+    member, all with one head.
     """
     announce("row", members, student)
     for rank, row in enumerate(rows[1:], start=1):
@@ -41,7 +41,7 @@ def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> P
 
 
 def receive(members: Members) -> tuple[int, PackedRow | str]:
-    """Other members: a student and its next row, or one of the other words."""
+    """On other members: a student and its next row, or one of the announced words."""
     index, student = members.agree(0, 0)
     return student, _receive_row() if _WORDS[index] == "row" else _WORDS[index]
 

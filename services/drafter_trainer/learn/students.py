@@ -1,6 +1,7 @@
-"""Takes turns between the drafters that learn from one stream: the primary one and its shadows.
+"""Alternates between the drafters that learn from one stream: the primary one and its shadows.
 
-All ranks hold the same students in the same order; rank 0 chooses and says which (sharing.py).
+All ranks hold the same students in the same order. Rank 0 chooses one and announces it
+(sharing.py).
 """
 
 from __future__ import annotations
@@ -33,24 +34,22 @@ class Student:
     turns: int = 0
 
     def reads(self, layers: str) -> bool:
-        """Whether rows of these layers hold what it learns from; the last state stands in every
-        row.
-        """
+        """Whether rows of these layers contain its inputs; every row contains the last state."""
         return not self.capture.inner or self.capture.layers == layers
 
     def learn_speed(self, seconds_per_token: float) -> None:
-        """Takes one micro-batch into the average."""
+        """Adds one micro-batch to the average."""
         old = self.seconds_per_token
         self.seconds_per_token = 0.8 * old + 0.2 * seconds_per_token if old else seconds_per_token
 
 
 class Students(Sequence[Student]):
-    """The primary drafter first; turns are taken in proportion to the shares."""
+    """The primary drafter first; turns follow the shares."""
 
     def __init__(
         self, config: DrafterTrainerConfig, nets: Sequence[DraftNet], members: Members
     ) -> None:
-        """`nets`: that of `drafter`, then those of `shadows`.
+        """`nets`: the network of `drafter`, then those of `shadows`.
 
         Raises ConfigError when two are of one kind.
         """
@@ -88,11 +87,11 @@ class Students(Sequence[Student]):
 
     @property
     def primary(self) -> Student:
-        """The drafter of the configuration; the clock of judgements and limits."""
+        """The configured drafter; judgements and limits count its steps."""
         return self._students[0]
 
     def take_turn(self, layers: str) -> Student:
-        """Who learns from the next micro-batch of such rows: who is furthest behind its share, the
+        """The student for the next micro-batch of such rows: the one furthest behind its share, the
         primary on a tie.
         """
         able = [student for student in self._students if student.reads(layers)] or self._students[
@@ -103,21 +102,21 @@ class Students(Sequence[Student]):
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """State of every shadow by kind; a collective of all ranks.
+        """State of every shadow by kind. Collective over all ranks.
 
-        The primary's is kept by itself.
+        The primary's state is separate.
         """
         return {student.kind: student.learner.state() for student in self._students[1:]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; shadows that are new begin fresh, former ones are forgotten."""
+        """Restores `state`; new shadows start fresh, former ones are dropped."""
         for student in self._students[1:]:
             if student.kind in state:
                 student.learner.load_state(state[student.kind])
 
 
 def initial_nets(config: DrafterTrainerConfig, target: ModelConfig) -> list[DraftNet]:
-    """The networks that a run begins with: that of `drafter`, then those of `shadows`.
+    """The networks at the start of a run: that of `drafter`, then those of `shadows`.
 
     Raises ConfigError.
     """

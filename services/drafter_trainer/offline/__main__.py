@@ -1,4 +1,4 @@
-"""Runs `paceline train-drafter`: starts the ranks, prints their news, passes Ctrl-C on.
+"""Runs `paceline drafter train`: starts the ranks, prints their news, passes Ctrl-C on.
 
 Imports no torch.
 """
@@ -35,9 +35,8 @@ HELP = """Train a drafter offline from conversations, for a warm start.
 FILE lines: {"messages": [...]} under the model's chat template, {"prompt": ..., "response": ...},
 or {"input_ids": [...], "loss_mask": [...]}; .jsonl, or .parquet.
 
-Leaves OUT/checkpoint/speculator/{config.json, model.safetensors}, OUT/checkpoint/base/ when the
-base model is trained too, and OUT/log.jsonl. Ctrl-C saves; the same command goes on where it
-stopped.
+Leaves OUT/checkpoint/speculator/{config.json, model.safetensors} and OUT/log.jsonl. Ctrl-C saves;
+the same command goes on where it stopped.
 """
 
 
@@ -87,7 +86,7 @@ app.command(help=HELP)(train)
 
 
 def _refuse(text: str) -> None:
-    console.print(f"paceline train-drafter: {text}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"paceline drafter train: {text}", highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(2)
 
 
@@ -145,4 +144,4 @@ def _ask_to_stop(group: RankGroup, progress: TerminalLines) -> None:
 
 
 if __name__ == "__main__":
-    app(prog_name="paceline train-drafter")
+    app(prog_name="paceline drafter train")

@@ -1,4 +1,4 @@
-"""Declares the settings of one offline run, which are the options of `paceline train-drafter`.
+"""Declares the settings of one offline run, which are the options of `paceline drafter train`.
 
 Imports no torch: the parent process checks them before any rank is started.
 """
@@ -18,12 +18,12 @@ TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
 
 
 class OfflineConfig(Config):
-    """What `paceline train-drafter` was asked for."""
+    """Options of `paceline drafter train`."""
 
     data: Path
     """A file, or a directory of files."""
     model: Path
-    """Checkpoint directory of the target."""
+    """Checkpoint directory of the policy."""
     speculator: str = Field(
         default="eagle", description=f"{TRAINED}, or package.module:KIND of your own"
     )
@@ -32,61 +32,55 @@ class OfflineConfig(Config):
     out: Path = Path("runs/drafter")
     """Directory of the run."""
     start: Path | None = None
-    """Drafter to start from, instead of fresh."""
+    """Drafter to start from; default: fresh weights."""
     steps: int | None = Field(default=None, ge=1)
-    """Optimiser steps; default: as many as --epochs need."""
+    """Number of optimiser steps; default: from --epochs."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the data."""
     batch_tokens: int = Field(default=8_192, ge=16)
-    """Tokens of one optimiser step, over all ranks."""
+    """Tokens per optimiser step over all ranks."""
     row_tokens: int = Field(default=2_048, ge=16)
-    """Tokens of one forward; longer sequences are cut."""
+    """Maximum tokens of a forward; longer sequences are cut."""
     window: int = Field(default=512, ge=8)
-    """Positions of a sequence the drafter learns from, drawn anywhere."""
+    """Trained positions per sequence, at a random place."""
     optimizer: Literal["muon", "adamw"] = "muon"
-    """Of the speculator's matrices: muon | adamw."""
+    """Optimiser of the speculator's matrices: muon | adamw."""
     iterations: int = Field(default=3, ge=1, le=10)
     """Newton-Schulz iterations of Muon."""
     average: float = Field(default=0.98, ge=0, lt=1)
-    """Decay per step of the averaged weights, which are judged and kept; 0: the last ones."""
+    """Decay per step of the averaged weights, which are evaluated and kept; 0: the last weights."""
     lr: float = Field(default=3e-4, gt=0)
     """Learning rate of the speculator."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear warm-up."""
     clip_norm: float = Field(default=0.5, gt=0)
-    """Largest gradient norm."""
-    freeze_base_model: bool = True
-    """Or train the model jointly, on cross-entropy."""
-    base_lr: float = Field(default=1e-5, gt=0)
-    """Learning rate of a model that is trained."""
-    speculator_weight: float = Field(default=1.0, ge=0)
-    """Of its loss in what a trained model learns from."""
+    """Maximum gradient norm."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of a frozen model: float32 | bfloat16."""
+    """Element type of the model: float32 | bfloat16."""
     regenerate: bool = False
-    """Learn from the model's own answers to the prompts."""
+    """Train on the model's own answers to the prompts."""
     max_tokens: int = Field(default=256, ge=2)
-    """Of such an answer."""
+    """Maximum tokens of such an answer."""
     temperature: Temperature = 1.0
-    """Of such an answer; 0 is greedy."""
+    """Temperature of such an answer; 0 is greedy."""
     heldout_share: float = Field(default=0.05, ge=0, lt=1)
-    """Share of sequences kept to judge by."""
+    """Share of sequences for evaluation."""
     draft_steps: int = Field(default=5, ge=1)
-    """Drafts judged per position."""
+    """Evaluated drafts per position."""
     eval_every: int = Field(default=200, ge=1)
-    """Steps between two judgements."""
+    """Steps between two evaluations."""
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines on the terminal."""
     save_every: int = Field(default=200, ge=1)
     """Steps between two checkpoints."""
     ranks: int = Field(default=1, ge=1)
-    """Processes that share model, drafter and rows (FSDP2)."""
+    """Number of processes that share model, drafter and rows (FSDP2)."""
     threads_per_rank: int = Field(default=1, ge=1)
-    """Threads of each."""
+    """Compute threads per rank."""
     seed: int = Field(default=0, ge=0)
-    """Of weights, order, windows and answers."""
+    """Seed of weights, order, windows and answers."""
     resume: bool = True
-    """Go on with the run in OUT."""
+    """Continue the run in OUT."""
 
     @property
     def optimizer_config(self) -> DrafterOptimizerConfig:
@@ -117,7 +111,6 @@ class OfflineConfig(Config):
             "batch_tokens",
             "row_tokens",
             "window",
-            "freeze_base_model",
             "heldout_share",
             "optimizer",
             "average",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
@@ -41,11 +41,6 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
 
     Raises ConfigError, InvalidInput, WeightsError or DataLoss for what cannot work.
     """
-    if not config.freeze_base_model and config.dtype != "float32":
-        raise ConfigError(
-            "a base model that is trained needs float32", seen=config.dtype, allowed="float32"
-        )
-
     target = read_config(config.model)
     net = make_net(config, target)  # before the data: a wrong option is told at once
     encoder = cache(lambda: ModelText(config.model, target.eos_token_ids))
@@ -61,13 +56,7 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     if config.start is None:
         _choose_tokens(net, samples, target)
     members = on_cpu(dist.get_world_size())
-    base = TargetModel(
-        lm,
-        config.model,
-        net.capture,
-        members.mesh,
-        lr=None if config.freeze_base_model else config.base_lr,
-    )
+    base = TargetModel(lm, config.model, net.capture, members.mesh)
     return OfflineTrainer(config, net, base, samples, tell, members).run(stopping)
 
 

@@ -52,11 +52,10 @@ class TerminalLines:
 
 def _step(message: dict[str, Any]) -> str:
     terms = "  ".join(f"{name} {value:.4f}" for name, value in message["terms"].items())
-    base = f"  base {message['base_loss']:.4f}" if "base_loss" in message else ""
     rate = message["positions"] / max(message["seconds"], 1e-9)
     return (
-        f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {terms}{base} "
-        f" {rate:.0f} positions/s"
+        f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {terms}  "
+        f"{rate:.0f} positions/s"
     )
 
 

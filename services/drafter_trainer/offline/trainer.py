@@ -1,12 +1,4 @@
-"""Trains offline on one rank: rows in, optimiser steps, held-out figures, checkpoints.
-
-With a frozen base model the loss is the speculator's. Otherwise the base model learns
-    sum over its tokens of -log p(token) / tokens  +  speculator_weight * (speculator's loss / its
-    positions)
-where the speculator's gradient reaches the base through the states it reads; its targets (next
-states, embedding, head) are constants to it, or both would agree on predicting nothing. The
-speculator itself learns as it does alone.
-"""
+"""Trains offline on one rank: rows in, optimiser steps, held-out figures, checkpoints."""
 
 from __future__ import annotations
 
@@ -53,8 +45,8 @@ from paceline.training.packing import first_fit
 Tell = Callable[[dict[str, Any]], None]
 STATES = "states"
 """Folder of what a run goes on from."""
-CHECKPOINT, SPECULATOR, BASE = "checkpoint", "speculator", "base"
-"""Folder of what a run is for, and of its parts."""
+CHECKPOINT, SPECULATOR = "checkpoint", "speculator"
+"""Folder of the result of a run, and of the drafter in it."""
 
 
 def acceptance(matches: npt.NDArray[np.bool_]) -> dict[str, Any]:
@@ -91,8 +83,6 @@ class OfflineTrainer:
         self._train, self._heldout = split(samples, config.heldout_share, config.seed)
         self._settings = config.settings(fingerprint(samples))
         self._whole = net.twin()
-        # The base model is sharded already: what is shared of it stays outside the drafter's
-        # shards.
         optimizer = config.optimizer_config
         self._rows_per_step = config.rows_per_rank * self._world
         self._learner = DrafterLearner(
@@ -148,30 +138,15 @@ class OfflineTrainer:
     def _train_step(self, rows: Sequence[Sequence[Document]]) -> dict[str, float]:
         """One optimiser step over the rows of all ranks; sums of this rank's figures."""
         started = time.perf_counter()
-        positions = sum(document.targets for row in rows for document in row)
-        tokens = sum(int(document.sample.mask[1:].sum()) for row in rows for document in row)
-        sums: dict[str, float] = {"loss": 0.0, "positions": 0.0, "base_loss": 0.0}
+        sums: dict[str, float] = {"loss": 0.0, "positions": 0.0}
         for row in rows[self._rank :: self._world]:
-            states, cross_entropy = self._target.forward(row)
-            leaf = states.detach().requires_grad_(self._target.trained)
-            result = self._learner.micro_step(self._target.row(row, leaf), self._target.head())
-            if self._target.trained:
-                # FSDP2 averages gradients over ranks; sums are wanted.
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                gradient = gradient * (
-                    self._config.speculator_weight * self._world / max(positions, 1)
-                )
-                torch.autograd.backward(
-                    (cross_entropy * (self._world / max(tokens, 1)), states), (None, gradient)
-                )
-                sums["base_loss"] += float(cross_entropy.detach()) / max(tokens, 1)
+            packed = self._target.row(row, self._target.forward(row))
+            result = self._learner.micro_step(packed, self._target.head)
             sums["loss"] += result.loss * result.positions
             sums["positions"] += result.positions
             for name, mean in result.terms.items():
                 sums[f"term/{name}"] = sums.get(f"term/{name}", 0.0) + mean * result.positions
 
-        if self._target.trained:
-            self._target.step(self.step)
         return sums | {"seconds": (time.perf_counter() - started) / self._world}
 
     def _record(self, sums: dict[str, float]) -> None:
@@ -189,8 +164,6 @@ class OfflineTrainer:
         line["terms"] = {
             n.removeprefix("term/"): v / count for n, v in whole.items() if n.startswith("term/")
         }
-        if self._target.trained:
-            line["base_loss"] = whole["base_loss"]
         line["seconds"] = round(whole["seconds"], 4)
         self._log.write(line)
         self._tell({"kind": "step", "steps": self.steps, **line})
@@ -208,11 +181,11 @@ class OfflineTrainer:
         matches = []
         for row in first_fit(lengths, row_tokens, range(len(lengths)), open_rows=OPEN_ROWS):
             documents = [placed[i] for i in row]
-            with torch.no_grad():
-                states, _ = self._target.forward(documents)
-            packed, head = self._target.row(documents, states), self._target.head()
+            packed = self._target.row(documents, self._target.forward(documents))
             if self._rank == 0:
-                matches.append(chain_matches(net, packed, head, self._config.draft_steps).numpy())
+                matches.append(
+                    chain_matches(net, packed, self._target.head, self._config.draft_steps).numpy()
+                )
 
         if self._rank == 0:
             figures = acceptance(np.concatenate(matches))
@@ -227,11 +200,7 @@ class OfflineTrainer:
         return bool(flag)
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "learner": self._learner.state(),
-            "base": self._target.state(),
-            "settings": self._settings,
-        }
+        return {"learner": self._learner.state(), "settings": self._settings}
 
     def _save(self) -> None:
         """Starts a checkpoint of this step, unless it is there."""
@@ -244,17 +213,13 @@ class OfflineTrainer:
         self._saved = self.step
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
-        """Puts drafter and base model of the shards in `directory` where they are looked for, all
-        at once.
-        """
+        """Writes the drafter of the shards in `directory` to CHECKPOINT, whole."""
         net, out = self._whole.twin(), self._config.out
         fresh, old = out / f".{CHECKPOINT}.tmp", out / f".{CHECKPOINT}.old"
         for left_behind in (fresh, old):
             shutil.rmtree(left_behind, ignore_errors=True)
         net.load_tensors(read_whole(directory, "learner/model", state))
         net.save(fresh / SPECULATOR)
-        if state["base"]:
-            self._target.write(read_whole(directory, "base/model", state), fresh / BASE)
         if (out / CHECKPOINT).exists():
             (out / CHECKPOINT).rename(old)
         fresh.rename(out / CHECKPOINT)
@@ -289,8 +254,6 @@ class OfflineTrainer:
             )
         state = read_checkpoint(checkpoint, self._state())
         self._learner.load_state(state["learner"])
-        if self._target.trained:
-            self._target.load_state(state["base"])
         self._saved = self.step
         self._tell({"kind": "resumed", "step": self.step})
 

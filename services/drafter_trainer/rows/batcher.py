@@ -1,8 +1,7 @@
 """Packs samples into one row.
 
-Positions count from the start of a document's window, not of its sequence: rotary attention depends
-on distances alone, and a drafter then trains on the angles that it needs for short sequences as
-well.
+Positions count from the start of a document's window, not of its sequence. Rotary attention depends
+on distances only, so a drafter also trains on the angles of short sequences.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from paceline.speculators.packed import PackedRow
 
 
 def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
-    """One row from samples of one head; a sample longer than `window` positions gives its last
-    `window`.
+    """One row from samples of one head; of a sample longer than `window` positions, the last
+    `window` are used.
 
-    A document is a sample's sequence, then its rejected drafts: a draft with token r under row i
-    pairs the state h_i with r, as position i pairs it with the token that was drawn, and stands
-    beside position i under position i - 1.
+    A document is a sample's sequence, followed by its rejected drafts. A draft with token r under
+    row i pairs the state h_i with r, as position i pairs h_i with the drawn token. It is placed
+    beside position i, under position i - 1.
     """
     parts, first = list[dict[str, Tensor]](), 0
     for number, sample in enumerate(samples):
@@ -58,7 +57,7 @@ def _sequence(sample: FeatureSample) -> dict[str, Tensor]:
 
 
 def _drafts(sample: FeatureSample) -> dict[str, Tensor] | None:
-    """Positions of its rejected drafts, whose states are known and whose next token nobody drew."""
+    """Positions of its rejected drafts, with known states and without a drawn next token."""
     branches = sample.branches
     if branches is None:
         return None

@@ -1,4 +1,4 @@
-"""Keeps samples to judge by and to learn from, bounded in samples and bytes, and draws of them."""
+"""Keeps samples for judging and training, bounded in samples and bytes, and draws from them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paceline.services.drafter_trainer.rows.sample import FeatureSample
 
 
 class FeatureBuffer:
-    """Training samples and fresh ones, which a gate may judge by before they are trained on.
+    """Training samples, and fresh samples that a gate may judge by before they are trained on.
 
-    Of one in `judged_every` groups samples stay fresh until they are released, or newer ones take
-    their place: no row is lost to learning, and none that a drafter has learned from, nor a sibling
-    that says nearly the same, judges it.
+    The samples of one in `judged_every` groups stay fresh until they are released or newer ones
+    replace them. So every row can be trained on, and no row judges a drafter that has learned from
+    it or from a similar sibling.
 
-    Training begins while a step's long sequences are still being decoded: what has arrived of it is
-    short. So of a past step the longer half stays longest, and draws mix the previous step's with
-    this step's early finishers (one-step offset sampling, the DataBuffer of FastRL).
+    Training begins while a step's long sequences are still being decoded, so early samples are
+    short. Of a past step the longer half is kept longest. Draws mix the previous step's long
+    samples with this step's early ones (one-step offset sampling, the DataBuffer of FastRL).
     """
 
     def __init__(self, config: BufferConfig, seed: int) -> None:
@@ -38,7 +38,7 @@ class FeatureBuffer:
         self._random = np.random.default_rng(seed)
         self._step = self._previous_step = -1
         self._long_from = 0  # positions of the shortest long sample of the previous step
-        # long samples of the previous step, and of this one
+        # long samples of the previous step, and of this step
         self._long_expected = self._long_arrived = 0
         self._sizes = Counter[str]()  # by head
         self.nbytes = 0
@@ -48,21 +48,21 @@ class FeatureBuffer:
         return len(self._now) + len(self._short) + len(self._long)
 
     def __iter__(self) -> Iterator[FeatureSample]:
-        """Training samples, those that would be evicted first first."""
+        """Training samples, in the order of their eviction."""
         return chain(self._short, self._long, self._now)
 
     @property
     def tokens(self) -> int:
-        """Training positions held."""
+        """Number of training positions."""
         return self._sizes.total()
 
     def tokens_of(self, known: Iterable[str]) -> int:
-        """Training positions held of the `known` policy heads."""
+        """Number of training positions with one of the `known` policy heads."""
         return sum(self._sizes[head] for head in known)
 
     def add(self, sample: FeatureSample) -> None:
-        """Keeps a sample; when samples or bytes exceed the budget past steps go first, their short
-        samples before all.
+        """Adds a sample. If samples or bytes exceed the budget, past steps are evicted first, and
+        their short samples before all.
         """
         sample = sample if self._config.rejected else replace(sample, branches=None)
         if zlib.crc32(sample.siblings.encode()) % self._config.judged_every:
@@ -75,13 +75,13 @@ class FeatureBuffer:
         self._evict()
 
     def _least_telling(self) -> FeatureSample:
-        """The oldest fresh sample of those with the most fresh siblings."""
+        """The oldest fresh sample among those with the most fresh siblings."""
         sizes = Counter(sample.siblings for sample in self._fresh)
         most = max(sizes.values())
         return next(sample for sample in self._fresh if sizes[sample.siblings] == most)
 
     def release(self, samples: Iterable[FeatureSample]) -> None:
-        """These have judged, and are trained on from now on."""
+        """Moves samples that have judged to the training samples."""
         leaving = {id(one) for one in samples}
         released = [one for one in self._fresh if id(one) in leaving]
         self._fresh = deque(one for one in self._fresh if id(one) not in leaving)
@@ -113,8 +113,8 @@ class FeatureBuffer:
             (self._long if is_long else self._short).append(sample)
 
     def _begin_step(self, step: int) -> None:
-        """The newest step becomes the previous one: the longer half of its samples are its long
-        ones.
+        """Makes the newest step the previous one; the longer half of its samples are its long
+        samples.
         """
         if self._now:
             self._long_from = median_high(sample.positions for sample in self._now)
@@ -133,7 +133,7 @@ class FeatureBuffer:
     def forget(self, keep: Callable[[FeatureSample], bool], reason: str) -> None:
         """Drops the samples that `keep` refuses, and counts them under `reason`."""
         stale = [sample for sample in self._fresh if not keep(sample)]
-        self.release(stale)  # to be dropped with the others
+        self.release(stale)  # to be dropped with the training samples
         for part in (self._now, self._short, self._long):
             for _ in range(len(part)):
                 sample = part.popleft()
@@ -145,16 +145,16 @@ class FeatureBuffer:
                     SAMPLES_DROPPED.record(reason=reason)
 
     def draw(self, tokens: int, *, known: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
-        """Samples of one of the `known` policy heads worth about `tokens` positions, without
+        """Draws samples of one of the `known` policy heads, about `tokens` positions, without
         replacement.
 
-        At least `at_least` samples: heads with fewer are left out. Empty when nothing usable is
-        held. A sample longer than the window gives a stretch of it, another one each time.
+        Returns at least `at_least` samples; heads with fewer are left out. Empty without a usable
+        sample. A sample longer than the window gives a random stretch.
 
-        A head is drawn with probability proportional to recency ** (heads newer than it) * its
-        positions, so that one micro-batch needs one head and old versions fade. As long as this
-        step has delivered no long samples, a `long_share` of all draws is of the previous step's
-        long ones alone; as they arrive, it falls to none.
+        A head is drawn with probability proportional to recency ** (number of newer heads) * its
+        positions. So a micro-batch needs one head, and old versions fade. Until this step has
+        delivered long samples, a `long_share` of all draws uses the previous step's long samples
+        alone. As long samples arrive, that share falls to none.
         """
         heads = set(known)
         group = list[FeatureSample]()
@@ -165,7 +165,7 @@ class FeatureBuffer:
         return self._some(group, tokens, at_least)
 
     def _long_missing(self) -> float:
-        """Share of this step's long samples that have not arrived, if it has as many as the
+        """Share of this step's long samples still to arrive, if it will have as many as the
         previous step.
         """
         return max(0.0, 1.0 - self._long_arrived / max(self._long_expected, 1))
@@ -206,12 +206,12 @@ class FeatureBuffer:
     def fresh(
         self, known_heads: Iterable[str], at_least: int = 1, groups: int = 1
     ) -> list[FeatureSample]:
-        """Fresh samples of the newest policy version that has some; at the end one of each group,
-        before them a second one of each, and so on, oldest first among these.
+        """Fresh samples of the newest policy version with any. The end of the list has one of each
+        group, before it a second one of each, and so on; equal ranks are oldest first.
 
-        Where they hold fewer than `at_least` drafting targets or are of fewer than `groups`, those
-        of the versions before it come along, newest versions first to be taken: short responses
-        must not keep drafters from being judged.
+        If these have fewer than `at_least` drafting targets or fewer than `groups` groups, samples
+        of earlier versions are added, newest versions first. Short responses must not prevent
+        judgements.
         """
         known = set(known_heads)
         usable = [sample for sample in self._fresh if sample.lm_head_hash in known]
@@ -224,8 +224,8 @@ class FeatureBuffer:
         return _in_turn(taken)
 
     def newest(self, known_heads: Iterable[str]) -> list[FeatureSample]:
-        """All samples of the newest policy version that has some, whether they are to judge by or
-        to learn from, in the order of `fresh`: for who does not learn, all of them are fresh.
+        """All samples of the newest policy version with any, fresh or not, in the order of `fresh`.
+        For a drafter that does not learn, all of them are fresh.
         """
         known = set(known_heads)
         usable = [one for one in chain(self, self._fresh) if one.lm_head_hash in known]
@@ -234,7 +234,7 @@ class FeatureBuffer:
 
 
 def _in_turn(samples: Sequence[FeatureSample]) -> list[FeatureSample]:
-    """The newest of each group last, before them the newest but one of each, and so on."""
+    """The newest sample of each group last, before them the second newest of each, and so on."""
     newer = Counter[str]()
     turns = list[int]()
     for sample in reversed(samples):

@@ -1,4 +1,4 @@
-"""Reads captured rows from their stream and decodes them, in a thread, leased or not."""
+"""Reads captured rows from their stream and decodes them in a thread, with or without a lease."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.telemetry import names, span
 
 GROUP, CONSUMER = "drafter", "rank0"
 ENTRIES_PER_READ = 32
-"""Few, so that a batch of long rows is not waited for."""
+"""Small, so that a batch of long rows does not delay the rest."""
 READ_S = 1.0
 """Seconds that a read waits for rows."""
 RETRY_S = 1.0
@@ -29,9 +29,9 @@ log = telemetry.get_logger("drafter_trainer.feed")
 
 
 class RowFeed:
-    """Gives every sample to `take`, from its thread; entries leave the stream once decoded.
+    """Passes every sample to `take`, from its thread; entries leave the stream once decoded.
 
-    A Redis that is away or full costs the rows that it has dropped meanwhile, nothing else.
+    While Redis is away or full, only the rows that it drops are lost.
     """
 
     def __init__(
@@ -40,32 +40,32 @@ class RowFeed:
         target: ModelConfig,
         take: Callable[[list[FeatureSample]], None],
     ) -> None:
-        """open_stream: called in the thread, whose connections are its own."""
+        """`open_stream`: called in the thread, which needs its own connections."""
         self._open_stream, self._target, self._take = open_stream, target, take
-        self._dropped: Counter[str] = Counter()  # of the thread
+        self._dropped: Counter[str] = Counter()  # counted by the thread
         self._counting = threading.Lock()
         self._opened = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._following: asyncio.Task[None] | None = None
-        self._holds = True  # perhaps entries that an earlier process, or a broken read, was given
+        self._holds = True  # entries of an earlier process or a failed read
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="row-feed", daemon=True)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Entries that became no sample up to now, by reason."""
+        """Entries that yielded no sample so far, by reason."""
         with self._counting:
             return self._dropped.copy()
 
     def start(self) -> None:
-        """Returns when the group is made, so that no batch appended from now on is missed; after
-        OPEN_S in any case: where Redis is away it is made later.
+        """Returns once the group exists, so that no later batch is missed, or after OPEN_S. If
+        Redis is away, the group is created later.
         """
         self._thread.start()
         self._opened.wait(OPEN_S)
 
     def check(self) -> None:
-        """Raises what has ended the thread, if something has."""
+        """Raises the error that ended the thread, if any."""
         if self._failure is not None:
             raise self._failure
 

@@ -1,4 +1,4 @@
-"""Makes a sample of a finished request: its rows, its rejected drafts, windows of it."""
+"""Makes a sample from a finished request: its rows, its rejected drafts, and windows of both."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """B rejected drafts beside R rows, depth first: the first child of a draft stands right after
-    it.
+    """B rejected drafts beside R rows, depth first: the first child of a draft follows it
+    directly.
     """
 
     hidden: Tensor  # [B, W] states at the drafts
     token_ids: Tensor  # [B] int64
-    parents: Tensor  # [B] int64, i < R: row i of the sample; R + j: draft j before
-    roots: Tensor  # [B] int64: the row that they hang under, directly or under one another
-    depths: Tensor  # [B] int64: drafts between it and its root
+    parents: Tensor  # [B] int64, i < R: row i of the sample; R + j: earlier draft j
+    roots: Tensor  # [B] int64: the row at the root of the draft's tree
+    depths: Tensor  # [B] int64: drafts between the draft and its root
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size in bytes."""
         return sum(
             part.nbytes
             for part in (self.hidden, self.token_ids, self.parents, self.roots, self.depths)
         )
 
     def cut(self, rows: int, start: int, length: int) -> Branches:
-        """Those under rows start .. start + length - 1 of `rows`, as beside a sample of these rows
-        alone.
+        """The drafts under rows start .. start + length - 1 of `rows`, renumbered for a sample of
+        these rows.
         """
         kept = (self.roots >= start) & (self.roots < start + length)
         places = kept.long().cumsum(0) - 1
@@ -62,53 +62,51 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSample:
-    """Rows of one finished request. R rows stand at tokens 0..R-1; the last token has none."""
+    """Rows of one finished request: R rows at tokens 0..R-1; the last token has none."""
 
     session: str
     step: int
     policy_version: int
     lm_head_hash: str
-    # [R, W] as captured, the last hidden_size columns the state after the final norm
+    # [R, W] as captured; the last hidden_size columns are the state after the final norm
     hidden: Tensor
     token_ids: Tensor  # [R + 1] int64
     generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
     hidden_size: int  # H
-    layers: str = "last"  # what a row holds, see CaptureSpec.layers
+    layers: str = "last"  # content of a row, see CaptureSpec.layers
     branches: Branches | None = None
-    group: str = ""  # of siblings, whose sequences may begin alike
+    group: str = ""  # group of siblings; their sequences may begin alike
     temperature: float = 1.0  # of the draws
-    traceparent: str = ""  # of the batch it came in
+    traceparent: str = ""  # of the stream entry
 
     @property
     def siblings(self) -> str:
-        """Names its group; itself where it has none."""
+        """Name of its group; its own name without a group."""
         return self.group or self.session
 
     @property
     def positions(self) -> int:
-        """Training positions of the sequence: each needs its row and the next one."""
+        """Training positions of the sequence: each needs its row and the next row."""
         return self.hidden.shape[0] - 1
 
     @property
     def targets(self) -> int:
-        """Drafting targets of the sequence: its tokens from the third on that the policy drew."""
+        """Drafting targets of the sequence: drawn tokens from the third on."""
         return int(self.generated[2:].sum())
 
     @property
     def size(self) -> int:
-        """Training positions, those of rejected drafts included."""
+        """Training positions including rejected drafts."""
         return self.positions + (len(self.branches) if self.branches is not None else 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size in bytes."""
         own = self.hidden.nbytes + self.token_ids.nbytes + self.generated.nbytes
         return own + (self.branches.nbytes if self.branches is not None else 0)
 
     def cut(self, start: int, length: int) -> FeatureSample:
-        """A copy of training positions start .. start + length - 1 and of the drafts that hang
-        beside them.
-        """
+        """A copy of training positions start .. start + length - 1 with the drafts beside them."""
         rows, branches = length + 1, self.branches
         return replace(
             self,
@@ -119,8 +117,8 @@ class FeatureSample:
         )
 
     def window(self, length: int, random: np.random.Generator) -> FeatureSample:
-        """Itself, or when it is longer a stretch of `length` positions around one of its targets
-        drawn at random.
+        """The sample itself, or if it is longer, a stretch of `length` positions around a random
+        target.
         """
         room = self.positions - length
         if room <= 0:
@@ -133,14 +131,14 @@ class FeatureSample:
 
 
 def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
-    """Turns a stream entry into tensors. Raises DataLoss when nothing of `target` can be trained
-    with it.
+    """Turns a stream entry into tensors. Raises DataLoss when nothing in it can train a drafter of
+    `target`.
 
-    Rows that another policy version computed than the last row's are not trained on: their head is
-    another, and a batch names the last one's alone.
+    Rows of another policy version than the last row's are not trained on: they need another head,
+    and a batch names the last one's only.
     """
     _check(batch, target)
-    # The last token has no row and no mask bit; it is always the policy's.
+    # The last token has no row and no mask bit; the policy always drew it.
     generated = np.append(batch.mask, 1).astype(bool)
     own = batch.versions == batch.policy_version
     generated[1:] &= own
@@ -163,9 +161,7 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
 
 
 def _branches(rejected: RejectedRows, own: npt.NDArray[np.bool_], session: str) -> Branches | None:
-    """The rejected drafts under rows of the last version; own [R] bool says which rows these
-    are.
-    """
+    """The rejected drafts under rows of the last version; own [R] bool marks these rows."""
     rows, parents = len(own), rejected.parents.tolist()
     children = defaultdict[int, list[int]](list)
     for draft, parent in enumerate(parents):
@@ -194,7 +190,7 @@ def _branches(rejected: RejectedRows, own: npt.NDArray[np.bool_], session: str) 
 
 
 def _states(rows: NamedTensor, session: str) -> Tensor:
-    """[n, W] of a stream entry. Raises DataLoss for numbers that are not finite."""
+    """States [n, W] of a stream entry. Raises DataLoss for non-finite numbers."""
     hidden = torch.frombuffer(bytearray(rows.data), dtype=_DTYPES[rows.dtype]).view(rows.shape)
     if not torch.isfinite(hidden).all():
         raise DataLoss("a feature batch holds numbers that are not finite", seen=session)
@@ -202,7 +198,7 @@ def _states(rows: NamedTensor, session: str) -> Tensor:
 
 
 def _check(batch: FeatureBatch, target: ModelConfig) -> None:
-    """Raises DataLoss when the batch does not fit the policy."""
+    """Raises DataLoss when the batch does not match the policy."""
     if batch.rows < 2:
         raise DataLoss(
             "a feature batch is too short to train on",

@@ -1,4 +1,4 @@
-"""Holds what a drafter learns from: rows arrive from one thread while another trains on them."""
+"""Holds a drafter's training rows: they arrive in one thread while another trains on them."""
 
 from __future__ import annotations
 
@@ -18,41 +18,43 @@ from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.packed import PackedRow
 
 READY = 4
-"""Batches that are packed before a lease begins."""
+"""Batches packed before a lease begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One micro-batch: a row for each rank, all of one policy head."""
+    """One micro-batch: a row for each rank, all with one policy head."""
 
     rows: list[PackedRow]
     head: PolicyHead
     samples: int
-    traceparents: frozenset[str]  # of the entries it is made from
+    traceparents: frozenset[str]  # of the source entries
 
 
 class RowStore:
-    """The buffer behind a lock, and the batches that a lease begins with, packed while nobody
+    """The buffer behind a lock, with the first batches of a lease, which are packed while no lease
     trains.
     """
 
     def __init__(
         self, config: BufferConfig, heads: PolicyHeads, seed: int, *, batch_bytes: int
     ) -> None:
-        """batch_bytes: of captured states in a row, at most."""
+        """`batch_bytes`: most bytes of captured states in a row."""
         self._config, self.heads, self._batch_bytes = config, heads, batch_bytes
         self._buffer = FeatureBuffer(config, seed)
         self._changed = threading.Condition(threading.RLock())
         self._ready: deque[PackedBatch] = deque()
         self._resting = True
-        self._position_bytes = 1  # of the states of one position, as it is trained on
+        self._position_bytes = 1  # bytes of one position's states in training
         self.shape: Callable[[], tuple[int, int]] = lambda: (1, 32)
-        """Ranks that train next, and tokens of the row of one."""
+        """Number of ranks that train next, and tokens of one rank's row."""
 
     # --- the thread that reads --------------------------------------------------------------------
 
     def add(self, samples: Sequence[FeatureSample]) -> None:
-        """Takes what has arrived; while nobody trains, packs what a lease will begin with."""
+        """Adds arrived samples. Without a training lease, packs the first batches of the
+        next one.
+        """
         with self._changed:
             for sample in samples:
                 self._buffer.add(sample)
@@ -65,8 +67,8 @@ class RowStore:
     # --- the thread that trains -------------------------------------------------------------------
 
     def add_head(self, head: PolicyHead) -> None:
-        """Keeps a head as the newest. Rows of one that is not kept any more go, and batches that
-        were packed before.
+        """Adds a head as the newest. Rows of dropped heads and earlier packed batches are
+        removed.
         """
         with self._changed:
             self.heads.add(head)
@@ -76,12 +78,12 @@ class RowStore:
                 self._prepare()
 
     def begin(self) -> None:
-        """Somebody trains: nothing more is packed ahead."""
+        """Marks the start of training: no more batches are packed ahead."""
         with self._changed:
             self._resting = False
 
     def end(self) -> None:
-        """Nobody trains any more."""
+        """Marks the end of training."""
         with self._changed:
             self._resting = True
             self._prepare()
@@ -97,17 +99,17 @@ class RowStore:
             return self._draw()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when rows have arrived, or after so many seconds."""
+        """Returns when rows have arrived, or after the time-out."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     def fresh(self, at_least: int, groups: int, most: int) -> list[FeatureSample]:
-        """See FeatureBuffer.fresh; the last so many."""
+        """See FeatureBuffer.fresh; at most the last `most` samples."""
         with self._changed:
             return self._buffer.fresh(self.heads.hashes, at_least, groups)[-most:]
 
     def newest(self, most: int) -> list[FeatureSample]:
-        """See FeatureBuffer.newest; the last so many."""
+        """See FeatureBuffer.newest; at most the last `most` samples."""
         with self._changed:
             return self._buffer.newest(self.heads.hashes)[-most:]
 
@@ -118,24 +120,24 @@ class RowStore:
 
     @property
     def usable(self) -> int:
-        """Training positions held of policy heads that are known."""
+        """Number of training positions with a known policy head."""
         with self._changed:
             return self._buffer.tokens_of(self.heads.hashes)
 
     @property
     def tokens(self) -> int:
-        """Training positions held."""
+        """Number of training positions."""
         with self._changed:
             return self._buffer.tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size in bytes."""
         return self._buffer.nbytes
 
     @property
     def dropped(self) -> Counter[str]:
-        """Samples that were let go up to now, by reason."""
+        """Dropped samples so far, by reason."""
         with self._changed:
             return self._buffer.dropped.copy()
 
@@ -161,8 +163,8 @@ class RowStore:
         return PackedBatch(rows, head, len(samples), traces)
 
     def _forget_stale(self) -> None:
-        """Rows of a version whose head is still on its way wait; older ones without a head can
-        never be used.
+        """Keeps rows of a version with a head still in transit; drops older rows without a head,
+        which can never be used.
         """
         known, newest = set(self.heads.hashes), self.heads.newest.policy_version
         self._buffer.forget(
@@ -171,9 +173,7 @@ class RowStore:
 
 
 def _placed(row: PackedRow) -> PackedRow:
-    """As long as products are quickest, in memory that a GPU copies from beside its work, where
-    there is one.
-    """
+    """The row in pinned memory if there is a GPU, so that copies run beside its work."""
     if spare := spare_rows(row.states):
         row = row.padded(spare)
     return row.pinned() if torch.cuda.is_available() else row

@@ -1,6 +1,6 @@
-"""Lists the algorithms, by the name used in `algorithm.name`.
+"""Lists the algorithms by the name used in `algorithm.name`.
 
-The table names them by import path, because the service's parent reads the settings without torch.
+The table holds import paths, because the service's parent process reads the settings without torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_algorithm(name: str) -> None:
 
 
 def build_algorithm(config: AnyAlgorithm) -> Algorithm:
-    """The algorithm of a name or an import path, built from its settings. Raises ConfigError."""
+    """Builds an algorithm, named or given by import path, from its settings. Raises ConfigError."""
     found = find_variant(config.name, ALGORITHMS, "algorithm")
     algorithm: Algorithm = (import_object(found) if isinstance(found, str) else found)(config)
     return algorithm

@@ -2,9 +2,10 @@
 
 Shape letters: B trajectories of a batch, G groups, T trained tokens.
 
-`groups` holds the group number of each trajectory, counted from 0; `weights` what it counts in its
-group: one over the branches of its session, so that the weights of a session sum to 1 and those of
-a group to its n sessions. A session split into more branches of its reward changes nothing.
+`groups` holds the group number of each trajectory, counted from 0. `weights` holds its weight in
+the group: one over the number of branches of its session. The weights of a session sum to 1, and
+the weights of a group to its n sessions. Splitting a session into more branches with its reward
+therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from paceline.trajectory import ALIKE
 
 EPS = 1e-6
-"""Added to a standard deviation that divides."""
+"""Added to a standard deviation before division."""
 
 
 def group_relative(
@@ -31,13 +32,12 @@ def group_relative(
 
         mean = sum(w r) / n        std^2 = sum(w (r - mean)^2) / (n - 1)        n = sum(w)
 
-    n - 1 makes std^2 the unbiased variance over sessions where the branches of one share its
-    reward. (The other usual denominator, n - sum(w^2) / n, takes branches for independent attempts,
-    which they are not.) With all weights 1 it is the sample variance.
+    n - 1 makes std^2 the unbiased variance over sessions if the branches of a session share its
+    reward. (The other usual denominator, n - sum(w^2) / n, treats branches as independent
+    attempts.) With all weights 1 it is the sample variance.
 
-    With normalize_std off the division is left out (Dr. GRPO, arXiv 2503.20783). A group whose
-    rewards are all equal, and a group of one session, get exactly 0: there is no sibling to be
-    better than.
+    With `normalize_std` off there is no division (Dr. GRPO, arXiv 2503.20783). A group of equal
+    rewards, or of one session, gets exactly 0, since no sibling is better or worse.
     """
     sizes = _sums(weights, groups)
     mean = _sums(weights * rewards, groups) / sizes
@@ -55,8 +55,8 @@ def leave_one_out(
 ) -> Float[Tensor, " B"]:
     """A_i = r_i - mean(r of the other sessions of i's group), RLOO (arXiv 2402.14740, eq. 7).
 
-    Of a session with branches the mean is left out whole, so that siblings alone are compared:
-    A_i = n / (n - 1) (r_i - mean) where its branches share a reward. 0 as in group_relative.
+    All branches of a session are left out of its mean, so only siblings are compared: A_i = n / (n
+    - 1) (r_i - mean) if its branches share a reward. 0 as in group_relative.
     """
     sizes = _sums(weights, groups)
     centred = group_relative(rewards, groups, weights, normalize_std=False)
@@ -64,7 +64,7 @@ def leave_one_out(
 
 
 def without_variance(rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Tensor:  # bool [B]
-    """True for members of groups whose rewards are all equal, but for rounding (ALIKE)."""
+    """True for members of groups with equal rewards, up to rounding (ALIKE)."""
     count = _count(groups)
     low = torch.full((count,), torch.inf, dtype=rewards.dtype, device=rewards.device)
     low = low.scatter_reduce_(0, groups, rewards, "amin")
@@ -77,7 +77,7 @@ def normalized(
     advantages: Float[Tensor, " T"],
 ) -> Float[Tensor, " T"]:
     """(A - mean) / (std + EPS) over all tokens of the batch, REINFORCE++ (arXiv 2501.03262, section
-    3.2). Zeros where there is nothing to compare.
+    3.2). Zeros if there is nothing to compare.
     """
     if advantages.numel() < 2:
         return torch.zeros_like(advantages)
@@ -101,9 +101,9 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float,
 ) -> Float[Tensor, " T"]:
-    """A_t = sum_l (gamma lambda)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t, generalised
+    """A_t = sum_l (gamma lambda)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t: generalised
     advantage estimation (arXiv 1506.02438, eq. 16), over the trained tokens of each trajectory. The
-    value after the last is 0.
+    value after the last token is 0.
     """
     last = _lasts(owners)
     following = torch.cat([values[1:], values.new_zeros(1)])[: len(values)]
@@ -112,7 +112,7 @@ def generalized_advantages(
 
 
 def at_last_tokens(amounts: Float[Tensor, " B"], owners: Int[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """The amount of each trajectory at its last trained token, 0 at the others."""
+    """The amount of each trajectory at its last trained token, 0 at the other tokens."""
     return torch.where(_lasts(owners), amounts[owners], 0.0)
 
 
@@ -124,8 +124,8 @@ def _lasts(owners: Int[Tensor, " T"]) -> Tensor:
 def _reversed_scan(
     amounts: Float[Tensor, " T"], owners: Int[Tensor, " T"], factor: float
 ) -> Float[Tensor, " T"]:
-    """x_t = amount_t + factor x_{t+1} within each trajectory; all trajectories at once, aligned at
-    their ends.
+    """x_t = amount_t + factor x_{t+1} within each trajectory. All trajectories are computed at
+    once, aligned at their ends.
     """
     if not len(owners):
         return amounts
@@ -150,4 +150,4 @@ def _sums(amounts: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Float[Tens
 
 
 def _alone(sizes: Float[Tensor, " G"]) -> Tensor:
-    return sizes < 1.5  # sizes are whole numbers but for the rounding of thirds
+    return sizes < 1.5  # sizes are whole numbers up to the rounding of thirds

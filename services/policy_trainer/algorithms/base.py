@@ -1,6 +1,7 @@
-"""Declares what an algorithm gets and gives.
+"""The input and output of an algorithm.
 
-Shape letters: B trajectories of a batch, T trained tokens of it, M those of a micro-batch.
+Shape letters: B trajectories of a batch, T trained tokens of a batch, M trained tokens of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm must have computed before its first update of a step."""
+    """Values that must be computed before an algorithm's first update of a step."""
 
-    proximal: bool = False  # log-probs at the start of the step; one update has them anyway
-    reference: bool = False  # those of the policy that training began with
-    values: bool = False  # of a critic, which is then trained beside the policy; see ValueAlgorithm
+    proximal: bool = False  # log-probs at the step's start; one update has them anyway
+    reference: bool = False  # log-probs of the start policy
+    values: bool = False  # of a critic, trained beside the policy; see ValueAlgorithm
 
 
 @dataclass(frozen=True, slots=True)
 class SessionBatch:
-    """Whole sessions, a trajectory for each of their branches."""
+    """Whole sessions, with one trajectory for each branch."""
 
     rewards: Float[Tensor, " B"]
     groups: Int[Tensor, " B"]  # counted from 0
-    weights: Float[Tensor, " B"]  # one over the branches of the session
+    weights: Float[Tensor, " B"]  # one over the number of branches of the session
     owners: Int[Tensor, " T"]  # trajectory of each trained token, ascending
-    penalties: Float[Tensor, " T"]  # taken from a token's reward: of the divergence, else 0
+    penalties: Float[Tensor, " T"]  # subtracted from a token's reward: the divergence, else 0
     values: Float[Tensor, " T"]  # of the critic before the token is drawn, else 0
 
     @property
     def scores(self) -> Float[Tensor, " B"]:
-        """What each trajectory earned: its reward less the penalties of its tokens."""
+        """Each trajectory's reward minus the penalties of its tokens."""
         return self.rewards - torch.zeros_like(self.rewards).index_add_(
             0, self.owners, self.penalties
         )
@@ -44,40 +45,40 @@ class SessionBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Trained tokens of one micro-batch, flat; sequences lie in it whole."""
+    """Trained tokens of one micro-batch, flat; each sequence is contiguous."""
 
     # Log-probs of the tokens under the weights
     policy_logprobs: Float[Tensor, " M"]  # that are being trained, with gradient
     proximal_logprobs: Float[Tensor, " M"]  # at the start of the step
-    behavior_logprobs: Float[Tensor, " M"]  # that drew them, as the engine reported them
-    reference_logprobs: Float[Tensor, " M"]  # that training began with; 0 where nobody needs them
+    behavior_logprobs: Float[Tensor, " M"]  # that drew them, as the engine reported
+    reference_logprobs: Float[Tensor, " M"]  # of the start policy; 0 if not needed
     advantages: Float[Tensor, " M"]
-    values: Float[Tensor, " M"]  # of the critic at the start of the step; 0 without one
+    values: Float[Tensor, " M"]  # of the critic at the start of the step; 0 without a critic
     sequences: Int[Tensor, " M"]  # number of the trajectory, from 0 within the micro-batch
     positions: Int[Tensor, " M"]  # of the token in its trajectory
-    lags: Int[Tensor, " M"]  # policy versions between the weights that drew it and the step's start
+    lags: Int[Tensor, " M"]  # policy versions from the drawing weights to the step's start
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Losses before they are weighed, and what a report should know of them."""
+    """Losses before weighting, and figures for the report."""
 
     losses: Float[Tensor, " M"]
-    clipped: Bool[Tensor, " M"]  # where a bound takes the gradient away, or bounds it
-    metrics: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)  # means are reported
+    clipped: Bool[Tensor, " M"]  # tokens with a gradient removed or bounded by the clip
+    metrics: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)  # reported as means
 
 
 class Algorithm(Protocol):
-    """What a policy-gradient variant decides, as pure functions. How losses are weighed and added
-    up is not its matter: see corrections.py and aggregation.py.
+    """A policy-gradient variant, as pure functions. Weighting and summation of losses are in
+    corrections.py and aggregation.py.
     """
 
     def needs(self) -> Needs:
-        """What must be computed before the first update."""
+        """Values that must be computed before the first update."""
         ...
 
     def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """Advantage of each trained token; exactly 0 where it carries no gradient."""
+        """Advantage of each trained token; exactly 0 for a token without gradient."""
         ...
 
     def loss(self, tokens: TokenBatch) -> TokenLoss:
@@ -86,10 +87,10 @@ class Algorithm(Protocol):
 
 
 class ValueAlgorithm(Algorithm, Protocol):
-    """One whose advantages come of a critic's values."""
+    """An algorithm with advantages from a critic's values."""
 
     def estimates(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """Advantages before they are normalised: with the value of its token each is the return
-        that the critic learns.
+        """Advantages before normalisation. Advantage plus value of a token is the return that the
+        critic learns.
         """
         ...

@@ -1,7 +1,7 @@
-"""Corrects for tokens that another policy drew, as pure functions.
+"""Corrects for tokens drawn by another policy, as pure functions.
 
-The sampler's policy mu is another than the step's start pi wherever weights are older, or numbers
-are rounded otherwise; rho_t = pi(t) / mu(t).
+The sampler's policy mu differs from pi, the policy at the step's start, if its weights are older or
+its numbers are rounded; rho_t = pi(t) / mu(t).
 
 Shape letters: M trained tokens.
 """
@@ -29,12 +29,12 @@ def correction_weights(
     behavior_logprobs: Float[Tensor, " M"],
     sequences: Int[Tensor, " M"],
 ) -> tuple[Float[Tensor, " M"], Bool[Tensor, " M"]]:
-    """Weight of each token's loss, without gradient, and which tokens keep one.
+    """Weight of each token's loss, without gradient, and a mask of tokens with a weight.
 
-    The weight is truncated importance sampling (Ionides 2008): min(rho_t, cap), or the product of
-    rho over the sequence, truncated. What does not keep one has weight 0: tokens whose rho lies
-    outside the band (masked importance sampling, IcePop), sequences whose geometric mean rho does,
-    and those that hold a token below the veto.
+    The weight is truncated importance sampling (Ionides 2008): min(rho_t, cap), or the truncated
+    product of rho over the sequence. Weight 0 goes to tokens with rho outside the band (masked
+    importance sampling, IcePop), to sequences with a geometric mean of rho outside the band, and to
+    sequences with a token below the veto.
     """
     gaps = (proximal_logprobs - behavior_logprobs).detach()
     weights = _truncated(settings, gaps, sequences)

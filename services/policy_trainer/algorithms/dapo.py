@@ -16,8 +16,8 @@ from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 @dataclass(frozen=True, slots=True)
 class Dapo(Clipped):
-    """Clip-higher, token mean, and from the reward of a trajectory of n generated tokens (arXiv
-    2503.14476, eq. 13)
+    """Clip-higher and token mean. From the reward of a trajectory of n generated tokens it
+    subtracts (arXiv 2503.14476, eq. 13)
 
         penalty * clip((n - (limit - buffer)) / buffer, 0, 1)
     """
@@ -25,12 +25,12 @@ class Dapo(Clipped):
     settings: DapoConfig
 
     def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """0 for groups without variance."""
+        """Advantages; 0 for groups without variance."""
         shaped = replace(batch, rewards=batch.rewards - self.overlong(batch))
         return group_relative(shaped.scores, batch.groups, batch.weights)[batch.owners]
 
     def overlong(self, batch: SessionBatch) -> Float[Tensor, " B"]:
-        """What is taken from each reward."""
+        """Penalty subtracted from each reward."""
         limit, buffer = self.settings.overlong_tokens, self.settings.overlong_buffer
         if not limit:
             return torch.zeros_like(batch.rewards)

@@ -1,4 +1,4 @@
-"""Estimates how far the policy is from its reference, as pure functions.
+"""Estimates the distance of the policy from its reference, as pure functions.
 
 Shape letters: M trained tokens.
 """

@@ -1,4 +1,4 @@
-"""GRPO, Dr. GRPO and decoupled PPO: rewards compared within their group."""
+"""GRPO, Dr. GRPO and decoupled PPO: rewards are compared within their group."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 @dataclass(frozen=True, slots=True)
 class Grpo(Clipped):
-    """A = (r - mean) / (std + eps) within the group, the same for all tokens of a trajectory (arXiv
+    """A = (r - mean) / (std + eps) within the group, equal for all tokens of a trajectory (arXiv
     2402.03300).
 
-    In the group's statistics a session counts once, however many branches it has. In the loss every
-    generated token counts once: tokens that branches share are masked in all but one.
+    In the group's statistics a session counts once, for any number of branches. In the loss every
+    generated token counts once: a token shared by several branches is masked in all branches but
+    one.
     """
 
     settings: GroupedConfig
 
     def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """0 for groups without variance."""
+        """Advantages; 0 for groups without variance."""
         std = self.settings.normalize_std
         made = group_relative(batch.scores, batch.groups, batch.weights, normalize_std=std)
         return made[batch.owners]
@@ -33,12 +34,12 @@ class Grpo(Clipped):
 
 @dataclass(frozen=True, slots=True)
 class DrGrpo(Clipped):
-    """A = r - mean (arXiv 2503.20783); its settings add losses up over a constant instead of a
-    length.
+    """A = r - mean (arXiv 2503.20783). Its settings divide the summed losses by a constant instead
+    of a length.
     """
 
     def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """0 for groups without variance."""
+        """Advantages; 0 for groups without variance."""
         made = group_relative(batch.scores, batch.groups, batch.weights, normalize_std=False)
         return made[batch.owners]
 
@@ -46,6 +47,6 @@ class DrGrpo(Clipped):
 @dataclass(frozen=True, slots=True)
 class Decoupled(Grpo):
     """L_t = -min(rho_t, cap) min(u_t A_t, clip(u_t) A_t), rho_t = proximal / behavior (AReaL, arXiv
-    2505.24298, eq. 5; PPO-EWMA, arXiv 2110.00641): the clip holds the policy near the step's start,
-    however old the weights are that sampled. The weight rho is its settings' correction.
+    2505.24298, eq. 5; PPO-EWMA, arXiv 2110.00641). The clip holds the policy near the step's start,
+    for any age of the sampling weights. The weight rho is the correction in its settings.
     """

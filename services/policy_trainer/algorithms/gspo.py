@@ -1,4 +1,4 @@
-"""GSPO: one ratio a sequence."""
+"""GSPO: one ratio per sequence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.services.policy_trainer.algorithms.losses import bounded_ratio, se
 
 @dataclass(frozen=True, slots=True)
 class Gspo(Grpo):
-    """s_i = exp(mean over the tokens of sequence i of (policy - proximal)) is clipped in the place
-    of the tokens' ratios (arXiv 2507.18071, eq. 7); the gradient is that of each token's log-prob
-    over the length.
+    """Clips s_i = exp(mean over the tokens of sequence i of (policy - proximal)) instead of token
+    ratios (arXiv 2507.18071, eq. 7). The gradient is each token's log-prob gradient over the
+    length.
     """
 
     def loss(self, tokens: TokenBatch) -> TokenLoss:
-        """Of each token, with the ratio of its sequence."""
+        """Loss of each token, with the ratio of its sequence."""
         gaps = tokens.policy_logprobs - tokens.proximal_logprobs
         return self.surrogate(bounded_ratio(sequence_means(gaps, tokens.sequences)), tokens)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are bounded by this: beyond it exp() says nothing but that it is too far."""
+"""Bound of log-ratios. Beyond it, exp() only shows that the ratio is too large."""
 
 
 def token_logprobs(logits: Float[Tensor, "M V"], targets: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
@@ -56,8 +56,8 @@ def clipped_surrogate(
     """L_t = -min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t), PPO (arXiv 1707.06347, eq.
     7) with DAPO's separate bounds (arXiv 2503.14476, eq. 10).
 
-    With a dual clip c a negative advantage loses at most c |A_t| (arXiv 1912.09729, eq. 5). Returns
-    the losses and where a bound holds.
+    With a dual clip c, a negative advantage loses at most c |A_t| (arXiv 1912.09729, eq. 5).
+    Returns the losses and a mask of bounded tokens.
     """
     plain = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -75,8 +75,8 @@ def clipped_value_loss(
     *,
     value_clip: float,
 ) -> Float[Tensor, " M"]:
-    """L_t = max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2, PPO's value loss as its
-    authors published it (openai/baselines, ppo2); plain where c is 0.
+    """L_t = max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2, PPO's published value loss
+    (openai/baselines, ppo2); without a clip if c is 0.
     """
     plain = (values - returns).square()
     if not value_clip:

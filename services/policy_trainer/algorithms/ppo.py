@@ -20,21 +20,21 @@ from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 @dataclass(frozen=True, slots=True)
 class Ppo(Clipped):
     """Generalised advantages (arXiv 1506.02438), normalised over the batch, and the clipped
-    surrogate (arXiv 1707.06347). The reward comes with the last token of a trajectory.
+    surrogate (arXiv 1707.06347). A trajectory's reward is at its last token.
     """
 
     settings: PpoConfig
 
     def needs(self) -> Needs:
-        """The critic's values besides."""
+        """Adds the critic's values."""
         return replace(super(Ppo, self).needs(), values=True)
 
     def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """Of each token."""
+        """Advantage of each token."""
         return normalized(self.estimates(batch))
 
     def estimates(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """Before they are normalised: with the value of its token each is the return that the
+        """Advantages before normalisation. Advantage plus value of a token is the return that the
         critic learns.
         """
         return generalized_advantages(

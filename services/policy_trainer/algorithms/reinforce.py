@@ -1,4 +1,4 @@
-"""REINFORCE++, with a global normalisation in the place of a critic."""
+"""REINFORCE++, with a global normalisation instead of a critic."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 @dataclass(frozen=True, slots=True)
 class ReinforcePlusPlus(Clipped):
-    """A_t = r - sum of the penalties from t on, then normalised over all tokens of the batch (arXiv
-    2501.03262, eq. 5). With the baseline r is first compared within its group (section 3.3).
+    """A_t = r - sum of the penalties from t on, normalised over all tokens of the batch (arXiv
+    2501.03262, eq. 5). With the baseline, r is first compared within its group (section 3.3).
     """
 
     settings: ReinforceConfig
 
     def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """0 where all tokens of the batch would have the same."""
+        """Advantages; 0 if all tokens of the batch would have the same."""
         rewards = batch.rewards
         if self.settings.name == "reinforce_plus_plus_baseline":
             rewards = group_relative(rewards, batch.groups, batch.weights, normalize_std=False)

@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE with the mean of the siblings as its baseline."""
+"""RLOO: REINFORCE with the siblings' mean reward as its baseline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 @dataclass(frozen=True, slots=True)
 class Rloo(Clipped):
-    """A_i = r_i - mean(r of the others) (arXiv 2402.14740, eq. 7), the same for all tokens of a
+    """A_i = r_i - mean(r of the siblings) (arXiv 2402.14740, eq. 7), equal for all tokens of a
     trajectory.
     """
 
     def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
-        """0 for groups without variance."""
+        """Advantages; 0 for groups without variance."""
         return leave_one_out(batch.scores, batch.groups, batch.weights)[batch.owners]

@@ -1,4 +1,4 @@
-"""The clipped surrogate of a token's ratio, which most algorithms share."""
+"""The clipped surrogate of a token's ratio, shared by most algorithms."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Clipped:
     settings: AlgorithmConfig
 
     def needs(self) -> Needs:
-        """What the settings ask for: more updates than one move away from the start, and a
-        divergence is from the reference.
+        """Requirements of the settings: several updates need log-probs at the step's start, and a
+        divergence needs the reference.
         """
         settings = self.settings
         several = settings.mini_batches * settings.passes > 1
@@ -27,12 +27,12 @@ class Clipped:
         return Needs(proximal=several or (kl and settings.kl.place == "reward"), reference=kl)
 
     def loss(self, tokens: TokenBatch) -> TokenLoss:
-        """Of each token, with the ratio of its own."""
+        """Loss of each token, with the token's own ratio."""
         ratio = bounded_ratio(tokens.policy_logprobs - tokens.proximal_logprobs)
         return self.surrogate(ratio, tokens)
 
     def surrogate(self, ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
-        """Of each token, with the ratio given [M]."""
+        """Loss of each token with the given ratio [M]."""
         losses, clipped = clipped_surrogate(
             ratio,
             tokens.advantages,

@@ -1,7 +1,7 @@
-"""Lays trajectories out as tensors: a batch, and its packed micro-batches.
+"""Lays trajectories out as tensors: a batch and its packed micro-batches.
 
-Shape letters: B trajectories, N tokens of all trajectories, T trained ones of them, R rows, W row
-width, M trained tokens of a micro-batch, U different ones of them.
+Shape letters: B trajectories, N tokens of all trajectories, T trained tokens among them, R rows, W
+row width, M trained tokens of a micro-batch, U distinct ones among the M.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ _NONE = torch.zeros(0, dtype=torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """All trajectories of a step, laid end to end in the order of the sorted batch."""
+    """All trajectories of a step, concatenated in the order of the sorted batch."""
 
     rewards: Float[Tensor, " B"]
     groups: Int[Tensor, " B"]  # counted from 0
     sessions: Int[Tensor, " B"]  # counted from 0
     lengths: Int[Tensor, " B"]  # tokens of each trajectory
-    temperatures: Float[Tensor, " B"]  # 0 (greedy) stands as 1
+    temperatures: Float[Tensor, " B"]  # 0 (greedy) is stored as 1
     token_ids: Int[Tensor, " N"]
-    trained: Int[Tensor, " T"]  # which of them are; never the first of a trajectory
+    trained: Int[Tensor, " T"]  # indices of trained tokens; never the first token of a trajectory
     owners: Int[Tensor, " T"]  # trajectory of each trained token
     behavior_logprobs: Float[Tensor, " T"]
-    lags: Int[Tensor, " T"]  # policy versions between the weights that drew it and the step's start
-    ways: Int[Tensor, " T"]  # number of the way it was drawn; -1: not known
-    way_names: UInt8[Tensor, " C"]  # JSON of their [fields of DrawSpan, arm so far]
+    lags: Int[Tensor, " T"]  # policy versions between the drawing weights and the step's start
+    ways: Int[Tensor, " T"]  # number of the token's path; -1: unknown
+    way_names: UInt8[Tensor, " C"]  # JSON of the paths' [fields of DrawSpan, arm so far]
     audited: Bool[Tensor, " B"]  # trajectories in the audit's sample
 
     @property
     def weights(self) -> Float[Tensor, " B"]:
-        """What a trajectory counts in its group: one over the branches of its session."""
+        """Weight of a trajectory in its group: one over the branches of its session."""
         return 1.0 / torch.bincount(self.sessions, minlength=1)[self.sessions].float()
 
     def inputs(self, numbers: Iterable[int]) -> list[Tokens]:
-        """The tokens of trajectories but their last ones, which are only ever targets."""
+        """The tokens of trajectories without the last ones, which are targets only."""
         ids, starts = self.token_ids.numpy(), self.starts
         return [ids[starts[i] : starts[i + 1] - 1] for i in numbers]
 
     def masks_by_way(self, tokens: Int[Tensor, " M"]) -> dict[str, Bool[Tensor, " M"]]:
-        """Which of these trained tokens each arm drew, and each number format; which came behind a
-        beginning that was computed for them, and which behind another's.
+        """Masks of these trained tokens by arm, by number format, and by prefix: computed for the
+        token's own request, or reused.
         """
         masks = dict[str, Tensor]()
         for (arm, numbers, reused, *_), own in self._by_way(tokens):
@@ -63,7 +63,7 @@ class TrainBatch:
         return masks
 
     def masks_by_cell(self, tokens: Int[Tensor, " M"], lag: int) -> dict[str, Bool[Tensor, " M"]]:
-        """Which of these trained tokens are audited and of that lag, by the audit's cells."""
+        """Masks of these trained tokens, audited and of that lag, by audit cell."""
         mine = self.audited[self.owners[tokens]] & (self.lags[tokens] == lag)
         masks = dict[str, Tensor]()
         for (_, numbers, reused, stale, so_far), own in self._by_way(tokens):
@@ -75,7 +75,7 @@ class TrainBatch:
     def _by_way(
         self, tokens: Int[Tensor, " M"]
     ) -> Iterator[tuple[tuple[str, str, bool, bool, str], Bool[Tensor, " M"]]]:
-        """Each way that some of these tokens were drawn, and which."""
+        """Each path of these tokens, with the mask of its tokens."""
         names = json.loads(self.way_names.numpy().tobytes())
         chosen = self.ways[tokens]
         for way in chosen[chosen >= 0].unique().tolist():
@@ -83,7 +83,7 @@ class TrainBatch:
 
     @property
     def starts(self) -> list[int]:
-        """Number of each trajectory's first token, and of the one after the last."""
+        """Index of each trajectory's first token, and the end of the last one."""
         return [0, *torch.cumsum(self.lengths, 0).tolist()]
 
 
@@ -91,18 +91,18 @@ class TrainBatch:
 class MicroBatch:
     """Packed rows and their trained tokens.
 
-    Trained tokens of several trajectories that follow the same tokens are predicted once.
+    Trained tokens of several trajectories after the same prefix are predicted once.
     """
 
     input_ids: Int[Tensor, "R W"]
     position_ids: Int[Tensor, "R W"]
-    # behind the last token that attends to each (prefixes.py); None: each row is one trajectory
+    # end of the subtree that attends to each token (prefixes.py); None: one trajectory per row
     subtree_ends: Int[Tensor, "R W"] | None
     predict_at: Int[Tensor, " U"]  # flat index into R * W of the token before each prediction
     targets: Int[Tensor, " U"]
     temperatures: Float[Tensor, " U"]
-    predictions: Int[Tensor, " M"]  # which of the U is of each trained token
-    tokens: Int[Tensor, " M"]  # which of the batch's T
+    predictions: Int[Tensor, " M"]  # index into the U of each trained token
+    tokens: Int[Tensor, " M"]  # index into the batch's T
     sequences: Int[Tensor, " M"]  # number of the trajectory, from 0 within the micro-batch
     positions: Int[Tensor, " M"]  # of the trained token in its trajectory
 
@@ -110,15 +110,15 @@ class MicroBatch:
 def make_batch(
     trajectories: Sequence[Trajectory], policy_version: int, audit_share: float = 0.0
 ) -> TrainBatch:
-    """Tensors of a step's trajectories; it starts from the weights of `policy_version`, and audits
-    about such a share of them.
+    """Tensors of a step's trajectories. The step starts from the weights of `policy_version`, and
+    audits about `audit_share` of the trajectories.
 
-    Those that will carry no gradient are in it too: they are part of what a mean is taken over.
+    Trajectories without gradient are included, since means cover them too.
     """
     lengths = [len(one.token_ids) for one in trajectories]
     starts = np.cumsum([0, *lengths])
     mask = _flat([one.loss_mask for one in trajectories], np.bool_)
-    mask[starts[:-1]] = False  # nothing predicts a first token
+    mask[starts[:-1]] = False  # a first token has no prediction
     trained = np.flatnonzero(mask)
     versions = np.full(len(mask), policy_version)
     ways, names = np.full(len(mask), -1), dict[tuple[Any, ...], int]()
@@ -152,9 +152,8 @@ def make_batch(
 def make_micro_batch(
     batch: TrainBatch, rows: Sequence[Sequence[int]], *, shares: bool = True
 ) -> MicroBatch:
-    """Packs the trajectories of `rows`; without rows, one padding token without a trained one (a
-    rank with nothing to do still joins the collectives). `shares`: neighbours of a group share what
-    they begin with.
+    """Packs the trajectories of `rows`. Without rows, one padding token without a trained token: an
+    idle rank must still join the collectives. `shares`: neighbours of a group share their prefix.
     """
     starts = batch.starts
     groups = batch.groups.tolist() if shares else list(range(len(batch.groups)))
@@ -196,7 +195,7 @@ def make_micro_batch(
 def _distinct(
     at: Int[Tensor, " M"], targets: Int[Tensor, " M"], temperatures: Float[Tensor, " M"]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Int[Tensor, " M"]]:
-    """The different ones of these triples, and which of them each is."""
+    """The distinct triples, and the index of each triple among them."""
     heats, heat = temperatures.unique(return_inverse=True)
     vocabulary = int(targets.max()) + 1 if len(targets) else 1
     names, which = ((at * vocabulary + targets) * max(1, len(heats)) + heat).unique(
@@ -211,7 +210,7 @@ def _flat(parts: Sequence[Sequence[Any]], dtype: type[np.generic]) -> np.ndarray
 
 
 def _numbered(names: Iterable[Hashable]) -> Int[Tensor, " B"]:
-    """The number of each name, counted from 0 as they come."""
+    """The number of each name, counted from 0 in order of appearance."""
     numbers: dict[Hashable, int] = {}
     found = [numbers.setdefault(name, len(numbers)) for name in names]
     return torch.tensor(found, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""Reads closed groups from the trajectory stream, for the steps that ask for them (groups.py).
+"""Reads closed groups from the trajectory stream, for the steps that request them (groups.py).
 
-The batcher acknowledges nothing that trained before it is told to (release): until
-checkpoints hold a step, its entries stay in Redis and can be replayed. It makes no tensors.
+Trained entries are acknowledged only on `release`: until checkpoints hold a step, its entries stay
+in Redis and can be replayed. This module makes no tensors.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from paceline.telemetry import get_logger, names, span
 
 GROUP, CONSUMER = "policy", "policy-0"
 MAX_PENDING = 65_536
-"""Trajectories held for later steps, of a few KB each; beyond it they stay unread in Redis."""
+"""Trajectories held for later steps, of a few KB each. Beyond this number they stay unread in
+Redis.
+"""
 _READ_COUNT = 256
 _log = get_logger(__name__)
 
 
 class Marks(Protocol):
-    """Where the fate of branches is written; paceline.streams.Ledger is one."""
+    """Store for the fate of branches; paceline.streams.Ledger implements it."""
 
     async def mark_trained(self, keys: Sequence[str], step: int) -> None:
-        """The step used these branches."""
+        """Records that the step used these branches."""
 
     async def mark_dropped(self, reasons: Mapping[str, str]) -> None:
-        """These branches are not trained: branch -> reason."""
+        """Records branches that are not trained: branch -> reason."""
 
 
 class Batcher:
-    """Reader of one run's trajectory stream, as the one consumer of group "policy"."""
+    """Reader of one run's trajectory stream, the only consumer of group "policy"."""
 
     def __init__(
         self,
@@ -54,25 +56,27 @@ class Batcher:
         max_pending: int = MAX_PENDING,
         keeps: GroupFilter | None = None,
     ) -> None:
-        """`keeps`: a user's choice of groups, whose answers are in the step's record."""
+        """`keeps`: a user's filter of groups; its answers are in the step's record."""
         self._stream = stream
         self._marks = marks
         self._max_staleness = max_staleness
         self._max_pending = max_pending
         self._keeps = keeps
         self._held = HeldGroups()  # not yet in a batch
-        self._trained: set[str] = set()  # entry ids in batches that no checkpoint holds yet
+        self._trained: set[str] = set()  # entry ids in batches that are in no checkpoint yet
         self.dead_letters = 0
 
     async def open(self) -> None:
-        """Makes the group and takes up what an earlier process had read and not acknowledged."""
+        """Creates the group, and takes over entries that an earlier process read and did not
+        acknowledge.
+        """
         await self._stream.create_group(GROUP)
         for entry in await self._stream.unacked(GROUP, CONSUMER):
             await self._admit(entry)
 
     async def collect(self, wanted: Wanted) -> Batch:
-        """Waits until every wanted group has all its sessions complete, or the deadline, and closes
-        the groups. What is in the stream by then counts, however late this process gets to run.
+        """Waits until every wanted group has all its sessions complete, or until the deadline, and
+        closes the groups. Everything in the stream by then counts, even if this process runs late.
 
         Raises ResourceExhausted when the trajectories held for other steps reach the bound,
         Unavailable when Redis stays away.
@@ -96,7 +100,7 @@ class Batcher:
         return close(wanted, self._held, self._max_staleness, self._keeps)
 
     def take(self, record: StepRecord) -> Batch:
-        """The batch of a recorded step again. Raises DataLoss when an entry of it is gone."""
+        """The batch of a recorded step again. Raises DataLoss when an entry is missing."""
         missing = [entry for entry in record.trained if entry not in self._held]
         if missing:
             raise DataLoss(
@@ -106,7 +110,8 @@ class Batcher:
         return batch_of(record, [self._held[entry] for entry in record.trained])
 
     async def settle(self, record: StepRecord) -> None:
-        """Writes down and removes what the step dropped; forgets what it trains.
+        """Records and removes the dropped trajectories of a step; releases the trained ones from
+        memory.
 
         Call it when the record is on disk.
         """
@@ -117,7 +122,7 @@ class Batcher:
             self._held.remove(entry_id)
 
     async def mark(self, record: StepRecord) -> None:
-        """Writes down what the step trained; repeating it changes nothing."""
+        """Records the trained trajectories of a step; a repetition changes nothing."""
         await self._marks.mark_trained(list(record.trained.values()), record.step)
 
     async def release(self, record: StepRecord) -> None:

@@ -1,4 +1,4 @@
-"""Turns the groups of a step into what its optimiser step takes, and into figures."""
+"""Turns the groups of a step into the input of its optimiser step, and into figures."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Collected:
     record: StepRecord
     tensors: TrainBatch
     facts: BatchFacts
-    links: tuple[str, ...]  # traceparents of the sessions in it
-    waited_s: float = 0.0  # until its groups were closed
+    links: tuple[str, ...]  # traceparents of the batch's sessions
+    waited_s: float = 0.0  # seconds until its groups were closed
 
 
 def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Collected:
-    """The batch as tensors and in figures; about such a share of it is audited."""
+    """The batch as tensors and figures; about `audit_share` of it is audited."""
     trajectories = batch.trajectories
     tensors = make_batch(trajectories, batch.record.policy_version, audit_share)
     mean, std = reward_spread(tensors.rewards.tolist(), tensors.weights.tolist())
@@ -50,7 +50,7 @@ def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Col
 
 
 def count_batch(batch: Batch) -> None:
-    """What a new batch trains and leaves out, as metrics."""
+    """Records the trained and dropped trajectories of a new batch as metrics."""
     for lag, count in batch.staleness.items():
         for _ in range(count):
             STALENESS.record(lag)
@@ -60,9 +60,7 @@ def count_batch(batch: Batch) -> None:
 
 
 def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Mean and population standard deviation of the rewards, each counted by its weight; 0 without
-    rewards.
-    """
+    """Weighted mean and population standard deviation of the rewards; 0 without rewards."""
     if not rewards:
         return 0.0, 0.0
     mean = statistics.fmean(rewards, weights)

@@ -1,9 +1,9 @@
-"""Which of the trajectories that are here a step trains, which it drops, and why.
+"""Selects the trajectories that a step trains, and drops the others with a reason.
 
-A group counts sessions. A session is complete when all its branches are here
+A group counts sessions. A session is complete when all its branches are present
 (Trajectory.branch_count), and is trained whole or not at all. A group ages as a unit: its long
-sessions are the first to be stale, so leaving out the stale ones alone would bias the mean that
-the others are compared with. A group may come from another draw than the step that trains it.
+sessions are the first to be stale, so dropping only stale sessions would bias the mean of the
+group. A group may come from another draw than the step that trains it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from paceline.services.policy_trainer.batches.records import StepRecord
 from paceline.trajectory import Trajectory
 
 LEAST_SIBLINGS = 2
-"""Sessions without which a group has nothing to compare, unless it was opened for one."""
+"""Least number of sessions for a comparison, unless the group was opened for one session."""
 NO_VARIANCE = "no_variance"
-"""Why a group is dropped whose sessions all got the same reward."""
+"""Reason for dropping a group with equal rewards."""
 FILTERED = "filtered"
-"""Why a group is dropped that a user's filter does not keep."""
+"""Reason for dropping a group that a user's filter rejects."""
 GroupFilter = Callable[[Sequence[Trajectory]], bool]
 ABANDONED = 8
-"""Policy versions beyond the bound after which a group that no step has asked for is given up."""
+"""Policy versions beyond the bound after which an unrequested group is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A step and the groups it waits for."""
+    """A step and its awaited groups."""
 
     step: int
-    policy_version: int  # weights the step starts from
-    groups: tuple[tuple[str, int], ...]  # (group id, sessions); 0 sessions: nothing to wait for
+    policy_version: int  # weights at the step's start
+    groups: tuple[tuple[str, int], ...]  # (group id, sessions); 0 sessions: no wait
     deadline_s: float
-    left_out: frozenset[str] = frozenset()  # of them: their rewards are equal, others stand in
+    left_out: frozenset[str] = frozenset()  # groups of equal rewards, replaced by other groups
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step trains, sorted by (task, group, sample, session, branch), and what it drops."""
+    """The trained and dropped trajectories of a step, sorted by (task, group, sample, session,
+    branch).
+    """
 
     record: StepRecord
     held: tuple[HeldTrajectory, ...]
@@ -58,16 +60,14 @@ class Batch:
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Trajectories by the policy versions between their oldest token and the weights trained,
-        fewest first.
+        """Number of trajectories by age of their oldest token in policy versions, lowest
+        age first.
         """
         return dict(sorted(Counter(h.lag(self.record.policy_version) for h in self.held).items()))
 
 
 def _order(held: HeldTrajectory) -> tuple[int, str, int, str, int, str]:
-    """Where a trajectory stands in its batch: the same whatever the order in which the entries
-    came.
-    """
+    """Sort key of a trajectory in its batch, independent of the order of arrival."""
     one = held.trajectory
     branch = one.key.branch_id
     return one.task_index, one.group_id, one.sample_index, one.key.session_id, len(branch), branch
@@ -81,7 +81,7 @@ def is_complete(wanted: Wanted, here: HeldGroups) -> bool:
 def close(
     wanted: Wanted, here: HeldGroups, max_staleness: int, keeps: GroupFilter | None = None
 ) -> Batch:
-    """The step's batch of what is here, as the groups stand. Raises what `keeps` raises."""
+    """The step's batch from the present trajectories. Raises the errors of `keeps`."""
     closing = _Closing(wanted.policy_version, max_staleness, keeps)
     for group, size in wanted.groups:
         if group in wanted.left_out:
@@ -118,11 +118,11 @@ class _Closing:
     groups: Counter[str] = field(default_factory=Counter)
 
     def take(self, draw: HeldDraw, size: int) -> None:
-        """Trains the usable sessions of a group if there are at least two and no token of the group
-        is stale; else the group is dropped under a reason.
+        """Trains the usable sessions of a group, if there are at least two and no token of the
+        group is stale. Otherwise drops the group with a reason.
 
-        A group opened for a single session needs no sibling. The size asked for does not tell: it
-        leaves out sessions that ended without a reward.
+        A group opened for a single session needs no sibling. The requested size is no criterion,
+        since it excludes sessions that ended without a reward.
         """
         sessions = list(draw.sessions.values())
         if draw.lag(self.policy_version) > self.max_staleness:
@@ -154,15 +154,15 @@ class _Closing:
             self._drop(session, FILTERED if reason == FILTERED else "too_few_siblings")
 
     def leave_out(self, draw: HeldDraw) -> None:
-        """Drops a group that dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) has drawn
-        others for.
+        """Drops a group that dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) has
+        replaced.
         """
         self.groups[NO_VARIANCE] += 1
         for session in draw.sessions.values():
             self._drop(session, session.refusal() or NO_VARIANCE)
 
     def give_up(self, here: HeldGroups, asked: Container[str]) -> None:
-        """Drops whole groups that nobody has asked for and that are long stale."""
+        """Drops whole unrequested groups that have been stale for long."""
         for draw in here.aged(self.policy_version - self.max_staleness - ABANDONED, asked):
             for session in draw.sessions.values():
                 self._drop(session, "stale")

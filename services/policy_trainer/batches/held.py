@@ -1,5 +1,5 @@
-"""Keeps the trajectories that wait for a step, by group: what an entry costs does not depend on
-how many others wait.
+"""Keeps waiting trajectories by group. The cost of an entry does not depend on the number of
+waiting entries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeldTrajectory:
-    """A trajectory and the entry it came in."""
+    """A trajectory and its stream entry."""
 
     entry_id: str
     trajectory: Trajectory
@@ -38,20 +38,20 @@ class HeldTrajectory:
 
 @dataclass(slots=True)
 class HeldSession:
-    """The branches of one session that are here."""
+    """The present branches of one session."""
 
     branches: list[HeldTrajectory] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """Whether all branches that are trained are here."""
+        """Whether all trained branches are present."""
         here = {held.trajectory.key.branch_id for held in self.branches}
         return len(here) >= max((one.trajectory.branch_count for one in self.branches), default=1)
 
     def refusal(self) -> str:
-        """Why it is not trained, counted and logged; empty when it is. One bad branch drops all:
-        half a session is not the attempt that earned the reward, and would weigh less than its
-        siblings.
+        """The reason for not training it, for counters and log; empty if it is usable. One bad
+        branch drops the session: half a session is not the attempt that earned the reward, and
+        would weigh less than its siblings.
         """
         if not self.complete:
             return "incomplete_session"
@@ -70,7 +70,7 @@ class HeldDraw:
 
     sessions: dict[str, HeldSession] = field(default_factory=dict)
     complete: int = 0
-    """How many of them are."""
+    """Number of complete sessions."""
 
     def lag(self, policy_version: int) -> int:
         """Policy versions between the oldest token and the given one; 0 without tokens."""
@@ -79,12 +79,12 @@ class HeldDraw:
 
 
 class HeldGroups:
-    """All of one reader, by the id of their entry and by group and draw."""
+    """All trajectories held by one reader, by entry id and by group and draw."""
 
     def __init__(self) -> None:
         self._entries: dict[str, HeldTrajectory] = {}
-        self._draws: dict[str, dict[int, HeldDraw]] = {}  # by group, and the step that drew it
-        # (oldest version, group, step) of each trajectory: the next one to be given up first
+        self._draws: dict[str, dict[int, HeldDraw]] = {}  # by group, and by the step that drew it
+        # (oldest version, group, step) of each trajectory, ordered by the next one to drop
         self._ages: list[tuple[int, str, int]] = []
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class HeldGroups:
         return self._entries[entry_id]
 
     def add(self, held: HeldTrajectory) -> None:
-        """Takes one up; one that is here already, delivered again, changes nothing."""
+        """Adds a trajectory; a redelivered one changes nothing."""
         if held.entry_id in self._entries:
             return
         self._entries[held.entry_id] = held
@@ -111,7 +111,7 @@ class HeldGroups:
             heapq.heappush(self._ages, (oldest, one.group_id, one.step))
 
     def remove(self, entry_id: str) -> None:
-        """Lets one go, if it is here."""
+        """Removes a trajectory, if present."""
         held = self._entries.pop(entry_id, None)
         if held is None:
             return
@@ -129,15 +129,15 @@ class HeldGroups:
             del self._draws[one.group_id]
 
     def newest(self, group: str) -> HeldDraw:
-        """The newest draw of a group, of whose name agents may make use again; empty where nothing
-        of it is here.
+        """The newest draw of a group, since agents may reuse a group's name; empty if none is
+        present.
         """
         draws = self._draws.get(group)
         return draws[max(draws)] if draws else HeldDraw()
 
     def aged(self, before_version: int, asked: Container[str]) -> Iterator[HeldDraw]:
-        """Draws with a token older than that version, of groups that are not asked for. The caller
-        removes them: they are named once.
+        """Draws of unrequested groups with a token older than that version. The caller must remove
+        them: each is returned once.
         """
         spared = []
         named: set[tuple[str, int]] = set()

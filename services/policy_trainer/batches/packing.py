@@ -1,9 +1,9 @@
-"""Plans which unit goes to which rank, row and micro-batch, in plain integers.
+"""Assigns units to ranks, rows and micro-batches, in plain integers.
 
-What is planned are units: trees of trajectories that begin alike (prefixes.py), or trajectories.
-Rows are short (`row_tokens`), because attention inside a row is computed for the whole row and then
-masked; a longer trajectory has a row of its own. Rows lie with those of their length, because a
-micro-batch is as wide as its widest.
+A unit is a tree of trajectories with a common beginning (prefixes.py), or a single trajectory. Rows
+are short (`row_tokens`), because attention covers the whole row and is then masked. A longer
+trajectory has its own row. Rows of similar length share a micro-batch, since a micro-batch is as
+wide as its widest row.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from paceline.training.packing import first_fit
 
 
 def assign_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
-    """Sequence numbers of each rank, token counts balanced: longest first, each to the rank with
-    the fewest tokens.
+    """Sequence numbers of each rank with balanced token counts: longest first, each to the rank
+    with the fewest tokens.
 
     Deterministic: ties go to the lower sequence number and the lower rank. Each list is ascending.
     """
@@ -29,8 +29,8 @@ def assign_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
 
 
 def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Sequence numbers of each row, widest row first: a sequence longer than `row_tokens` alone,
-    the others first fit.
+    """Sequence numbers of each row, widest row first. A sequence longer than `row_tokens` is alone;
+    the rest is packed first fit.
     """
     order = _longest_first(lengths)
     alone = [[i] for i in order if lengths[i] > row_tokens]
@@ -41,8 +41,8 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def split_rows(
     rows: Sequence[Sequence[int]], lengths: Sequence[int], tokens_per_micro_batch: int
 ) -> list[list[list[int]]]:
-    """Rows of each micro-batch: consecutive rows while rows x longest row stays within the budget;
-    at least one row.
+    """Rows of each micro-batch: consecutive rows, at least one, while rows x longest row stays
+    within the budget.
     """
     micro_batches: list[list[list[int]]] = []
     width = 0
@@ -62,7 +62,7 @@ def plan_micro_batches(
     lengths: Sequence[int], *, world_size: int, row_tokens: int, tokens_per_micro_batch: int
 ) -> list[list[list[list[int]]]]:
     """plan[rank][micro-batch][row] = sequence numbers. Every rank gets equally many micro-batches,
-    some perhaps empty, because each one is a round of collectives that all ranks must join.
+    some perhaps empty, because all ranks must join the collectives of each.
     """
     plan = []
     for share in assign_ranks(lengths, world_size):

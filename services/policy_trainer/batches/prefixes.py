@@ -1,11 +1,11 @@
-"""Lays trajectories that begin alike out as a tree, so that a beginning is computed once for all.
+"""Lays trajectories with a common beginning out as a tree, so that the beginning is computed once.
 
-The samples of a group share their prompt, and more of it the surer the policy is; branches of a
-session share their turns. A row holds the tree of its trajectories depth first: a token attends to
-the tokens before it in whose subtree it is, which are those of its own trajectory. Its hidden state
-is that of the trajectory alone, and its gradient the sum over all that go through it.
+Samples of a group share their prompt, and more text the surer the policy is. Branches of a session
+share turns. A row holds the tree depth first. A token attends to earlier tokens with a subtree that
+contains it, which are the tokens of its own trajectory. Its hidden state equals the state in the
+trajectory alone; its gradient is the sum over all trajectories through it.
 
-Shape letters: L tokens of a trajectory that are inputs, W columns of a row.
+Shape letters: L input tokens of a trajectory, W columns of a row.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Tokens = Int[np.ndarray, " L"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Trajectories of one group that lie in one row, next to each other."""
+    """Trajectories of one group, adjacent in one row."""
 
     members: tuple[int, ...]
-    tokens: int  # of their tree
+    tokens: int  # tokens of their tree
 
 
 class TreeRow:
-    """A row while it is filled."""
+    """A row while it is being filled."""
 
     def __init__(self) -> None:
         self.width = 0
         self._tokens: list[Tokens] = []
         self._positions: list[Tokens] = []
-        self._ended: list[tuple[Tokens, int]] = []  # columns, and where their subtrees end
-        self._last: tuple[Tokens, Tokens] = (_NONE, _NONE)  # tokens, and the columns they are in
+        self._ended: list[tuple[Tokens, int]] = []  # columns, and subtree ends
+        self._last: tuple[Tokens, Tokens] = (_NONE, _NONE)  # last trajectory: tokens, columns
         self._group = -1
 
     def add(self, tokens: Tokens, group: int) -> Tokens:
-        """The columns of a trajectory's tokens, of which some are the last one's where that is of
-        the same group.
+        """The columns of a trajectory's tokens; columns of a common beginning with the last
+        trajectory of the group are reused.
         """
         before, columns = self._last
         shared = common_prefix(before, tokens) if group == self._group else 0
@@ -56,8 +56,8 @@ class TreeRow:
         return columns
 
     def padded(self, width: int) -> tuple[Tokens, Tokens, Tokens]:
-        """(token ids, positions, subtree ends) of `width` columns. A padding token is a document of
-        its own.
+        """(token ids, positions, subtree ends) of `width` columns. A padding token is its own
+        document.
         """
         empty = np.zeros(width - self.width, np.int64)
         ends = np.arange(1, width + 1)
@@ -71,16 +71,16 @@ class TreeRow:
 
 
 class Neighbour(NamedTuple):
-    """A sequence behind the one of its group that it begins most like."""
+    """A sequence, after the one of its group with the longest common beginning."""
 
     number: int
     tokens: int
-    shared: int  # with the one before; 0 for the first
+    shared: int  # tokens shared with the previous sequence; 0 for the first
 
 
 def neighbours(sequences: Sequence[Tokens], groups: Iterable[int]) -> list[list[Neighbour]]:
-    """Each group's sequences in the order of their tokens, which makes those neighbours that share
-    most.
+    """Each group's sequences sorted by tokens, so that sequences with long common beginnings are
+    adjacent.
     """
     by_group: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
@@ -95,7 +95,7 @@ def neighbours(sequences: Sequence[Tokens], groups: Iterable[int]) -> list[list[
 
 
 def prefix_units(groups: Iterable[Sequence[Neighbour]], row_tokens: int) -> list[Unit]:
-    """Neighbours together, cut where a tree would be larger than `row_tokens`; a longer sequence is
+    """Groups adjacent sequences, split where a tree would exceed `row_tokens`; a longer sequence is
     alone.
     """
     units: list[Unit] = []
@@ -114,7 +114,7 @@ def prefix_units(groups: Iterable[Sequence[Neighbour]], row_tokens: int) -> list
 
 
 def common_prefix(one: Tokens, other: Tokens) -> int:
-    """How many tokens both begin with."""
+    """Length of the common beginning."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length

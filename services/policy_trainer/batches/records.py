@@ -1,7 +1,7 @@
-"""Records which entries each step trained, on disk until two checkpoints hold the step.
+"""Records the entries of each step on disk, until two checkpoints hold the step.
 
-The record is written before the optimiser moves: a step that is replayed after a crash then has
-exactly the siblings it had, however many have arrived since.
+The record is written before the optimiser step. A step replayed after a crash therefore has exactly
+its original siblings, even if more have arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepRecord:
     """The batch of one step, by name."""
 
     step: int
-    policy_version: int  # the weights before the step
+    policy_version: int  # weights before the step
     trained: dict[str, str]  # entry id -> branch, in batch order
     dropped: dict[str, tuple[str, str]]  # entry id -> (branch, reason)
     dropped_groups: dict[str, int]  # reason -> groups
@@ -36,7 +36,7 @@ class RecordFile:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def load(self) -> list[StepRecord]:
-        """Records in step order. Raises DataLoss when a line is not what was written."""
+        """Records in step order. Raises DataLoss for a line that was not written here."""
         if not self._path.exists():
             return []
         lines = self._path.read_text(errors="replace").splitlines()
@@ -53,7 +53,7 @@ class RecordFile:
         return records
 
     def append(self, record: StepRecord) -> None:
-        """Adds a record; on disk when this returns.
+        """Adds a record, durable on return.
 
         A record of the same or a later step is replaced.
         """

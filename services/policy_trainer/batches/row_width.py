@@ -1,6 +1,6 @@
-"""Chooses how wide the rows of a batch are: in wide ones more trajectories share what they begin
-with, and more attention is computed that is then masked. What is better depends on how alike the
-answers are, which changes in a run. See docs/adr/0072.
+"""Chooses the row width of a batch. In wider rows more trajectories share their beginning, but more
+masked attention is computed. The better width depends on the similarity of answers, which changes
+during a run. See docs/adr/0055.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import NamedTuple
 from paceline.services.policy_trainer.batches.prefixes import Unit
 
 ROW_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Widths that are compared. The mask of a wider row takes more memory than is saved in it."""
+"""Compared widths. The mask of a still wider row takes more memory than it saves."""
 NO_BETTER = 2
-"""So many dearer ones after the best, and wider ones are not looked at."""
+"""Number of dearer widths after the best one that end the search."""
 
 
 class Packing(NamedTuple):
-    """Units, and which of them lie where."""
+    """Units and their places."""
 
     units: Sequence[Unit]
     plan: Sequence[Sequence[Sequence[Sequence[int]]]]  # [rank][micro-batch][row], as in packing.py
 
 
 def widths(tokens_per_micro_batch: int) -> Iterator[int]:
-    """Those that a micro-batch has room for; the narrowest in any case."""
+    """Widths that fit in a micro-batch; always the narrowest."""
     return (one for one in ROW_TOKENS if one <= max(tokens_per_micro_batch, ROW_TOKENS[0]))
 
 
 def cheapest(packings: Iterable[Packing], pair_cost: float) -> Packing:
-    """The one that takes least; the first of equals. Packings come by the width of their rows."""
+    """The cheapest packing, the first one among equals. Packings must be ordered by row width."""
     best: tuple[float, Packing] | None = None
     worse = 0
     for packing in packings:
@@ -45,8 +45,8 @@ def cheapest(packings: Iterable[Packing], pair_cost: float) -> Packing:
 
 
 def cost(packing: Packing, pair_cost: float) -> float:
-    """What the rank that has most to do computes, in the products of so many tokens: every cell of
-    a micro-batch, and its attention to all of the row. `pair_cost`: of one token's attention to
+    """Cost of the busiest rank, in the matrix products of so many tokens: every cell of a
+    micro-batch, and its attention to the whole row. `pair_cost`: cost of one token's attention to
     another, see model.pair_cost.
     """
 

@@ -1,5 +1,5 @@
 """Low-rank adapters beside the policy's linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685), by
-peft: y = W x + (alpha / rank) B A x, where W stays as it was and A and B are trained.
+peft: y = W x + (alpha / rank) B A x. W stays fixed; A and B are trained.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from paceline.services.policy_trainer.config import AdaptersConfig
 from paceline.services.policy_trainer.learn.model import PolicyModel
 
 ADAPTER = "default"
-"""peft's name of the only adapter of a module."""
+"""peft's name for the only adapter of a module."""
 _FILES = "base_model.model."
-"""What peft puts before the names in an adapter's file."""
+"""Prefix of names in a peft adapter file."""
 
 
 def add_adapters(model: PolicyModel, settings: AdaptersConfig) -> None:
-    """Beside the target layers of a model on meta; only adapters carry gradient afterwards.
+    """Adds adapters to the target layers of a model on meta. Afterwards only adapters carry
+    gradient.
 
-    Raises ConfigError where peft is not installed.
+    Raises ConfigError if peft is not installed.
     """
     if find_spec("peft") is None:
         raise ConfigError(
@@ -39,7 +40,7 @@ def add_adapters(model: PolicyModel, settings: AdaptersConfig) -> None:
             seen=f"policy_trainer.adapters.rank={settings.rank}",
             allowed="0 without it",
         )
-    from peft import inject_adapter_in_model  # seconds of import
+    from peft import inject_adapter_in_model  # takes seconds to import
 
     with torch.device("meta"):
         inject_adapter_in_model(_described(settings), model.lm)
@@ -48,10 +49,10 @@ def add_adapters(model: PolicyModel, settings: AdaptersConfig) -> None:
 def fill_adapters(
     unit: nn.Module, names: Mapping[nn.Parameter, str], device: str, seed: int
 ) -> None:
-    """Gives memory on the device, and start numbers, to those adapters of the unit that have none:
-    A as torch starts a linear layer, B zeros, so that the model is at first what it was.
+    """Allocates adapters of the unit that have no memory yet, on the device, with start numbers: A
+    as torch starts a linear layer, and B zero, so the model starts unchanged.
 
-    The numbers follow from seed and name, and are the same on every rank.
+    The numbers depend on seed and name only, so they are equal on every rank.
     """
     for layer in _adapted(unit):
         for side in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
@@ -66,7 +67,7 @@ def fill_adapters(
 
 
 def factors(model: PolicyModel) -> dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]]:
-    """A [rank, in] and B [out, rank] of each weight [out, in] that has them, as they are now."""
+    """Current A [rank, in] and B [out, rank] of each weight [out, in] with adapters."""
     return {
         layer.base_layer.weight: (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
         for layer in _adapted(model)
@@ -74,11 +75,11 @@ def factors(model: PolicyModel) -> dict[nn.Parameter, tuple[nn.Parameter, nn.Par
 
 
 class StartPolicy(nn.Module):
-    """The policy as it was before its adapters learned, in the policy's own memory."""
+    """The policy before its adapters learned, in the policy's own memory."""
 
     def __init__(self, policy: PolicyModel) -> None:
         super().__init__()
-        self._policy = [policy]  # its parameters are not this module's
+        self._policy = [policy]  # in a list, so its parameters do not become this module's
 
     def forward(self, micro: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """As PolicyModel.forward."""
@@ -90,7 +91,9 @@ class StartPolicy(nn.Module):
 def write_adapters(
     trained: Mapping[str, Tensor], settings: AdaptersConfig, start: Path, directory: Path
 ) -> None:
-    """As peft loads them beside the model of `start`: names of Learner.state, whole tensors."""
+    """Writes whole tensors under the names of Learner.state, as peft loads them beside the model of
+    `start`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     described = _described(settings)
     described.base_model_name_or_path = str(start)
@@ -109,7 +112,7 @@ def _described(settings: AdaptersConfig) -> Any:
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # multiplied as it is
         target_modules=list(settings.targets),
-        lora_dropout=0.0,  # what is dropped in training would be another policy than samples
+        lora_dropout=0.0,  # dropout in training would make the policy differ from the sampler
         task_type="CAUSAL_LM",
     )
 

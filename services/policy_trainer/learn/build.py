@@ -1,4 +1,4 @@
-"""Builds the learner of a rank: the policy, and what its algorithm needs beside it."""
+"""Builds the learner of a rank: the policy and the models that its algorithm needs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from paceline.services.policy_trainer.learn.parallel import OnLoad, loads_silent
 def build_learner(
     config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad = loads_silently
 ) -> Learner:
-    """With the start policy as its reference and a critic, where they are needed. Collective.
+    """Builds the learner, with the start policy as reference and a critic if they are needed.
+    Collective.
 
-    Raises ConfigError for a directory without a model, an attention or a kernel of the head that
-    cannot train here, adapters without peft, moments of eight bits without torchao, and an
-    algorithm of your own that needs a critic and has no settings for one.
+    Raises ConfigError for: a directory without a model; an attention or head kernel that cannot
+    train here; adapters without peft; 8-bit moments without torchao; a user's algorithm that needs
+    a critic without settings for it.
     """
     check_attention(config.attention, mesh.device_type)
     check_head(config, mesh.device_type)
@@ -69,7 +70,7 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> C
 
 
 def check_head(config: PolicyTrainerConfig, device: str) -> None:
-    """Raises ConfigError for a kernel of the head that cannot train so."""
+    """Raises ConfigError for a head kernel that cannot train with these settings."""
     seen = f"policy_trainer.head_kernel={config.head_kernel}"
     wanted = os.environ.get("CXX", "g++")
     if config.head_kernel == "compiled" and device == "cpu" and shutil.which(wanted) is None:

@@ -1,4 +1,4 @@
-"""Learns what a trajectory will still earn: the critic of PPO, sharded as the policy is.
+"""The critic of PPO, sharded as the policy: learns the remaining reward of a trajectory.
 
 Shape letters: T trained tokens of the batch.
 """
@@ -44,7 +44,7 @@ class Critic:
 
     @property
     def warmup_steps(self) -> int:
-        """First steps that train the critic alone."""
+        """Number of first steps that train the critic alone."""
         return self._settings.critic_warmup_steps
 
     def update(
@@ -55,7 +55,9 @@ class Critic:
         returns: Float[Tensor, " T"],
         figures: Figures,
     ) -> float:
-        """One update towards the returns; the gradient's norm, NaN where nothing was finite."""
+        """One update towards the returns. Returns the gradient's norm, NaN if nothing was
+        finite.
+        """
         micro_batches = list(self._packer.micro_batches(batch, part.members))
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device_type)
         for number, micro in enumerate(micro_batches, 1):
@@ -82,7 +84,7 @@ class Critic:
         into: Mapping[str, Any] | None,
         numbers: Callable[[Tensor], Tensor],
     ) -> dict[str, Any]:
-        """As Learner.state; `numbers`: where those of a shard are."""
+        """As Learner.state. `numbers`: returns the values of a shard."""
         return {**self.optimizer.state(mesh, into, numbers), "updates": self._updates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Takes a learner's models and moments off their device, and puts them back."""
+"""Moves a learner's models and moments off their device and back."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from paceline.training.optimizer import NamedOptimizer
 
 
 class DeviceMemory:
-    """What a rank keeps of its models between steps: shards and moments; gradients there are only
-    within a step.
-    """
+    """A rank's tensors between steps: shards and moments. Gradients exist only within a step."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedOptimizer]) -> None:
         self._models = models
         self._offload = Offload([*_parameters(models), *_moments(optimizers)])
 
     def leave(self) -> None:
-        """Gives the memory back until `enter`; the numbers stay on the CPU."""
+        """Frees device memory until `enter`; the numbers stay on the CPU."""
         for model in self._models:
             reshard(model)
         self._offload.leave()
@@ -31,12 +29,12 @@ class DeviceMemory:
         self._offload.come_back()
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or a moment, wherever it is; not to be written to."""
+        """This rank's part of a parameter or a moment, on either device; read only."""
         return self._offload.numbers(tensor)
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what a forward without backward has gathered; the next one gathers again."""
+    """Frees tensors gathered by a forward without backward; the next forward gathers again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,4 @@
-"""Adds up what a step measures, over micro-batches and ranks."""
+"""Sums the figures of a step over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Figures:
         self._cells: dict[str, AuditCell] = {}
 
     def add(self, values: Mapping[str, Float[Tensor, " M"]]) -> None:
-        """One value a token, by name."""
+        """Adds one value per token, by name."""
         for name, value in values.items():
             total = self._sums.setdefault(name, [0.0, 0.0])
             total[0] += float(value.double().sum())
@@ -44,10 +44,11 @@ class Figures:
         lags: Int[Tensor, " M"],
         kinds: Mapping[str, Bool[Tensor, " M"]],
     ) -> None:
-        """How the step's start differs from what sampled: `gaps` is proximal - behavior of tokens.
+        """Records the difference between sampler and step's start: `gaps` is proximal - behavior
+        per token.
 
-        behavior_gap is the mean |gap|; behavior_k3 estimates KL(sampler || start), e^gap - 1 - gap;
-        both also by lag, and of each of the `kinds` of tokens.
+        behavior_gap is the mean |gap|. behavior_k3 estimates KL(sampler || start) by e^gap - 1 -
+        gap. Both are also recorded by lag, and for each of the `kinds` of tokens.
         """
         ratio = bounded_ratio(gaps)
         sizes = {"behavior_gap": gaps.abs(), "behavior_k3": ratio - 1 - gaps}
@@ -61,7 +62,7 @@ class Figures:
             self.add(_of(sizes, chosen, name))
 
     def add_audit(self, gaps: Float[Tensor, " M"], cells: Mapping[str, Bool[Tensor, " M"]]) -> None:
-        """The tokens of each cell of the audit; one that is not a number counts as the largest."""
+        """Adds the tokens of each audit cell; a gap that is not a number counts as the largest."""
         sizes = gaps.abs().double().nan_to_num(LARGEST_GAP, LARGEST_GAP).clamp(max=LARGEST_GAP)
         buckets = torch.log10((sizes / LEAST_GAP).clamp(min=1.0)) * PER_DECADE
         buckets = buckets.ceil().long().clamp(max=BUCKETS - 1)
@@ -72,7 +73,7 @@ class Figures:
             self._cells[name] = self._cells.get(name, AuditCell()) + cell
 
     def audited(self) -> dict[str, AuditCell]:
-        """Of all ranks. Collective."""
+        """Audit cells of all ranks. Collective."""
         found: dict[str, AuditCell] = {}
         own = {name: to_object(cell) for name, cell in self._cells.items()}
         for cells in from_all_ranks(own):
@@ -81,7 +82,7 @@ class Figures:
         return dict(sorted(found.items()))
 
     def reduced(self) -> dict[str, float]:
-        """Of all ranks, names sorted; what is not finite is left out. Collective."""
+        """Figures of all ranks, sorted by name, without non-finite values. Collective."""
         sums: dict[str, list[float]] = {}
         maxima: dict[str, float] = {}
         for part, largest in from_all_ranks((self._sums, self._maxima)):

@@ -1,4 +1,4 @@
-"""Runs the language-model head over hidden rows, a chunk at a time.
+"""Runs the language-model head over hidden rows, chunk by chunk.
 
 Shape letters: M rows, D hidden size, V vocabulary, C rows of a chunk.
 """
@@ -32,13 +32,13 @@ def head_logprobs(
     entropy_gradient: bool = False,
     kernel: HeadKernel = "torch",
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    """Log-prob of each target and entropy in nats, in fp32; of the entropy there is a gradient only
-    where it is wanted.
+    """Log-prob of each target and entropy in nats, in fp32. The entropy has a gradient only with
+    `entropy_gradient`.
 
-    At most one chunk's logits are there at once: where there are more chunks than one they are
-    computed again in the backward (Chen et al. 2016, arXiv 1604.06174). Cut cross-entropy has no
-    chunks, and of the entropy what a target tells: -log p, in the mean over targets that the model
-    drew itself the same.
+    Memory holds the logits of one chunk at most. With several chunks, they are computed again in
+    the backward (Chen et al. 2016, arXiv 1604.06174). Cut cross-entropy has no chunks, and
+    estimates the entropy by -log p of the target. Its mean over targets drawn by the model itself
+    equals the entropy.
     """
     if kernel == "cut_cross_entropy":
         assert isinstance(head, nn.Linear)
@@ -64,9 +64,8 @@ def head_logprobs(
 def _cut_logprobs(
     hidden: Float[Tensor, "M D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"]
 ) -> Float[Tensor, " M"]:
-    """Log-prob of each target in fp32 by a kernel that computes logits where it sums them up
-    (Wijmans et al. 2024, arXiv 2411.09009). What is too small for bfloat16 is left out of the
-    gradient.
+    """Log-prob of each target in fp32, by a kernel that sums logits as it computes them (Wijmans et
+    al. 2024, arXiv 2411.09009). Values too small for bfloat16 are left out of the gradient.
     """
     from cut_cross_entropy import linear_cross_entropy  # imports triton
 
@@ -75,11 +74,11 @@ def _cut_logprobs(
 
 
 class _Scores(torch.autograd.Function):
-    """The same as `_plain` in half as many passes over numbers of the logits' size, its gradient
-    written out.
+    """Equal to `_plain` in half as many passes over tensors of the logits' size, with an explicit
+    gradient.
 
-    With p the distribution, H its entropy and y the target: d log p_y / dz = 1_y - p, and
-    dH / dz = -p (log p + H).
+    With p the distribution, H its entropy and y the target: d log p_y / dz = 1_y - p, and dH / dz =
+    -p (log p + H).
     """
 
     @staticmethod

@@ -1,6 +1,4 @@
-"""Keeps earlier versions of what is trained on the CPU, so that tokens they drew can be scored in
-them.
-"""
+"""Keeps earlier versions of the trained weights on the CPU, to score tokens that they drew."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from paceline.services.policy_trainer.learn.device_memory import reshard
 
 
 class KeptWeights:
-    """This rank's shards of the last versions; none after a restart."""
+    """This rank's shards of the last versions; empty after a restart."""
 
     def __init__(self, model: nn.Module, trained: Mapping[str, Tensor], versions: int) -> None:
-        """`trained`: parameters of the model. `versions`: how many are kept at most."""
+        """`trained`: parameters of the model. `versions`: largest number of kept versions."""
         self._model = model
         self._trained = trained
         self.limit = versions
@@ -27,23 +25,23 @@ class KeptWeights:
 
     @property
     def versions(self) -> int:
-        """How many there are."""
+        """Number of kept versions."""
         return len(self._kept)
 
     def keep(self) -> None:
-        """What is trained now becomes the newest of them, in the memory of the oldest."""
+        """Keeps the current weights as the newest version, in the memory of the oldest."""
         if not self.limit:
             return
         if len(self._kept) < self.limit:
             memory = [torch.empty_like(one, device="cpu") for one in self._shards()]
         else:
             memory = self._kept[0]
-        self._kept.append(memory)  # the oldest leaves
+        self._kept.append(memory)  # replaces the oldest
         _copy(self._shards(), memory)
 
     @contextmanager
     def as_of(self, lag: int) -> Iterator[None]:
-        """The weights of the version kept as the lag-th last, for the block; then those of now."""
+        """Within the block, the model has the weights of the lag-th last kept version."""
         now = [one.detach().clone() for one in self._shards()]
         self._serve(self._kept[-lag])
         try:

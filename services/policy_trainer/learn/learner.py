@@ -1,4 +1,4 @@
-"""Takes optimiser steps on batches, and measures them."""
+"""Takes optimiser steps on batches and measures them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from paceline.training.optimizer import NamedOptimizer
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What is known of each trained token when the updates begin (T of the batch, on the CPU)."""
+    """Values of each trained token before the updates (T of the batch, on the CPU)."""
 
-    proximal_logprobs: Float[Tensor, " T"] | None  # None: the one update's own, detached
+    proximal_logprobs: Float[Tensor, " T"] | None  # None: the single update's own, detached
     reference_logprobs: Float[Tensor, " T"]  # 0 without a reference
     values: Float[Tensor, " T"]  # 0 without a critic
     advantages: Float[Tensor, " T"]
@@ -71,9 +71,9 @@ class Learner:
         self.parts = StepParts()
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
-        """Told of each micro-batch of this rank before it is trained on."""
+        """Called with each micro-batch of this rank before it is trained on."""
         self.on_layer: Callable[[], None] = lambda: None
-        """Called as each layer of a model is computed, forwards and backwards."""
+        """Called as each layer of a model is computed, forward and backward."""
         for one in (model, reference, critic.model if critic else None):
             for layer in one.layers() if isinstance(one, PolicyModel | ValueModel) else ():
                 layer.register_forward_hook(self._note_layer)
@@ -94,11 +94,11 @@ class Learner:
             states.register_hook(lambda gradient: self.on_layer())
 
     def step(self, batch: TrainBatch, steps_before: int = 0) -> StepFacts:
-        """Updates the weights on the batch, once for every mini-batch and pass; leaves them as they
-        are when no token carries gradient.
+        """Updates the weights on the batch, once per mini-batch and pass. Without a token that
+        carries gradient, the weights stay.
 
-        An update whose loss or gradient is not finite is taken on no rank. `steps_before`: RL steps
-        that were trained already.
+        If loss or gradient is not finite, no rank takes the update. `steps_before`: RL steps
+        already trained.
         """
         started = time.perf_counter()
         figures = Figures()
@@ -133,7 +133,9 @@ class Learner:
     # --- before the updates -----------------------------------------------------------------------
 
     def _know(self, batch: TrainBatch, figures: Figures) -> tuple[StepStart, Float[Tensor, " T"]]:
-        """What passes without gradient tell, advantages, and returns for the critic."""
+        """Runs the passes without gradient. Returns their values with advantages, and returns for
+        the critic.
+        """
         needs = self.algorithm.needs()
         nothing = torch.zeros(len(batch.owners))
         proximal, reference, values = None, nothing, nothing
@@ -163,7 +165,9 @@ class Learner:
     def _look(
         self, batch: TrainBatch, model: nn.Module, figures: Figures | None = None
     ) -> Float[Tensor, " T"]:
-        """What a model says of every trained token, on all ranks; measured where `figures` are."""
+        """A model's output for every trained token, on all ranks; measured if `figures`
+        is given.
+        """
         found = torch.zeros(len(batch.owners), device=self.mesh.device_type)
         everything = torch.ones(len(batch.rewards), dtype=torch.bool)
         for micro in self.packer.micro_batches(batch, everything):
@@ -181,8 +185,8 @@ class Learner:
     def _update(
         self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
     ) -> tuple[float, float]:
-        """Loss and norm of the gradient before clipping, NaN where one was not finite; 0 where
-        nothing carries gradient.
+        """Loss and gradient norm before clipping: NaN if either was not finite, 0 if nothing
+        carries gradient.
         """
         moving = self._moving(batch, known.advantages)
         if known.proximal_logprobs is None:
@@ -196,7 +200,7 @@ class Learner:
             return loss, self._move(loss)
 
     def _moving(self, batch: TrainBatch, advantages: Float[Tensor, " T"]) -> Bool[Tensor, " B"]:
-        """Trajectories whose tokens carry gradient."""
+        """Trajectories with tokens that carry gradient."""
         if self.objective.has_divergence or self.objective.has_entropy:
             return torch.ones(len(batch.rewards), dtype=torch.bool)
         moved = (advantages != 0).float()
@@ -213,17 +217,17 @@ class Learner:
     def _accumulate(
         self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
     ) -> float:
-        """Gradients of the mini-batch's loss; returns that loss, the same on all ranks.
+        """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks.
 
-        Ranks average their gradients, so each rank's part is scaled by the number of ranks: the
-        result is the gradient of the whole, whatever the number of ranks and the split.
+        Ranks average their gradients, so each rank's part is scaled by the number of ranks. The
+        result is the gradient of the whole mini-batch, for any number of ranks and any split.
         """
         self.optimizer.forget()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
         micro_batches = list(self.packer.micro_batches(batch, part.members))
         for number, micro in enumerate(micro_batches, 1):
             self.on_micro_batch(number, len(micro_batches))
-            # Until a sync every rank adds up whole gradients.
+            # Without a sync every rank accumulates whole gradients.
             last = number == len(micro_batches)
             self.model.set_requires_gradient_sync(last or self.config.reshard_after_forward)  # type: ignore[operator]
             policy, entropy = self.model(micro, entropy_gradient=self.objective.has_entropy)
@@ -241,7 +245,7 @@ class Learner:
         return float(total)
 
     def _move(self, loss: float) -> float:
-        """Clips by the global norm, steps; returns the norm before clipping, NaN where the loss
+        """Clips by the global norm and steps. Returns the norm before clipping, NaN if the loss
         over all ranks is not finite.
         """
         if not math.isfinite(loss):
@@ -276,7 +280,7 @@ class Learner:
         entropy: Float[Tensor, " M"],
         figures: Figures,
     ) -> None:
-        """Entropy and mismatch of tokens, each once a step."""
+        """Records entropy and mismatch of tokens, each once per step."""
         at = micro.tokens.cpu()
         gaps = start.detach().cpu() - batch.behavior_logprobs[at]
         figures.add({"entropy": entropy.detach()})
@@ -285,7 +289,7 @@ class Learner:
 
     @torch.no_grad()
     def _audit_earlier(self, batch: TrainBatch, figures: Figures) -> None:
-        """Scores audited tokens of earlier versions in these, as far as they are kept."""
+        """Scores audited tokens of earlier versions with these versions, if they are kept."""
         for lag in range(1, self.kept.versions + 1):
             drew = batch.audited[batch.owners] & (batch.lags == lag)
             if not drew.any():
@@ -309,7 +313,7 @@ class Learner:
         return self.weights.published()
 
     def state(self, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Copies of this rank's shards on the CPU: "model" and "optimizer" by what is trained.
+        """Copies of this rank's shards on the CPU: "model" and "optimizer" by trained parameter.
 
         `into`: an earlier state, which is overwritten.
         """
@@ -323,9 +327,9 @@ class Learner:
         return {**own, "updates": self.updates, **critic, **scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state` of as many ranks.
+        """Restores a `state` of the same number of ranks.
 
-        Raises KeyError or DataLoss when it is of other adapters.
+        Raises KeyError or DataLoss for a state of other adapters.
         """
         if self.weights.adapted and state["adapter_scale"] != self.config.adapters.scale:
             raise DataLoss(
@@ -340,6 +344,6 @@ class Learner:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """Of the finite ones, if there are any."""
+    """Mean of the finite values; None without any."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None

@@ -1,4 +1,4 @@
-"""Loads the start policy a unit at a time, so that no rank ever holds all of it."""
+"""Loads the start policy unit by unit, so no rank ever holds all of it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from paceline.models.loading import weight_files
 from paceline.models.products import use_linear
 
 KERNELS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
-"""What transformers calls the choices of `policy_trainer.attention`."""
+"""transformers' names for the choices of `policy_trainer.attention`."""
 
 
 def causal_lm_on_meta(directory: Path, attention: str = "sdpa") -> Any:
-    """The transformers module of a directory in fp32, its parameters without memory.
+    """The transformers module of a directory in fp32, with parameters on meta.
 
     Raises ConfigError for a directory without a model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # seconds of import
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -36,7 +36,7 @@ def causal_lm_on_meta(directory: Path, attention: str = "sdpa") -> Any:
         lm = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=KERNELS[attention]
         )
-    # The only buffers of these models; they are computed, and stand in no file.
+    # The only buffers of these models. They are computed, not stored in a file.
     lm.model.rotary_emb = type(lm.model.rotary_emb)(config=config)
     use_linear(lm)
     return lm
@@ -56,7 +56,7 @@ def check_attention(attention: str, device: str) -> None:
 
 
 class StartWeights:
-    """The safetensors of a Hugging Face directory, read a tensor at a time."""
+    """The safetensors of a Hugging Face directory, read tensor by tensor."""
 
     def __init__(self, directory: Path) -> None:
         """Raises InvalidInput for a directory without weights, DataLoss for a damaged file."""
@@ -70,10 +70,10 @@ class StartWeights:
                 raise _unreadable(path, error) from error
 
     def fill(self, unit: nn.Module, names: Mapping[nn.Parameter, str], device: str) -> None:
-        """Gives memory on the device, and the file's numbers, to those parameters of the unit that
-        have none; tied ones stay one.
+        """Allocates parameters of the unit that have no memory yet, on the device, with the file's
+        numbers. Tied parameters stay tied.
 
-        `names`: what the files call them. Raises WeightsError for a tensor that is missing or of
+        `names`: their names in the files. Raises WeightsError for a tensor that is missing or has
         another shape.
         """
         filled: dict[nn.Parameter, nn.Parameter] = {}
@@ -89,7 +89,7 @@ class StartWeights:
                 owner.register_parameter(key, filled[parameter])
 
     def dtype(self, name: str) -> str:
-        """What a tensor is stored in, as torch calls it; empty where there is none."""
+        """torch's name for the stored dtype of a tensor; empty if it is absent."""
         if name not in self._files:
             return ""
         with safe_open(self._files[name], framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""Cuts a batch into mini-batches of whole groups, and those into packed micro-batches."""
+"""Cuts a batch into mini-batches of whole groups, and mini-batches into packed micro-batches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from paceline.training.process import on_device
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """The trajectories of one update (B of the batch), and what its tokens' losses count (T of the
-    batch; 0 for those of others).
+    """The trajectories of one update (B of the batch), and the loss weight of each token (T of the
+    batch; 0 for tokens outside the update).
     """
 
     members: Bool[Tensor, " B"]
@@ -30,18 +30,18 @@ class MiniBatch:
 
 
 class Packer:
-    """Lays chosen trajectories out for this rank."""
+    """Packs chosen trajectories into rows for this rank."""
 
     def __init__(self, config: PolicyTrainerConfig, mesh: DeviceMesh, pair_cost: float) -> None:
-        """pair_cost: of the model that runs over the rows, see model.pair_cost."""
+        """`pair_cost`: of the model that reads the rows, see model.pair_cost."""
         self._config = config
         self._mesh = mesh
         self._pair_cost = pair_cost
-        self._shares = config.attention != "flash"  # which knows documents alone
+        self._shares = config.attention != "flash"  # flash supports documents only
 
     def micro_batches(self, batch: TrainBatch, chosen: Bool[Tensor, " B"]) -> Iterator[MicroBatch]:
-        """This rank's, as many as every other's, some perhaps empty; trajectories without a trained
-        token are in none.
+        """This rank's micro-batches, as many as on every rank, possibly empty. Trajectories without
+        a trained token are left out.
         """
         owned = torch.bincount(batch.owners, minlength=len(chosen)) > 0
         numbers = (chosen & owned).nonzero().flatten().tolist()
@@ -52,9 +52,9 @@ class Packer:
             yield on_device(micro, self._mesh.device_type)
 
     def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
-        """The same on every rank."""
+        """Equal on every rank."""
         config, inputs = self._config, batch.inputs(numbers)
-        # Where nothing is shared each is a group of its own.
+        # Without sharing, each trajectory is a group of its own.
         groups = batch.groups[list(numbers)].tolist() if self._shares else range(len(inputs))
         alike = neighbours(inputs, groups)
 
@@ -74,8 +74,8 @@ class Packer:
 
 
 def mini_batches(batch: TrainBatch, config: PolicyTrainerConfig) -> list[MiniBatch]:
-    """As many as configured, less those without a trained token: group g is in number g modulo
-    that.
+    """The configured number of mini-batches, without empty ones: group g is in number g modulo that
+    number.
     """
     settings = config.algorithm
     parts = []

@@ -1,6 +1,6 @@
 """Loads the policy and its critic, and runs them over packed rows.
 
-Shape letters: R rows, W row width, M trained tokens, U different ones, D hidden size.
+Shape letters: R rows, W row width, M trained tokens, U distinct trained tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from paceline.services.policy_trainer.learn.head import HeadKernel, head_logprob
 from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
 MASKED = 2.5
-"""What a multiplication in attention takes, in those of products: of masked rows on a CPU a core
-does fewer a second (2.6 times, of the demo's policy).
+"""Cost of a multiplication in masked attention, relative to one in a matrix product. On a CPU a
+core does fewer masked ones a second (2.6 times fewer for the demo's policy).
 """
 
 
 class PolicyModel(nn.Module):
-    """A transformers causal language model whose forward ends in log-probs at the trained positions
-    only.
+    """A transformers causal language model with log-probs of the trained positions as its output.
 
-    A trained token that several trajectories share is predicted once.
+    A trained token shared by several trajectories is predicted once.
     """
 
     def __init__(self, lm: Any, chunk_rows: int = 0, *, head_kernel: HeadKernel = "torch") -> None:
-        """chunk_rows, head_kernel: policy_trainer.head_rows and head_kernel."""
+        """`chunk_rows`, `head_kernel`: policy_trainer.head_rows and head_kernel."""
         super().__init__()
         self.lm = lm
         self._chunk_rows = chunk_rows or rows_of_head(lm.config.vocab_size)
@@ -43,7 +42,7 @@ class PolicyModel(nn.Module):
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """(log_softmax(logits / temperature)[target], entropy in nats), in fp32.
 
-        The head has no bias, so that hidden rows are divided in the place of logits.
+        The head has no bias, so hidden rows are divided by the temperature instead of logits.
         """
         hidden = hidden_rows(self.lm.model, micro)
         rows = hidden / micro.temperatures[:, None]
@@ -59,7 +58,7 @@ class PolicyModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Of the decoder, as transformers has it."""
+        """The decoder's config, as in transformers."""
         return self.lm.config
 
     def layers(self) -> list[nn.Module]:
@@ -67,8 +66,8 @@ class PolicyModel(nn.Module):
         return list(self.lm.model.layers)
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Parameters by what a Hugging Face directory calls them; tied ones once. Adapters, which
-        stand in none, by what peft calls them.
+        """Parameters by their names in a Hugging Face directory, tied ones once. Adapters have
+        peft's names.
         """
         return {
             one: name.removeprefix("lm.").replace(".base_layer.", ".")
@@ -77,7 +76,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A decoder and one number a token: zero everywhere before it has learned."""
+    """A decoder and one number per token, which is 0 everywhere before training."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
@@ -88,12 +87,12 @@ class ValueModel(nn.Module):
     def forward(self, micro: MicroBatch) -> Float[Tensor, " M"]:
         """Value before each trained token is drawn, in fp32."""
         value: Tensor = self.head(hidden_rows(self.decoder, micro))
-        value = value.float().sum(-1)  # of one; no view, which FSDP2 does not hook
+        value = value.float().sum(-1)  # a sum over one element; FSDP2 does not hook views
         return value[micro.predictions]
 
     @property
     def config(self) -> Any:
-        """Of the decoder, as transformers has it."""
+        """The decoder's config, as in transformers."""
         return self.decoder.config
 
     def layers(self) -> list[nn.Module]:
@@ -101,7 +100,7 @@ class ValueModel(nn.Module):
         return list(self.decoder.layers)
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Parameters of the decoder by what a Hugging Face directory calls them."""
+        """Parameters of the decoder by their names in a Hugging Face directory."""
         return {one: f"model.{name}" for name, one in self.decoder.named_parameters()}
 
 
@@ -110,7 +109,8 @@ def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "U D"]:
     ids, positions, mask = micro.input_ids, micro.position_ids, None
     kernel = decoder.config._attn_implementation
     if kernel == KERNELS["flash"]:
-        # It takes documents of any length, and finds them by their positions in a single row only.
+        # flash takes documents of any length, but finds them by their positions in a single row
+        # only.
         ids, positions = ids.view(1, -1), positions.view(1, -1)
     elif micro.subtree_ends is not None:
         mask = tree_mask(micro.subtree_ends, blocks=kernel == KERNELS["flex"])
@@ -121,9 +121,9 @@ def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "U D"]:
 
 
 def pair_cost(model: PolicyModel | ValueModel) -> float:
-    """What one token's attention to another takes, in what all products of a token take.
+    """Cost of one token's attention to another, relative to all matrix products of a token.
 
-    By their multiplications: scores and weighted sum against the weights of the layers.
+    Counted in multiplications: scores and weighted sum, against the weights of the layers.
     """
     config, layers = model.config, model.layers()
     width = config.num_attention_heads * (
@@ -134,9 +134,9 @@ def pair_cost(model: PolicyModel | ValueModel) -> float:
 
 
 def tree_mask(subtree_ends: Int[Tensor, "R W"], *, blocks: bool) -> Any:
-    """Which tokens of its row each one attends to, bool [R, 1, W, W]; in blocks as flex takes it.
+    """Mask of the tokens that each token of a row attends to, bool [R, 1, W, W], or flex's blocks.
 
-    Transformers takes either as it is.
+    Transformers accepts either as it is.
     """
     rows, width = subtree_ends.shape
 
@@ -157,20 +157,21 @@ def policy_on_meta(
     head_kernel: HeadKernel = "torch",
     attention: str = "sdpa",
 ) -> PolicyModel:
-    """The model of a Hugging Face directory in fp32, still without its numbers (loading.py).
+    """The model of a Hugging Face directory in fp32, on meta (see loading.py).
 
-    recompute: keep of each decoder layer's forward its input alone (Chen et al. 2016, arXiv
-    1604.06174). chunk_rows, head_kernel: as PolicyModel has them. Raises what causal_lm_on_meta
-    raises.
+    `recompute`: keep only the input of each decoder layer's forward (Chen et al. 2016, arXiv
+    1604.06174). `chunk_rows`, `head_kernel`: as in PolicyModel. Raises as causal_lm_on_meta.
     """
     lm = causal_lm_on_meta(directory, attention)
     lm.config.use_cache = False
     if recompute:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        lm.train()  # else transformers leaves it out; there is no dropout
+        lm.train()  # transformers recomputes in training mode only; there is no dropout
     return PolicyModel(lm, chunk_rows, head_kernel=head_kernel)
 
 
 def critic_on_meta(directory: Path, *, attention: str = "sdpa") -> ValueModel:
-    """A critic that will begin with the decoder of a Hugging Face directory. Raises as above."""
+    """A critic that starts from the decoder of a Hugging Face directory. Raises as
+    policy_on_meta.
+    """
     return ValueModel(causal_lm_on_meta(directory, attention).model)

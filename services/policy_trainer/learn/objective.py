@@ -1,5 +1,5 @@
-"""Puts the loss of a token together: the algorithm's with its correction, the divergence from the
-reference and the entropy.
+"""Combines the loss of a token: the algorithm's corrected loss, the divergence from the reference,
+and the entropy.
 
 Shape letters: M trained tokens.
 """
@@ -19,25 +19,25 @@ from paceline.services.policy_trainer.algorithms.divergences import divergence
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """What is minimised, as a pure function of a micro-batch."""
+    """The minimised objective, as a pure function of a micro-batch."""
 
     settings: AlgorithmConfig
     algorithm: Algorithm
 
     @property
     def has_divergence(self) -> bool:
-        """Whether the divergence from the reference is in the loss."""
+        """Whether the loss contains the divergence from the reference."""
         return self.settings.kl.coefficient > 0 and self.settings.kl.place == "loss"
 
     @property
     def has_entropy(self) -> bool:
-        """Whether the entropy is."""
+        """Whether the loss contains the entropy."""
         return self.settings.entropy_coefficient > 0
 
     def losses(
         self, tokens: TokenBatch, entropy: Float[Tensor, " M"]
     ) -> tuple[Float[Tensor, " M"], dict[str, Float[Tensor, " M"]]]:
-        """Loss of each token, and what to report of it.
+        """Loss of each token, and figures for the report.
 
         w_t L_t + kl.coefficient D_t - entropy_coefficient H_t
         """

@@ -1,4 +1,4 @@
-"""Places the ranks of one trainer, and shards the policy over them (FSDP2)."""
+"""Places the ranks of one trainer and shards the policy over them (FSDP2)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.adapters import fill_adapters
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel
-from paceline.training import DEVICE_VARIABLE
 from paceline.training.process import join_ranks
 
 M = TypeVar("M", PolicyModel, ValueModel)
 OnLoad = Callable[[int, int], None]
-"""Called with the bytes of a model that this rank has read, and those of the whole model."""
+"""Called with the model bytes that this rank has read, and the bytes of the whole model."""
 
 
 def loads_silently(read: int, of: int) -> None:
@@ -31,7 +30,7 @@ def loads_silently(read: int, of: int) -> None:
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
     """All ranks, each on its device. Raises ConfigError for more ranks than GPUs."""
-    kind = _kind_of(os.environ.get(DEVICE_VARIABLE) or config.device)
+    kind = _kind_of(config.device)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     join_ranks(kind, config.step_deadline_s, threads=config.threads_per_rank, seed=config.run.seed)
@@ -39,7 +38,7 @@ def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
 
 
 def _kind_of(device: str) -> str:
-    """cpu or cuda, where every rank of a host has a GPU of its own: NCCL refuses one for two."""
+    """cpu or cuda, where every rank has a GPU of its own: NCCL refuses one for two."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     gpus = torch.cuda.device_count()
     if device == "auto":
@@ -56,11 +55,11 @@ def _kind_of(device: str) -> str:
 def shard(
     model: M, mesh: DeviceMesh, config: PolicyTrainerConfig, on_load: OnLoad = loads_silently
 ) -> M:
-    """Loads each decoder layer and then the rest from the start policy, and shards it over the mesh
-    before the next one is loaded, in place (FSDP2, arXiv 2304.11277).
+    """Loads each decoder layer, then the rest, from the start policy. Each unit is sharded over the
+    mesh in place before the next one is loaded (FSDP2, arXiv 2304.11277).
 
-    Shards, gradients and their sums over ranks are fp32; what is gathered, and computed with, is of
-    `compute_dtype` (Micikevicius et al. 2018, arXiv 1710.03740). Raises what StartWeights does.
+    Shards, gradients and their sums over ranks are fp32. Gathered parameters and computation use
+    `compute_dtype` (Micikevicius et al. 2018, arXiv 1710.03740). Raises as StartWeights.
     """
     start, names = StartWeights(Path(config.model)), model.names()
     dtype = getattr(torch, config.compute_dtype)
@@ -71,7 +70,7 @@ def shard(
         new = sum(parameter.nbytes for parameter in unit.parameters() if parameter.is_meta)
         fill_adapters(unit, names, mesh.device_type, config.run.seed)
         start.fill(unit, names, mesh.device_type)
-        unit.to(mesh.device_type)  # what is in no file, such as buffers
+        unit.to(mesh.device_type)  # tensors that are in no file, such as buffers
         fully_shard(
             unit,
             mesh=mesh,

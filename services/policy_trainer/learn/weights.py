@@ -1,8 +1,8 @@
-"""The policy's weights: which are trained, and which are published and exported.
+"""The policy's weights: trained, published and exported ones.
 
-Without adapters they are the same. With them the adapters alone are trained and written to
-checkpoints; published is W + (alpha / rank) B A, which any engine serves, and pushed that or the
-adapters.
+Without adapters these are the same tensors. With adapters, only adapters are trained and written to
+checkpoints. Published is W + (alpha / rank) B A, which any engine serves. Pushed is that sum, or
+the adapters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.training.checkpoints import sharded_like
 from paceline.training.process import from_rank_zero
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""What the drafter trainer needs of every version; the second where the two are not one."""
+"""Tensors that the drafter trainer needs of every version; the second unless both are tied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Pair:
 
 
 class PolicyWeights:
-    """Of a sharded policy, by the names of a Hugging Face directory."""
+    """Weights of a sharded policy, by the names of a Hugging Face directory."""
 
     def __init__(self, config: PolicyTrainerConfig, model: PolicyModel) -> None:
         self._model, self._settings = Path(config.model), config.adapters
@@ -56,13 +56,13 @@ class PolicyWeights:
             if beside
             else everything
         )
-        """Sharded, in fp32."""
+        """Trained parameters, sharded, in fp32."""
         self.added = self._added() if self._settings.publish == "adapters" and beside else None
-        """What pushed adapters are added to; None: whole weights are pushed."""
+        """The start weights to which pushed adapters are added; None: whole weights are pushed."""
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are trained, and not the weights."""
+        """Whether adapters are trained instead of the weights."""
         return bool(self._pairs)
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -71,21 +71,21 @@ class PolicyWeights:
 
     @torch.no_grad()
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, sharded and in fp32, in the order of `shapes`; live without adapters.
-        Collective.
+        """The weights, sharded and in fp32, in the order of `shapes`; live tensors without
+        adapters. Collective.
         """
         for name, weight in self._whole.items():
             pair = self._pairs.get(name)
             yield name, weight if pair is None else self._merged(weight, pair)
 
     def pushed(self) -> Iterator[tuple[str, Tensor]]:
-        """What receivers are sent, sharded and in fp32, in the order of `pushed_shapes`: whole
-        weights, or embedding, head and adapters. Collective.
+        """The pushed tensors, sharded and in fp32, in the order of `pushed_shapes`: whole weights,
+        or embedding, head and adapters. Collective.
         """
         return self.published() if self.added is None else iter(self._apart().items())
 
     def pushed_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of what is pushed; adapters under the names that read_version knows."""
+        """Shapes of pushed tensors; adapters have the names that read_version expects."""
         return {
             name: one.shape for name, one in (self._apart() if self.added else self._whole).items()
         }
@@ -99,13 +99,13 @@ class PolicyWeights:
     def exported(
         self, trained: Iterable[tuple[str, Tensor]], directory: Path
     ) -> Iterator[tuple[str, Tensor]]:
-        """What is published of whole `trained` tensors, in the order of `shapes`, without the
-        ranks. Adapters are written too, to `directory`/adapter.
+        """The published form of whole `trained` tensors, in the order of `shapes`, without the
+        ranks. Adapters are also written to `directory`/adapter.
         """
         if not self.adapted:
             yield from trained
             return
-        found = dict(trained)  # small beside the model, of which one tensor is held
+        found = dict(trained)  # small beside the model; only one whole tensor is in memory
         write_adapters(found, self._settings, self._model, directory / "adapter")
         start = StartWeights(self._model)
         for name, shape in self.shapes().items():
@@ -126,7 +126,7 @@ class PolicyWeights:
         return AddedAdapters(self._settings.scale, from_rank_zero(start), stored)
 
     def _merged(self, weight: nn.Parameter, pair: _Pair) -> Tensor:
-        """Each rank its own rows: B is sharded as the weight is, A is small and gathered."""
+        """Each rank computes its own rows: B is sharded as the weight, A is small and gathered."""
         down, up = self.trained[pair.down], self.trained[pair.up]
         assert isinstance(weight, DTensor)
         assert isinstance(down, DTensor)

@@ -185,25 +185,6 @@ class RolloutServicer(RolloutServiceServicer):
         versions = versions_to_proto(self._gateway.weights.versions)
         return rpb.ResumeWorkersResponse(workers=back, versions=versions)
 
-    async def AddWorkers(
-        self, request: rpb.AddWorkersRequest, context: Any
-    ) -> rpb.AddWorkersResponse:
-        self._guard.check(request.context, Track.JOINING)
-        failures = await self._gateway.staff.add(request.workers)
-        return rpb.AddWorkersResponse(
-            workers=sorted({*request.workers} - failures.keys()),
-            failures=failures,
-            versions=versions_to_proto(self._gateway.weights.versions),
-        )
-
-    async def DrainWorkers(
-        self, request: rpb.DrainWorkersRequest, context: Any
-    ) -> rpb.DrainWorkersResponse:
-        self._guard.check(request.context, Track.LEAVING)
-        drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
-        await self._gateway.staff.drain(request.workers, drain_s)
-        return rpb.DrainWorkersResponse()
-
     async def WatchTraffic(
         self, request: rpb.WatchTrafficRequest, context: Any
     ) -> AsyncIterator[rpb.WatchTrafficResponse]:
@@ -228,8 +209,6 @@ class RolloutServicer(RolloutServiceServicer):
                 pid=pids.get(seat.index, 0),
                 ready=seat.index in healths,
                 health=healths.get(seat.index),
-                vacant=seat.vacant,
-                host=seat.host,
             )
             for seat in gateway.router.seats
         ]
@@ -241,7 +220,6 @@ class RolloutServicer(RolloutServiceServicer):
             feature_batches=gateway.publisher.batches,
             feature_rows_dropped=gateway.publisher.rows_dropped + sum(gateway.router.rows_dropped),
             model=gateway.model,
-            elastic=gateway.shard.count == 1,
         )
 
     async def _plan(self, request: rpb.GenerateRequest) -> Plan:

@@ -65,7 +65,7 @@ class RouterEntry:
         """Raises ConfigError."""
         settings = config.engine.sglang
         self._entry = {"url": own_url(config, port), "model_id": model}
-        key = os.environ.get(settings.router_key_env, "") if settings.router_key_env else ""
+        key = os.environ.get(settings.router_key_env, "")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._workers = settings.router.rstrip("/") + "/workers"
         authorities = ssl.create_default_context(cafile=config.security.tls_ca or None)

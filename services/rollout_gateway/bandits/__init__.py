@@ -1,4 +1,4 @@
-"""Chooses the arm of each decode round, by bandits behind one protocol (base.py)."""
+"""Bandits that choose the arm of each decode round, behind one protocol (base.py)."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,10 +17,9 @@ BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], Bandit]] = {
 
 
 def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Bandit:
-    """The bandit that settings name, in the table or by import path, under the watchdog unless it
-    is switched off.
+    """Builds the bandit that the settings name, from the table or by import path.
 
-    Raises ConfigError.
+    The watchdog wraps it unless `watchdog_rounds` is 0. Raises ConfigError.
     """
     bandit = find_variant(settings.kind, BANDITS, "bandit")(settings, arms, seed)
     return AcceptanceWatchdog(bandit, settings, arms) if settings.watchdog_rounds else bandit

@@ -1,6 +1,6 @@
-"""Who chooses the arm of a round.
+"""The bandit's protocol, its settings, and the grouping by batch size.
 
-Owns the protocols and the grouping by batch size, no rule of choice.
+The rules of choice are in the other modules.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pydantic import Field
 
@@ -18,50 +18,50 @@ from paceline.trajectory import Target
 
 
 class BanditConfig(Config):
-    """Which bandit chooses the arm of a round, and how it remembers."""
+    """The bandit, which chooses the arm of a round."""
 
     kind: str = "epsilon_greedy"
     """Bandit algorithm: epsilon_greedy, ucb, beg, or package.module:Class."""
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Share of rounds that explore, of epsilon_greedy and beg."""
+    """Share of exploring rounds, for epsilon_greedy and beg."""
     window: int = Field(default=1000, ge=1)
-    """Rounds remembered per group, of all arms together."""
+    """Number of remembered rounds per group, of all arms together."""
     groups: tuple[int, ...] = (1, 2, 5, 21)
     """Smallest batch size of each group."""
-    inherited_rounds: int = Field(default=64, ge=0)
-    """Rounds that a new drafter's arms take over from the drafter before it, as its trainer says
-    that they change; 0: its arms are tried anew.
+    inherited_rounds: ClassVar[int] = 64
+    """Number of rounds that a new drafter's arms inherit from the former drafter, with the
+    trainer's prediction of the change; 0: none.
     """
 
 
 class BanditSettings(BanditConfig):
-    """With what the engine alone decides."""
+    """Settings of the bandit with the values that the engine sets."""
 
     watchdog_rounds: int = Field(default=20, ge=0)
-    """Rounds without an accepted draft after which a drafter rests; 0: it never does."""
+    """Rounds without an accepted draft before a drafter rests; 0 turns the watchdog off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The batch of a decode round."""
+    """The batch of one decode round."""
 
-    batch_size: int  # requests that decode, at least 1
-    context: int  # tokens of the longest request, prompt included
+    batch_size: int  # running requests, at least 1
+    context: int  # tokens of the longest request, including its prompt
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What a round gave."""
+    """Result of one round."""
 
     arm: str
     situation: Situation
-    taken: Sequence[int]  # [B] tokens emitted per request, the bonus token included
-    seconds: float  # of draft and verification
-    explored: bool  # as the choice said
+    taken: Sequence[int]  # [B] tokens emitted per request, including the bonus token
+    seconds: float  # of drafting and verification
+    explored: bool  # copied from the choice
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
+        """Tokens emitted for all requests."""
         return sum(self.taken)
 
     @property
@@ -71,13 +71,13 @@ class RoundOutcome:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per row."""
+        """Mean tokens emitted per request."""
         return self.tokens / len(self.taken)
 
 
 @dataclass(frozen=True, slots=True)
 class ArmChoice:
-    """An arm, and whether it was taken to learn about it."""
+    """A chosen arm. `explored` is true if the choice was made to learn about the arm."""
 
     arm: str
     explored: bool
@@ -100,27 +100,28 @@ class Bandit(Protocol):
     """Chooses an arm per round, separately in each batch-size group."""
 
     def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
-        """The arm of the next round, one of `names` in the order of all arms; (): of all."""
+        """Returns the arm of the next round, one of `names` in the order of all arms; (): any."""
         ...
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """What a round gave."""
+        """Records the result of a round."""
         ...
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
-        """These arms draft with, or for, new weights; seconds stay as known.
+        """Adapts to new weights of these arms' drafter or of their target. Measured seconds stay.
 
-        changed: DRAFTER (the arms of the new drafter) or POLICY (the target of all arms). shift:
-        how much more of the new drafter is accepted than of the one before, whose rounds then say
-        what to expect, as much as `inherited_rounds`; None: nothing is known of the new one.
+        `changed`: DRAFTER (the new drafter's arms) or POLICY (all arms). `shift`: the change in
+        acceptance from the previous drafter to the new one. With a shift, the previous rounds
+        predict the new arms, weighted as `inherited_rounds`. None: nothing is measured about the
+        new drafter.
         """
         ...
 
     def reports(self) -> Sequence[ArmReport]:
-        """Statistics of every arm and group that was pulled."""
+        """Statistics of every arm and group with at least one pull."""
         ...
 
 
 def group_of(groups: Sequence[int], batch_size: int) -> int:
-    """Smallest batch size of the group that holds batch_size; groups ascend."""
+    """Smallest batch size of the group that contains batch_size; `groups` ascend."""
     return groups[max(bisect_right(groups, batch_size) - 1, 0)]

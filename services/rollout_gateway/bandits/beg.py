@@ -1,15 +1,14 @@
 """Bucketed epsilon-greedy, the tuner of FastRL (Hu et al. 2025, arXiv 2511.16665), as a baseline.
-Own code.
 
-A table decides how much is verified: the arms' numbers of draft tokens, in descending order, belong
-to the batch-size groups in ascending order, so that one row verifies the most and a full batch the
-least; there have to be as many numbers as groups. Among the arms that share a number,
-epsilon-greedy over the median rate in the window; one that has not been seen counts as infinitely
-fast. With one arm per number, FastRL's default, nothing is ever explored.
+A table maps draft-token counts in descending order to batch-size groups in ascending order. One
+request verifies the most tokens and a full batch the least, so there must be as many counts as
+groups. Among arms with the same count, epsilon-greedy compares the median rate in the window; an
+arm without rounds counts as infinitely fast. With one arm per count, FastRL's default, nothing is
+explored.
 
-FastRL has no way to switch speculation off between rounds, so `off` is in no bucket: it is taken
-when nothing else may be. Rewards are the protocol's tokens per second; FastRL puts the arm's median
-acceptance length over all groups in the place of the round's own.
+FastRL cannot switch speculation off between rounds, so `off` belongs to no bucket and is chosen
+only when no other arm may be. Rewards are the protocol's tokens per second. FastRL instead uses the
+arm's median acceptance length over all groups.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from paceline.services.rollout_gateway.bandits.window import ArmWindow, Windowed
 
 
 def draft_tokens_of(arm: str) -> int:
-    """Tokens that an arm that drafts verifies per row, the root included. Raises ConfigError."""
+    """Tokens per request that a drafting arm verifies, including the root. Raises ConfigError."""
     count = arm.rpartition("_")[2]
     if not count.isdecimal():
         raise ConfigError(
@@ -41,9 +40,9 @@ def draft_tokens_of(arm: str) -> int:
 
 
 def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """The arms of each batch-size group; none when no arm drafts.
+    """The arms of each batch-size group; empty tuples when no arm drafts.
 
-    Raises ConfigError when the numbers do not fit.
+    Raises ConfigError when the counts do not match the groups.
     """
     budgets = {arm: draft_tokens_of(arm) for arm in arms if speculator_of(arm)}
     descending = sorted(set(budgets.values()), reverse=True)
@@ -63,12 +62,12 @@ def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[s
 
 
 def median_rate(arm: ArmWindow) -> float:
-    """Median tokens per second of the arm's rounds; infinite while there is none."""
+    """Median tokens per second of the arm's rounds; infinite without rounds."""
     return median(arm.rates) if arm.rates else float("inf")
 
 
 class BucketedEpsilonGreedy(WindowedBandit):
-    """The table's bucket for the batch size, and epsilon-greedy within it."""
+    """Chooses the table's bucket for the batch size, and epsilon-greedy within it."""
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed)

@@ -1,6 +1,4 @@
-"""Epsilon-greedy over a sliding window (Sutton and Barto 2018, section 2.4, with a window for a
-moving world).
-"""
+"""Epsilon-greedy over a sliding window (Sutton and Barto 2018, section 2.4), since arms change."""
 
 from __future__ import annotations
 
@@ -10,18 +8,18 @@ from paceline.services.rollout_gateway.bandits.base import ArmChoice, Situation
 from paceline.services.rollout_gateway.bandits.window import WindowedBandit
 
 TRIAL_PULLS = 4
-"""Rounds of an arm that a group's window has to hold before the best is exploited; one of them may
-be a warm-up.
+"""Rounds of an arm that a group's window must hold before the arm counts as tried. The first may be
+a warm-up.
 """
 HOPELESS = 0.7
-"""Share of the best rate in the nearest group that has tried an arm; below it the arm is not tried
-in this group.
+"""Share of the best rate, measured in the nearest group that has tried the arm. An arm below this
+share is not tried in the present group.
 """
 
 
 class EpsilonGreedy(WindowedBandit):
-    """Explores with probability epsilon, else takes the arm of the highest rate in the batch's
-    group. It tries and explores only arms that may still be the best by the evidence of all groups.
+    """Explores with probability epsilon, otherwise takes the fastest arm of the batch's group. Only
+    arms that may be the best by the evidence of all groups are tried or explored.
     """
 
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
@@ -39,13 +37,15 @@ class EpsilonGreedy(WindowedBandit):
         return ArmChoice(best, explored=False)
 
     def _trial(self, situation: Situation, untried: Sequence[str]) -> str | None:
-        """The untried arm of the fewest rounds; None when other groups rule all of them out."""
+        """The untried arm with the fewest rounds; None when other groups exclude all of
+        `untried`.
+        """
         arms = self._group(situation).arms
         hopeful = [name for name in untried if not self._hopeless(name, situation)]
         return min(hopeful, key=lambda name: arms[name].rounds, default=None)
 
     def _hopeless(self, name: str, situation: Situation) -> bool:
-        """Whether the arm cannot be the best, by the nearest group that has tried it."""
+        """Whether the nearest group that has tried the arm excludes it as the best."""
         for group in self._nearest(situation):
             if group.arms[name].rounds >= TRIAL_PULLS:
                 best = max(one.rate for one in group.arms.values())

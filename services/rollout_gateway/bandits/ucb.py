@@ -1,13 +1,12 @@
 """UCB1 (Auer, Cesa-Bianchi and Fischer 2002, figure 1) over a sliding window.
 
-Every arm is played once, then the one of the largest x + sqrt(2 ln n / n_j): x its mean reward, n_j
-its rounds and n those of all arms it is chosen among. Mean and counts are those of the group's
-window, so an arm that has left it is played once again.
+Every arm is played once. Then the arm with the largest x + sqrt(2 ln n / n_j) is played: x is its
+mean reward, n_j its rounds, and n the rounds of all candidate arms. Mean and counts cover the
+group's window, so an arm without rounds in the window is played again.
 
-The rule wants rewards in [0, 1]. A round's reward is its tokens per second over the running maximum
-of the group: the highest rate of any round, of any arm, that the window holds at the moment of the
-choice. Past rewards are thus rescaled when the maximum moves, and one round that seemed very fast
-weighs no longer than the window.
+The rule needs rewards in [0, 1]. A round's reward is its tokens per second divided by the highest
+rate of any arm in the window. Past rewards are rescaled when that maximum moves, so one very fast
+round has no effect after it has left the window.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from paceline.services.rollout_gateway.bandits.window import ArmWindow, Windowed
 
 
 def ucb1_index(mean: float, rounds: int, total: int) -> float:
-    """Upper confidence bound of an arm: mean reward in [0, 1], its rounds (>= 1), rounds of all
-    arms.
+    """Upper confidence bound of an arm: `mean` reward in [0, 1], its `rounds` (>= 1), and the
+    `total` rounds of all arms.
     """
     return mean + math.sqrt(2.0 * math.log(total) / rounds)
 
 
 def highest_rate(arms: Iterable[ArmWindow]) -> float:
-    """Highest tokens per second of a round of the window; 0 while there is none."""
+    """Highest tokens per second of any round in the window; 0 without rounds."""
     return max((rate for arm in arms for rate in arm.rates), default=0.0)
 
 
 class UCB1(WindowedBandit):
-    """Takes the arm of the largest upper confidence bound in the batch's group; draws nothing at
-    random.
+    """Takes the arm with the largest upper confidence bound in the batch's group, without
+    randomness.
     """
 
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """It explores when it is not the best so far."""
+        """Chooses an arm; `explored` is true if its mean is below the best mean."""
         arms = self._group(situation).arms
         for name in names:
             if not arms[name].rounds:

@@ -1,24 +1,21 @@
-"""Leaves the arms of a drafter that is dead: one whose drafts are not accepted. Owns the verdict,
-not the choice.
+"""Rests the arms of a drafter whose drafts are not accepted.
 
-A round of a drafter is its acceptance length less 1, the token that the target gives anyway; the
-rounds of all its arms in a batch-size group count together. With `limit` =
+The watchdog judges drafters and leaves the choice among living arms to another bandit. A round
+counts its acceptance length minus 1, since the target gives one token anyway. The rounds of all
+arms of a drafter in a batch-size group count together. With `limit` =
 BanditSettings.watchdog_rounds:
 
-- The first `limit` rounds, after the start and after `renew`: the drafter is dead when their mean
-  is not above 0 by
-  more than noise, that is NOISE_Z standard errors of the mean or NOISE_FLOOR tokens, whichever is
-  more.
-- Later, a drafter that worked dies when nothing is accepted (NOISE_FLOOR at most) in so many rounds
-  on end that it is
-  as improbable as `limit` heads in a row, by the share q of its rounds in which something was:
-  `limit` rounds for q of a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom
-  proposes, as n-grams, is so not taken for dead.
+- At the start and after `renew`, the first `limit` rounds decide. The drafter is dead if their mean
+  does not exceed 0 by more than noise: NOISE_Z standard errors of the mean, or NOISE_FLOOR tokens
+  if that is more.
+- Later, a working drafter dies after a long streak without acceptance (at most NOISE_FLOOR). The
+  streak must be as improbable as `limit` heads in a row, given the share q of its rounds with
+  acceptance: `limit` rounds if q is a half or more, otherwise limit ln 2 / -ln(1 - q). A drafter
+  that seldom proposes, such as n-grams, therefore does not count as dead.
 
-A dead drafter's arms are not chosen in that group until `renew` names one of them, or until a whole
-window of rounds has passed (two, then four, when each trial finds it dead). A drafter without
-weights is revived only by the window. `off` drafts nothing and stays. When no arm would be left,
-all arms stay.
+A dead drafter's arms are not chosen in that group until `renew` names one, or until a whole window
+of rounds has passed (two, then four windows, when each trial fails). A drafter without weights is
+revived by the window alone. `off` drafts nothing and stays. If no arm would be left, all arms stay.
 """
 
 from __future__ import annotations
@@ -44,27 +41,27 @@ from paceline.trajectory import Target
 
 log = get_logger(__name__)
 
-# one-sided, 10 %: of 20 rounds of one row, one that accepts is noise and two are not
+# One-sided 10 %: among 20 rounds of one request, one round with acceptance is noise, two are not.
 NOISE_Z = 1.28
-LONGEST_REST = 4  # windows; each trial in a row that shows no life doubles the rest
-# tokens per row; a fresh drafter of a small vocabulary is right this often by chance
+LONGEST_REST = 4  # in windows; each failed trial in a row doubles the rest
+# Tokens per request. A fresh drafter of a small vocabulary is right this often by chance.
 NOISE_FLOOR = 0.05
 
 
 @dataclass(slots=True)
 class Pulse:
-    """Signs of life of one drafter in one group, since the start or the last `renew`."""
+    """Acceptance of one drafter in one group, since the start or the last `renew`."""
 
-    limit: int  # rounds of the first verdict
+    limit: int  # rounds before the first verdict
     rounds: int = 0
-    hits: int = 0  # rounds in which something was accepted
-    streak: int = 0  # rounds since the last hit
-    total: float = 0.0  # accepted per row, of the first `limit` rounds
+    hits: int = 0  # rounds with acceptance
+    streak: int = 0  # rounds since the last acceptance
+    total: float = 0.0  # accepted per request, summed over the first `limit` rounds
     squares: float = 0.0
     dead: bool = False
 
     def beat(self, accept_length: float) -> bool:
-        """Learn of a round; True when it shows that the drafter has died."""
+        """Records a round. Returns True when this round shows that the drafter has died."""
         accepted = accept_length - 1.0
         hit = accepted > NOISE_FLOOR
         self.rounds += 1
@@ -86,7 +83,7 @@ class Pulse:
 
     @property
     def fell_silent(self) -> bool:
-        """True when the present streak is too long for a drafter that worked as this one did."""
+        """True when the present streak is too long, given the drafter's earlier share of hits."""
         if self.streak < self.limit:
             return False
         share = self.hits / max(self.rounds - self.streak, self.limit)
@@ -95,15 +92,15 @@ class Pulse:
 
 @dataclass(slots=True)
 class WatchedDrafter:
-    """What a group knows of one drafter."""
+    """A group's record of one drafter."""
 
     pulse: Pulse
-    rests_until: int = 0  # round of the group; while it is dead
-    deaths_at_once: int = 0  # trials in a row that showed no life
+    rests_until: int = 0  # round of the group until which it rests, while dead
+    deaths_at_once: int = 0  # failed trials in a row
 
 
 class AcceptanceWatchdog:
-    """A bandit that keeps another one from the arms of dead drafters."""
+    """A bandit that hides the arms of dead drafters from an inner bandit."""
 
     def __init__(self, inner: Bandit, settings: BanditSettings, arms: Sequence[str]) -> None:
         self._inner = inner
@@ -115,17 +112,19 @@ class AcceptanceWatchdog:
         self._drafters: dict[tuple[int, str], WatchedDrafter] = {}
         self._alive = dict.fromkeys(settings.groups, self._names)
         self._warned: set[str] = set()
-        self._deaths: Counter[tuple[int, str]] = Counter()  # since the start
+        self._deaths: Counter[tuple[int, str]] = Counter()  # since the process started
 
     def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
-        """The inner bandit's choice among the arms whose drafters live, or all when none does."""
+        """The inner bandit's choice among arms of living drafters, or among all if no drafter
+        lives.
+        """
         alive = self._alive[group_of(self._groups, situation.batch_size)]
         if names:
             alive = tuple(name for name in names if name in alive) or tuple(names)
         return self._inner.choose(situation, alive)
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Tell the inner bandit of a round, and look for signs of life."""
+        """Passes a round to the inner bandit, and updates the drafter's record."""
         self._inner.observe(outcome)
         speculator = speculator_of(outcome.arm)
         group = group_of(self._groups, outcome.situation.batch_size)
@@ -139,7 +138,7 @@ class AcceptanceWatchdog:
                 self._retire(group, speculator, drafter)
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
-        """New drafters live until they prove dead again; a new policy revives nobody."""
+        """Revives the drafters of these arms if the drafter changed; a new policy revives none."""
         self._inner.renew(arms, changed, shift)
         if changed is not Target.DRAFTER:
             return
@@ -152,8 +151,8 @@ class AcceptanceWatchdog:
             self._admit(group)
 
     def reports(self) -> Sequence[ArmReport]:
-        """Statistics of every arm and group that was pulled, dead or not, and how often its drafter
-        died there.
+        """Statistics of every arm and group with at least one pull, dead arms included, with the
+        number of deaths of the arm's drafter.
         """
         return [
             replace(one, drafter_deaths=self._deaths[one.batch_group, speculator_of(one.arm)])
@@ -161,7 +160,7 @@ class AcceptanceWatchdog:
         ]
 
     def _wake(self, group: int) -> None:
-        """Drafters whose rest is over are tried again."""
+        """Tries drafters again after their rest."""
         rested = [
             drafter
             for (where, _), drafter in self._drafters.items()

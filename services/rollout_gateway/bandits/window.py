@@ -1,6 +1,6 @@
-"""What a bandit remembers: the last rounds of each batch-size group, and who holds them.
+"""The bandits' memory: a window of rounds per batch-size group.
 
-Owns no rule of choice.
+The rules of choice are in the modules of each kind.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.services.rollout_gateway.bandits.base import (
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 
-BOUND_Z = 2.0  # standard errors by which a rate may be better than it seems
+BOUND_Z = 2.0  # standard errors added to a rate for its upper bound
 
 
 class PlayedRound(NamedTuple):
-    """What one round gave."""
+    """Result of one round."""
 
     arm: str
     tokens: float
@@ -38,14 +38,14 @@ class PlayedRound(NamedTuple):
     rate: float
 
     def scaled(self, gain: float) -> PlayedRound:
-        """With so many times the tokens in the same seconds."""
+        """This round with `gain` times its tokens in the same seconds."""
         tokens, length = self.tokens * gain, self.accept_length * gain
         return PlayedRound(self.arm, tokens, self.seconds, length, self.rate * gain)
 
 
 @dataclass(slots=True)
 class ArmWindow:
-    """The rounds of one arm that the window holds, and counts since the start."""
+    """Rounds of one arm in the window, and counts since the start."""
 
     rates: deque[float] = field(default_factory=deque)  # of each round, oldest first
     tokens: float = 0.0
@@ -56,17 +56,17 @@ class ArmWindow:
     explorations: int = 0
 
     def add(self, one: PlayedRound) -> None:
-        """Count a round in."""
+        """Adds a round."""
         self.rates.append(one.rate)
         self._count(one, 1)
 
     def drop(self, one: PlayedRound) -> None:
-        """Count the oldest round out."""
+        """Removes the oldest round."""
         self.rates.popleft()
         self._count(one, -1)
 
     def clear(self) -> None:
-        """No round any more; what was counted since the start stays."""
+        """Removes all rounds; counts since the start stay."""
         self.rates.clear()
         self.tokens = self.seconds = self.accepted = self.squares = 0.0
 
@@ -78,17 +78,17 @@ class ArmWindow:
 
     @property
     def rounds(self) -> int:
-        """How many."""
+        """Number of rounds in the window."""
         return len(self.rates)
 
     @property
     def rate(self) -> float:
-        """Tokens per second over the window: of all its rounds as one."""
+        """Tokens per second over the window: all tokens divided by all seconds."""
         return self.tokens / self.seconds if self.rates and self.seconds > 0 else 0.0
 
     @property
     def rate_at_best(self) -> float:
-        """The rate, and so many standard errors of it as BOUND_Z says."""
+        """The rate plus BOUND_Z standard errors; infinite without rounds."""
         if not self.rates:
             return math.inf
         mean = sum(self.rates) / self.rounds
@@ -98,10 +98,10 @@ class ArmWindow:
 
 
 class GroupWindow:
-    """The last `window` rounds of one batch-size group, whichever arms they used.
+    """The last `window` rounds of one batch-size group, over all arms.
 
-    The window spans the rounds of all arms together, so that what was learned of an arm long ago
-    leaves it even when the arm is hardly used, and the arm is tried again.
+    One window for all arms lets old evidence of a rarely used arm expire, so the arm is tried
+    again.
     """
 
     def __init__(self, names: Sequence[str], window: int) -> None:
@@ -110,7 +110,7 @@ class GroupWindow:
         self._window = window
 
     def add(self, one: PlayedRound) -> None:
-        """Remember a round."""
+        """Records a round; the oldest one leaves a full window."""
         self._rounds.append(one)
         self.arms[one.arm].add(one)
         if len(self._rounds) > self._window:
@@ -118,8 +118,8 @@ class GroupWindow:
             self.arms[old.arm].drop(old)
 
     def renew(self, gains: Mapping[str, float], keep: int) -> None:
-        """The newest `keep` rounds of each of these arms become what they would have been with so
-        many times the tokens, and the newest of the window; its others are dropped.
+        """Scales the newest `keep` rounds of each arm in `gains` by the arm's gain, and makes them
+        the newest of the window. Other rounds of these arms are dropped.
         """
         own = [one for one in self._rounds if one.arm in gains]
         self._rounds = deque(one for one in self._rounds if one.arm not in gains)
@@ -133,9 +133,7 @@ class GroupWindow:
 
 
 def length_gains(arms: Set[str], shift: AcceptanceShift | None) -> dict[str, float]:
-    """How many times the tokens a round of each arm gives with a new drafter; 1 where that is not
-    known.
-    """
+    """Ratio of tokens per round with the new drafter, by arm; 1 where it is unknown."""
     names = {arm: read_arm(arm) for arm in arms}
     return {
         arm: shift.length_gain(name.shape.steps) if shift is not None and name is not None else 1.0
@@ -144,9 +142,7 @@ def length_gains(arms: Set[str], shift: AcceptanceShift | None) -> dict[str, flo
 
 
 class WindowedBandit(ABC):
-    """A bandit whose memory is a GroupWindow per batch-size group; a kind adds the rule of
-    choice.
-    """
+    """Base of a bandit with a GroupWindow per batch-size group. A subclass adds the rule."""
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         self._settings = settings
@@ -157,7 +153,7 @@ class WindowedBandit(ABC):
         self._random = random.Random(seed)
 
     def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
-        """The arm of the next round, one of `names`; (): of all."""
+        """Returns the arm of the next round, one of `names`; (): any arm."""
         names = names or self._names
         if len(names) == 1:
             return ArmChoice(names[0], explored=False)
@@ -165,10 +161,10 @@ class WindowedBandit(ABC):
 
     @abstractmethod
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """One of `names`, two at least."""
+        """Chooses among `names`, which has at least two entries."""
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Remember a round."""
+        """Records a round."""
         group = self._group(outcome.situation)
         facts = (outcome.tokens, outcome.seconds, outcome.accept_length, outcome.rate)
         group.add(PlayedRound(outcome.arm, *facts))
@@ -176,9 +172,9 @@ class WindowedBandit(ABC):
         group.arms[outcome.arm].explorations += outcome.explored
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
-        """A new drafter: its arms inherit, or are tried again.
+        """After a new drafter, its arms inherit rounds or are tried again.
 
-        A new policy moves all arms a little; the window follows.
+        A new policy moves all arms a little, and the window follows.
         """
         if changed is Target.DRAFTER:
             gains = length_gains(arms, shift)
@@ -187,7 +183,7 @@ class WindowedBandit(ABC):
                 group.renew(gains, keep)
 
     def reports(self) -> list[ArmReport]:
-        """Statistics of every arm and group that was pulled."""
+        """Statistics of every arm and group with at least one pull."""
         return [
             ArmReport(
                 name,
@@ -206,7 +202,7 @@ class WindowedBandit(ABC):
         return self._groups[group_of(self._settings.groups, situation.batch_size)]
 
     def _nearest(self, situation: Situation) -> list[GroupWindow]:
-        """The other groups, those of batches of about that size first."""
+        """The other groups, nearest batch sizes first."""
         groups = self._settings.groups
         own = groups.index(group_of(groups, situation.batch_size))
         others = sorted(range(len(groups)), key=lambda index: abs(index - own))[1:]

@@ -67,21 +67,11 @@ class FairQueue:
         self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
         self._waiting = 0
         self._pace = _Pace()
-        self.lead_to(running)
-
-    def lead_to(self, running: int) -> None:
-        """So many requests are inside at once from now on, as of `__init__`: those that there is
-        room for now enter, and where there are too many as many leave first.
-        """
         self._places = self._config.running or running
         if self._places < 1:
             raise ConfigError(
                 "a queue needs a place to lead to", seen=self._places, allowed="at least 1"
             )
-        while self._lines and self._inside < self._places:
-            self._inside += 1
-            metrics.QUEUE_RUNNING.record(1)
-            self._leave()
 
     @property
     def running(self) -> int:

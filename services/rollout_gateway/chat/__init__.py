@@ -1,1 +1,1 @@
-"""Conversations: messages, the prompts that spell them, and what a model says in one."""
+"""Conversations: messages, their prompts, and parsed answers."""

@@ -1,4 +1,4 @@
-"""Defines the nouns of a conversation, the same for every API, and when two messages are equal.
+"""The nouns of a conversation, equal for every API, and the equality of messages.
 
 OpenAI's chat completions and responses, Anthropic's messages and gRPC all become a ChatRequest.
 """
@@ -14,27 +14,27 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 _SPELLED = json.JSONEncoder(ensure_ascii=False)
 _LARGEST_EXACT = 2**53
-"""Whole numbers up to this one are the same as int and as float."""
+"""Integers up to this one are equal as int and as float."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A model's wish to call a tool."""
+    """A model's call of a tool."""
 
     call_id: str
     name: str
     arguments: str  # JSON text as the model wrote it
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: the arguments as an object where they are one."""
+        """In the form for chat templates: the arguments as an object if they are one."""
         try:
             arguments = json.loads(self.arguments)
-        except (ValueError, RecursionError):  # no JSON, or nested too deep to be read
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             arguments = self.arguments
         return {**self.shown(), "function": {"name": self.name, "arguments": arguments}}
 
     def shown(self) -> dict[str, Any]:
-        """As OpenAI's chat completions spell it."""
+        """In the form of OpenAI's chat completions."""
         return {
             "id": self.call_id,
             "type": "function",
@@ -48,13 +48,13 @@ class Message:
 
     role: Role
     content: str = ""
-    reasoning: str = ""  # of an assistant: what it thought before it spoke
+    reasoning: str = ""  # an assistant's reasoning before its content
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
-    tool_call_id: str = ""  # of a tool: which call it answers
+    tool_call_id: str = ""  # of a tool: the call that it answers
     name: str = ""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: arguments of tool calls as an object where they are one."""
+        """In the form for chat templates: arguments of tool calls as an object if they are one."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -67,17 +67,18 @@ class Message:
         return message
 
     def shown(self) -> dict[str, Any]:
-        """As OpenAI's chat completions spell it: arguments stay the text the model wrote."""
+        """In the form of OpenAI's chat completions: arguments stay the model's text."""
         message = self.for_template()
         if self.tool_calls:
             message["tool_calls"] = [call.shown() for call in self.tool_calls]
         return message
 
     def digest(self, before: bytes) -> bytes:
-        """Identity of the conversation up to this message, given that of the messages before it.
+        """Identity of the conversation up to this message, from the identity of the messages before
+        it.
 
-        Everything a client sends back counts. Arguments of tool calls count as JSON values: clients
-        parse and write them anew.
+        Everything that a client sends back counts. Arguments of tool calls count as JSON values,
+        since clients parse and write them anew.
         """
         calls = [[call.call_id, call.name, _canonical(call.arguments)] for call in self.tool_calls]
         parts = [self.role, self.content, self.reasoning, calls, self.tool_call_id, self.name]
@@ -102,13 +103,13 @@ class ChatRequest:
     # {"type": "function", "function": {name, description, parameters}}
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
-    prefill: str = ""  # the message begins with it; the model goes on from there
-    strict_tools: frozenset[str] = frozenset()  # names of those whose arguments match their schema
-    one_call: bool = False  # a message holds one call at most
+    prefill: str = ""  # beginning of the message, which the model continues
+    strict_tools: frozenset[str] = frozenset()  # tools with arguments that must match their schema
+    one_call: bool = False  # a message has at most one call
 
     def digests(self) -> list[bytes]:
         """[messages + 1] identity of the conversation before the first message and after each
-        one.
+        message.
         """
         digest = hashlib.sha256(json.dumps(list(self.tools), sort_keys=True).encode()).digest()
         found = [digest]
@@ -124,19 +125,19 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """News of one tool call of a streamed message; joined by index, names and arguments give the
-    whole.
+    """An update of one tool call in a streamed message. Joined by index, names and arguments give
+    the whole call.
     """
 
     index: int
-    call_id: str = ""  # with the first news of a call
-    name: str = ""  # with the first news of a call
+    call_id: str = ""  # in the first update of a call
+    name: str = ""  # in the first update of a call
     arguments: str = ""  # more of the JSON text
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of an assistant's message."""
+    """An update of an assistant's message."""
 
     content: str = ""
     reasoning: str = ""
@@ -144,7 +145,7 @@ class Delta:
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> Delta:
-        """Several as one, those that say nothing left out."""
+        """Joins several updates into one, without empty ones."""
         said = [one for one in deltas if one.content or one.reasoning or one.tool_calls]
         if len(said) == 1:
             return said[0]
@@ -156,7 +157,7 @@ class Delta:
 
 
 def joined(deltas: Sequence[Delta]) -> Message:
-    """The message that deltas add up to."""
+    """The message built from its updates."""
     calls: dict[int, ToolCall] = {}
     whole = Delta.of(deltas)
     for news in whole.tool_calls:
@@ -169,7 +170,7 @@ def joined(deltas: Sequence[Delta]) -> Message:
 
 
 def _canonical(arguments: str) -> str:
-    """Equal for equal JSON values; 1.0 and 1 are equal, for JavaScript writes both as 1."""
+    """Equal for equal JSON values; 1.0 and 1 are equal, since JavaScript writes both as 1."""
     try:
         return json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):

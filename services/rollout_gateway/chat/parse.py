@@ -1,6 +1,6 @@
 """Parses a response's growing text as a message: reasoning, content, tool calls.
 
-What a model says is never refused: what is not a whole call is content, as it stands.
+No response is refused: text that is not a whole call is content, unchanged.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from paceline.services.rollout_gateway.chat.tool_formats import (
 )
 
 THINK, THOUGHT = "<think>", "</think>"
-"""Marks around reasoning. Special tokens in some tokenizers: decoding must not drop them."""
+"""Marks around reasoning. They are special tokens in some tokenizers, so decoding must
+keep them.
+"""
 
 _ALL = re.compile(r".+", re.DOTALL)
 _THINKING = re.compile(r"[^\n<]+")
 
 
 def random_digits(count: int) -> str:
-    """An IdSource that cannot be guessed."""
+    """An IdSource with unpredictable ids."""
     return secrets.token_hex((count + 1) // 2)[:count]
 
 
 class ChatParser:
-    """Parses one response. The message is the same however its text is cut.
+    """Parses one response. The message is the same for any cuts of its text.
 
-    With a format, white space around calls is dropped and calls are given out when complete.
-    Offered tools decide whether a format is given at all, not which names count: a call of an
-    unknown tool is the client's to answer.
+    With a format, white space around calls is dropped, and calls are returned when complete.
+    Offered tools decide whether there is a format at all, not which names count: the client answers
+    a call of an unknown tool.
     """
 
     def __init__(
@@ -54,27 +56,27 @@ class ChatParser:
     ) -> None:
         """`starts_in_reasoning`: the prompt ends inside <think>.
 
-        `forced`: how the prompt began the response. `prefill`: what it said for the model, which
-        is part of the message and of no delta.
+        `forced`: the beginning of the response in the prompt. `prefill`: the prompt's part of the
+        message, which is in no delta.
         """
         marks = tool_format.special_tokens if tool_format is not None else ()
         self.kept = (*marks, THINK, THOUGHT) if reasoning else marks
-        """Special tokens whose text has to be pushed as well."""
+        """Special tokens with text that must also be pushed."""
         self._prefill = prefill
         self.deltas: list[Delta] = []
-        """News so far."""
+        """Updates so far."""
         self._opens_thinking = starts_in_reasoning and not forced
         self._format = tool_format
         self._digits = digits
         self._text = GrowingText()
-        self._news: list[Delta] = []  # what the next delta will say
+        self._news: list[Delta] = []  # content of the next delta
         self._calls = 0
-        self._only_content = False  # nothing is looked for in what still comes
+        self._only_content = False  # no marker can follow
         self._reading = self._message(reasoning, starts_in_reasoning)
         self._text.push(forced)
 
     def push(self, text: str) -> Delta:
-        """News with more text of the response, cut anywhere.
+        """The update from more text of the response, cut anywhere.
 
         Raises InternalError after `finish`.
         """
@@ -88,19 +90,19 @@ class ChatParser:
         return self._next()
 
     def finish(self) -> Delta:
-        """News with the end of the response: what was held back."""
+        """The update at the end of the response: the text held back."""
         self._text.ended = True
         return self._next()
 
     @property
     def message(self) -> Message:
-        """The whole message so far, the prefill included."""
+        """The whole message so far, including the prefill."""
         return joined([Delta(self._prefill), *self.deltas])
 
     def reasoning_tokens(
         self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> int:
-        """How many of the response's tokens were thought, not said."""
+        """Number of the response's tokens in reasoning."""
         if not any(delta.reasoning for delta in self.deltas):
             return 0
         if isinstance(self._format, Harmony):
@@ -125,17 +127,17 @@ class ChatParser:
             yield from self._speech(self._format)
 
     def _thinking(self, started: bool) -> Reading[None]:
-        """Reasoning, if the response begins with it.
+        """Reads reasoning at the beginning of a response.
 
-        The newlines that belong to the markers are dropped.
+        Newlines that belong to the marks are dropped.
         """
         text = self._text
         if not started:
             yield from text.blanks()
-        if (yield from text.at(THINK)):  # also where the prompt has it: some models repeat it
+        if (yield from text.at(THINK)):  # also if the prompt has it: some models repeat it
             text.take(len(THINK))
         elif not started:
-            return  # the white space is kept, for the content
+            return  # the white space is kept for the content
 
         if (yield from text.at("\n")):
             text.take()
@@ -157,7 +159,7 @@ class ChatParser:
         self._text.forget()
 
     def _channels(self, harmony: Harmony) -> Reading[None]:
-        """Messages in channels, as they come."""
+        """Reads messages in channels, as they arrive."""
 
         def told(kind: str, text: str) -> None:
             self._news.append(Delta(reasoning=text) if kind == "reasoning" else Delta(text))
@@ -173,7 +175,7 @@ class ChatParser:
         self._only_content = True
 
     def _speech(self, tool_format: ToolFormat) -> Reading[None]:
-        """Content and calls. White space is kept until it is known what it precedes."""
+        """Reads content and calls. White space is kept until the following text is known."""
         text = self._text
         plain = _plain(tool_format.markers)
         openings = tool_format.at_start + tool_format.markers
@@ -200,7 +202,7 @@ class ChatParser:
         return False
 
     def _took_calls(self, tool_format: ToolFormat) -> Reading[bool]:
-        """False when there are none after all; what was taken for them is still kept then."""
+        """Reads calls; returns False if there are none, and keeps the text for the content."""
         try:
             calls = yield from tool_format.read(self._text)
         except Deviation:
@@ -220,28 +222,26 @@ class ChatParser:
 
 
 def _plain(markers: Sequence[str]) -> re.Pattern[str]:
-    """Text that ends neither in white space nor at the first character of a marker, so that nothing
-    in it waits.
+    """Pattern of text that ends neither in white space nor at the first character of a marker, so
+    that none of it must wait.
     """
     stop = "".join(sorted({re.escape(marker[0]) for marker in markers}))
     return re.compile(rf"[^{stop}]*[^{stop} \t\r\n]")
 
 
 def knows_reasoning(template_source: str) -> bool:
-    """Whether a chat template is one of a model that thinks between <think> and </think>."""
+    """Whether a chat template belongs to a model that reasons between <think> and </think>."""
     return THINK in template_source
 
 
 def opens_reasoning(prompt_end: str) -> bool:
-    """Whether a prompt, as rendered by the template, ends inside <think>; any end of it longer than
-    that will do.
-    """
+    """Whether a rendered prompt ends inside <think>; any suffix longer than that suffices."""
     return prompt_end.rstrip().endswith(THINK)
 
 
 def forced_beginning(tool_format: ToolFormat, name: str = "", *, in_reasoning: bool = False) -> str:
-    """What to put after the prompt, and into `ChatParser(forced=)`, to get a call of the tool
-    `name`, or of any.
+    """The text after the prompt, also for `ChatParser(forced=)`, that starts a call of the tool
+    `name`, or of any tool.
 
     A prompt that ends inside <think> is led out of it first.
     """
@@ -250,7 +250,7 @@ def forced_beginning(tool_format: ToolFormat, name: str = "", *, in_reasoning: b
 
 
 def finish_name(message: Message, engine: str) -> str:
-    """Finish reason for the API, given the engine's: a stop after calls is "tool_calls"."""
+    """Finish reason for the API from the engine's: a stop after calls is "tool_calls"."""
     return "tool_calls" if engine == "stop" and message.tool_calls else engine
 
 
@@ -261,17 +261,17 @@ def reasoning_tokens(
     starts_in_reasoning: bool = False,
     marks: tuple[str, str] = (THINK, THOUGHT),
 ) -> int:
-    """Tokens of a response up to and with the end of reasoning; all when it never ends, 0 without
-    any.
+    """Number of response tokens up to and including the end of reasoning; all if it never ends, 0
+    without reasoning.
 
-    `decode` must keep the marks. Decodes the whole and then log2(tokens) beginnings of it.
+    `decode` must keep the marks. Decodes the whole, and then log2(tokens) prefixes of it.
     """
     whole, (begin, end) = decode(token_ids), marks
     if not starts_in_reasoning and not whole.lstrip(BLANK).startswith(begin):
         return 0
     if end not in whole:
         return len(token_ids)
-    short, enough = 0, len(token_ids)  # tokens without and with the end
+    short, enough = 0, len(token_ids)  # token counts without and with the end
     while enough - short > 1:
         middle = (short + enough) // 2
         short, enough = (short, middle) if end in decode(token_ids[:middle]) else (middle, enough)

@@ -1,4 +1,4 @@
-"""Finds where the text of each token begins in a text."""
+"""Finds the start of each token's text in a text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 
 class TextPlaces:
-    """Counts the characters before each token of a growing text. Tokens that share a character
-    share its place, and places never decrease.
+    """Counts the characters before each token of a growing text. Tokens that share a character have
+    the same place, and places never decrease.
     """
 
     def __init__(
@@ -19,9 +19,10 @@ class TextPlaces:
         start: int = 0,
         each_byte: bool = False,
     ) -> None:
-        """spelled: bytes of a token in the middle of a text, none for a token that the text leaves
-        out. alone: text of a token that begins a text. start: characters before the first token.
-        each_byte: the text has a U+FFFD for every byte of a broken character, not one for all.
+        """`spelled`: bytes of a token in the middle of a text, empty for a token without text.
+        `alone`: text of a token at the beginning of a text. `start`: characters before the first
+        token. `each_byte`: the text has a U+FFFD for every byte of a broken character, not one for
+        all.
         """
         self._spelled = spelled
         self._alone = alone
@@ -50,7 +51,7 @@ class TextPlaces:
 
 
 def _joins(pending: bytes, byte: bytes) -> bool:
-    """Whether a byte goes on with the beginning of a character."""
+    """Whether a byte continues the beginning of a character."""
     try:
         getincrementaldecoder("utf-8")().decode(pending + byte)
     except UnicodeDecodeError:

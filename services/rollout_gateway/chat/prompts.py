@@ -1,7 +1,7 @@
-"""Spells the prompt of a conversation and makes what parses its answer.
+"""Makes the prompt of a conversation, and the parser of its answer.
 
-The one room of the chat template, the tokenizer and the tool format: a caller hands over a request,
-and the turn it goes on from, and gets tokens and a parser back.
+Chat template, tokenizer and tool format are used here only. A caller passes a request and the turn
+that it continues, and receives tokens and a parser.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ PROMPT_END = 16
 
 
 class Known(NamedTuple):
-    """An answer of before, token for token."""
+    """An earlier answer, token for token."""
 
-    messages: int  # of the conversation, up to this one
-    token_ids: Sequence[int]  # all up to its end
-    response_ids: Sequence[int]  # those that the model said
+    messages: int  # messages of the conversation up to this answer
+    token_ids: Sequence[int]  # all tokens up to its end
+    response_ids: Sequence[int]  # the model's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Where the model is to speak."""
+    """The prompt before a model's answer."""
 
-    ids: tuple[int, ...]  # all tokens that the engine sees first
-    goes_on: bool  # they begin with those of the known turn
+    ids: tuple[int, ...]  # all tokens for the engine
+    goes_on: bool  # whether they begin with the known turn's tokens
     parser: Callable[[], ChatParser]  # of one answer
-    grammar: str = ""  # that the answer's calls of tools follow; empty: the model is free
+    grammar: str = ""  # that the answer's tool calls must follow; empty: unconstrained
     stop_ids: tuple[int, ...] = ()  # tokens that end the answer, besides the model's
     unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that the template leaves out
     free_until: str = ""  # text behind which an answer of a form begins; empty: at its beginning
 
 
 class Held(NamedTuple):
-    """What an answer is to be held to by a grammar."""
+    """Constraints on an answer by a grammar."""
 
-    calls: bool = False  # calls that are asked for, and those of strict tools
-    answer: str = ""  # JSON schema that an answer without calls matches; empty: any
+    calls: bool = False  # required calls, and calls of strict tools
+    answer: str = ""  # JSON schema for an answer without calls; empty: any
 
 
 class ChatPrompts:
@@ -84,10 +84,10 @@ class ChatPrompts:
         longest: int | None = None,
         held: Held | None = None,
     ) -> ChatPrompt:
-        """The prompt of a request; `known` is the turn that it goes on from.
+        """The prompt of a request; `known` is the turn that it continues.
 
-        Raises InvalidInput for what cannot be rendered or forced, and where more than `longest`
-        tokens are to be made.
+        Raises InvalidInput for a request that cannot be rendered or forced, and for more than
+        `longest` new tokens.
         """
         ids, goes_on = self._history(request, known, longest)
         inside = self._reasoning and opens_reasoning(self._codec.decode_all(ids[-PROMPT_END:]))
@@ -111,16 +111,16 @@ class ChatPrompts:
         return ChatPrompt(ids, goes_on, parser, grammar, self._stop_ids, unread, free_until)
 
     def encode(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
-        """Ids of a whole conversation up to where the model speaks.
+        """Ids of a whole conversation up to the model's answer.
 
-        Raises InvalidInput where the template refuses it or drops its tools, and for more than
+        Raises InvalidInput if the template refuses it or drops its tools, and for more than
         `longest` ids.
         """
         fitted, _ = self._tools.fitted(request)
         return self._codec.encode_chat(fitted, longest, partial(self._tools.check, request))
 
     def _offered(self, request: ChatRequest) -> ToolFormat | None:
-        """What the answer is read by; None: it is text."""
+        """The format for reading the answer; None: plain text."""
         if self._format is None:
             return None
         if request.tools and request.tool_choice.mode != "none":
@@ -145,7 +145,7 @@ class ChatPrompts:
     def _history(
         self, request: ChatRequest, known: Known | None, longest: int | None
     ) -> tuple[tuple[int, ...], bool]:
-        """All tokens up to where the model speaks, and whether the known turn's begin them."""
+        """All tokens up to the model's answer, and whether they begin with the known turn's."""
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:
@@ -157,10 +157,10 @@ class ChatPrompts:
         return self.encode(request, longest), False
 
     def _forced(self, request: ChatRequest, inside: bool) -> str:
-        """How the answer has to begin; empty when it may be anything.
+        """The forced beginning of the answer; empty if it is free.
 
-        With the call that tool_choice asks for; with the end of the model's reasoning, where a
-        prefill is to follow.
+        It is the call that tool_choice requires, or the end of the model's reasoning before a
+        prefill.
         """
         choice = request.tool_choice
         if choice.mode in ("auto", "none"):

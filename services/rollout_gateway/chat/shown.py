@@ -28,7 +28,7 @@ _TOOL: Mapping[str, Any] = {
     },
 }
 _CALLS = tuple(ToolCall(f"a{one}b2c3d4e", f"pacelinecallprobe{one}", "{}") for one in "fg")
-"""Ids of nine letters and digits: the templates of Mistral refuse others."""
+"""Ids of nine letters and digits, the only form that Mistral's templates accept."""
 _RESULTS = tuple(
     Message("tool", f"pacelineresultprobe{one}", tool_call_id=call.call_id)
     for one, call in zip("fg", _CALLS, strict=True)
@@ -84,7 +84,7 @@ class ShownTools:
         """The request with all its tools, calls and results where the template shows them, and the
         number of messages that were put before it. `kept`: first messages whose tokens are known.
 
-        Raises InvalidInput for parts that the template drops, where there is no default prompt.
+        Raises InvalidInput for dropped parts if there is no default prompt.
         """
         if not request.messages or not holds_tools(request):
             return request, 0
@@ -100,7 +100,7 @@ class ShownTools:
         return self._told(request, self._format)
 
     def check(self, request: ChatRequest, rendered: str) -> None:
-        """Raises InvalidInput for a tool, or a past call, whose name the prompt does not hold."""
+        """Raises InvalidInput for a tool or past call with a name that is not in the prompt."""
         called = [call.name for message in request.messages for call in message.tool_calls]
         parts = (("tools: a tool", request.tool_names()), ("messages: a tool call", called))
         for part, names in parts:
@@ -150,7 +150,7 @@ class ShownTools:
                 yield "messages: the chat template does not show tool results", seen
 
     def _shown(self, request: ChatRequest) -> Shown:
-        """What the template writes of a conversation with tools, or of one without."""
+        """The parts that the template writes for a conversation with tools, or without."""
         tools = (_TOOL,) if request.tools else ()
         with_tools = bool(tools)
         if with_tools not in self._known:
@@ -158,8 +158,8 @@ class ShownTools:
         return self._known[with_tools]
 
     def _probed(self, tools: Tools) -> Shown:
-        """What the template writes of conversations made up for it. What it refuses counts as
-        shown: it refuses the request as well.
+        """The parts that the template writes for probe conversations. A refused probe counts as
+        shown, since the template refuses the request as well.
         """
         said = Message("assistant", tool_calls=_CALLS)
         alone = self._rendered(tools, (_USER,), (Message("system", "Be brief."), _USER))
@@ -179,7 +179,7 @@ class ShownTools:
         )
 
     def _rendered(self, tools: Tools, *conversations: tuple[Message, ...]) -> str:
-        """The first conversation that the template takes; empty where it refuses all."""
+        """The first conversation that the template accepts; empty if it refuses all."""
         for messages in conversations:
             try:
                 return self._codec.template.render(ChatRequest(messages, tools))
@@ -188,7 +188,7 @@ class ShownTools:
         return ""
 
     def _told(self, request: ChatRequest, spelling: ToolFormat) -> tuple[ChatRequest, int]:
-        """With the parts that the template drops as text of messages."""
+        """The request with dropped parts as text of messages."""
         shown = self._shown(request)
         messages = [_as_text(one, shown, spelling) for one in request.messages]
         if shown.tools:
@@ -214,7 +214,7 @@ def _as_text(message: Message, shown: Shown, spelling: ToolFormat) -> Message:
 
 
 def tool_prompt_text(request: ChatRequest, spelling: ToolFormat) -> str:
-    """The default tool prompt: every tool as JSON, and how a call is spelled."""
+    """The default tool prompt: every tool as JSON, and the form of a call."""
     tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in request.tools)
     example = spelling.written([SpelledCall("NAME", '{"PARAMETER": "VALUE"}')])
     return (
@@ -224,13 +224,13 @@ def tool_prompt_text(request: ChatRequest, spelling: ToolFormat) -> str:
 
 
 def holds_tools(request: ChatRequest) -> bool:
-    """Whether a conversation offers tools or holds calls or results."""
+    """Whether a conversation offers tools or contains calls or results."""
     return bool(request.tools) or any(
         message.tool_calls or message.role == "tool" for message in request.messages
     )
 
 
 def _holds(rendered: str, name: str) -> bool:
-    """Whether a name stands in a prompt, as it is or as JSON writes it."""
+    """Whether a prompt contains a name, directly or in JSON's form."""
     spellings = (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1])
     return any(one in rendered for one in spellings)

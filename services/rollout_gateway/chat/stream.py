@@ -1,5 +1,5 @@
-"""Decodes the ids of a growing response, each once where that is enough, up to the last whole
-character.
+"""Decodes the ids of a growing response up to the last whole character, each id once if
+possible.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from paceline.services.rollout_gateway.engines.requests.stop_texts import (
 )
 
 CHARACTER_BYTES = 4
-"""A character of UTF-8 is at most four byte tokens long."""
+"""A UTF-8 character has at most four byte tokens."""
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What bytes that are no character, or not yet, are decoded to."""
+"""Result of decoding bytes that are no character, or not yet."""
 LONGEST_BROKEN = 16
-"""Tokens held back at most while no whole character appears; broken bytes are given out after that.
-"""
+"""Most tokens held back without a whole character; broken bytes are returned after that."""
 
 
 class TextStream:
-    """Text of a growing response; holds back incomplete characters and what may become a stop
-    string.
+    """Text of a growing response. It holds back incomplete characters and possible beginnings of a
+    stop string.
 
-    Only a window of ids is decoded at a time: those of the last text given out, for what depends on
-    them (spaces, bytes of one character), and those after it. Where texts add up nothing depends on
-    them once a character is whole, and every id is decoded once.
+    Only a window of ids is decoded at a time. It starts with the ids of the last returned text,
+    which may affect the next ones (spaces, bytes of one character). In a tokenizer with additive
+    texts, nothing depends on them once a character is whole, and every id is decoded once.
     """
 
     def __init__(
@@ -39,21 +38,21 @@ class TextStream:
         adds_up: bool = False,
         names: TokenNames | None = None,
     ) -> None:
-        """adds_up: the text of ids is that of their parts, wherever the cut lies between two whole
-        characters. names: of the tokens inside whose names no stop string counts.
+        """`adds_up`: the text of ids is the concatenation of its parts' texts, for any cut between
+        whole characters. `names`: tokens with names in which no stop string counts.
         """
         self._token_names = names
-        self._names: frozenset[str] = frozenset()  # of the tokens that came
+        self._names: frozenset[str] = frozenset()  # of the received tokens
         self._decode = decode
         self._stop = stop
         self._adds_up = adds_up
         self._window: list[int] = []
-        self._known = 0  # ids of the window whose text is known
+        self._known = 0  # ids of the window with known text
         self._held = ""
 
     def push(self, token_ids: Sequence[int], *, early: bool = False) -> str:
-        """Text that became certain with these ids. early: a stop string that is whole does not end
-        the response yet.
+        """Text that became certain with these ids. `early`: a complete stop string does not end the
+        response yet.
         """
         self._window += token_ids
         news = self._whole() or self._advance(final=False)
@@ -69,8 +68,8 @@ class TextStream:
         return text
 
     def finish(self, matched_stop: str = "", *, keep: bool = False) -> str:
-        """What `push` held back, cut before the stop string that ended the response; keep: behind
-        it.
+        """The text held back by `push`, cut before the stop string that ended the response; `keep`:
+        after it.
         """
         text, self._held = self._held + self._advance(final=True), ""
         if not matched_stop:
@@ -81,8 +80,8 @@ class TextStream:
         return text if at < 0 else text[: at + len(matched_stop) * keep]
 
     def _whole(self) -> str:
-        """Text of all ids where nothing depends on others and all characters are whole, as nearly
-        always; else empty.
+        """Text of all ids in the usual case, with additive texts and whole characters; otherwise
+        empty.
         """
         if not self._adds_up or self._known:
             return ""
@@ -93,8 +92,8 @@ class TextStream:
         return text
 
     def _advance(self, *, final: bool) -> str:
-        """Text of the ids up to the last whole character; of all ids when final or when none is in
-        sight.
+        """Text of the ids up to the last whole character; of all ids if final, or if no whole
+        character is in sight.
         """
         before = self._decode(self._window[: self._known]) if self._known else ""
         pending = len(self._window) - self._known
@@ -109,8 +108,8 @@ class TextStream:
         return ""
 
     def _give(self, size: int, text: str, *, whole: bool = False) -> str:
-        """Ids below `size` have had their text given out; only the newest of them stay, as
-        context. whole: none, for nothing depends on them.
+        """Marks the text of ids below `size` as returned. Only the newest of these ids stay as
+        context; with `whole` none.
         """
         gone = size if whole else self._known
         self._window, self._known = self._window[gone:], size - gone
@@ -118,15 +117,15 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str, names: Collection[str]) -> int:
-    """Characters at the end of `text` to hold back: from a whole `stop` inside, or a beginning of
-    one at the end.
+    """Characters at the end of `text` to hold back: from a complete `stop` inside, or a beginning
+    of `stop` at the end.
     """
     at = find_stop(text, stop, names)
     return len(text) - at if at >= 0 else _beginning(text, stop, names)
 
 
 def _beginning(text: str, stop: str, names: Collection[str]) -> int:
-    """Characters at the end of `text` that a stop string begins with, but for a whole one."""
+    """Length of the longest proper beginning of a stop string at the end of `text`."""
     sizes = [
         size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
     ]

@@ -1,6 +1,7 @@
-"""Renders conversations by the model's chat template, and what follows a message known by tokens.
+"""Renders conversations by the model's chat template, and the text after a message known by its
+tokens.
 
-Templates are untrusted Jinja: they run in its sandbox. Tokens are TextCodec's.
+Templates are untrusted Jinja and run in its sandbox. TextCodec handles tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from paceline.models.reading import DEFAULT, TOOL_USE, TextFiles
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 
 _MARK = "Pacelineturn" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(20))
-"""Letters only, so that no template strips or splits it; of this process, so that no message can
-hold it.
+"""Letters only, so that no template strips or splits it; random per process, so that no message
+contains it.
 """
 _REFUSALS = (
     jinja2.TemplateError,
@@ -36,12 +37,12 @@ _REFUSALS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template raises that cannot spell its messages."""
+"""Errors of a template that cannot render its messages."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model says, for other trainers' loss masks; here it only has
-    a content.
+    """`{% generation %}` marks a model's answer for other trainers' loss masks; here only its
+    content matters.
     """
 
     tags = {"generation"}  # noqa: RUF012  # the base class has it so
@@ -49,7 +50,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         next(parser.stream)
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(inside)  # its variables stay inside, as transformers has it
+        return nodes.Scope(inside)  # its variables stay inside, as in transformers
 
 
 class ChatTemplate:
@@ -70,20 +71,20 @@ class ChatTemplate:
         self._template = environment.from_string(source)
 
     def render(self, request: ChatRequest) -> str:
-        """The conversation up to where the model is to speak.
+        """The conversation up to the model's answer.
 
         Raises InvalidInput when the template refuses it.
         """
         return self._render(request.messages, request.tools)
 
     def after(self, request: ChatRequest, index: int) -> str | None:
-        """What the template writes after the content of the assistant's message `index`; None when
-        it hides it.
+        """The template's text after the content of the assistant's message `index`; None if it
+        hides the message.
 
-        The message itself is replaced by a mark: what the model said is known as tokens, and only
-        the text behind it is asked for. The end of the turn (such as `<|im_end|>`) comes first; a
-        caller whose tokens hold it leaves it out. A template may refuse a message that lost the
-        tool calls it is answered for: None as well.
+        A mark replaces the message: the answer is known as tokens, and only the text after it is
+        needed. The end of the turn (such as `<|im_end|>`) is first; a caller with that token in the
+        answer skips it. A template may refuse a message without its tool calls; the result is then
+        also None.
         """
         messages = list(request.messages)
         messages[index] = replace(messages[index], content=_MARK, reasoning="", tool_calls=())
@@ -97,7 +98,7 @@ class ChatTemplate:
         given = list(messages)
         try:
             return self._written([message.for_template() for message in given], tools)
-        except TypeError:  # DeepSeek's templates put arguments together as text
+        except TypeError:  # DeepSeek's templates concatenate arguments as text
             spelled = [message.shown() for message in given]
         except _REFUSALS as error:
             raise _refused(error) from error
@@ -122,7 +123,7 @@ class ChatTemplates:
     """The templates of one model; false for a model without one."""
 
     def __init__(self, files: TextFiles) -> None:
-        """Raises ConfigError for a template that cannot be read."""
+        """Raises ConfigError for an unreadable template."""
         self._files = files
         self._read = {
             files.templates[name]: self._parsed(files.templates[name])
@@ -143,13 +144,13 @@ class ChatTemplates:
 
     @property
     def source(self) -> str:
-        """Text of the template that is used where tools are given; empty without one."""
+        """Text of the template for conversations with tools; empty without one."""
         templates = self._files.templates
         return templates.get(TOOL_USE) or templates.get(DEFAULT, "")
 
     def chosen(self, request: ChatRequest) -> ChatTemplate:
-        """The template that transformers chooses: tool_use where tools are given and the model has
-        a template of that name, else default. Raises InvalidInput where there is no such template.
+        """The template that transformers would choose: tool_use if there are tools and such a
+        template, else default. Raises InvalidInput without one.
         """
         return self._read[self._files.template(tools=bool(request.tools))]
 

@@ -1,6 +1,6 @@
 """Encodes text as token ids and decodes ids.
 
-What the model generated is kept as ids and never tokenised again; text is for people.
+Generated text is kept as ids and never tokenised again; its text is for people.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from paceline.services.rollout_gateway.engines.requests.tokenizer_file import re
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTERS_PER_TOKEN = 8
-"""More than the tokens of any common text have: a text with more is looked at in parts first."""
+"""More characters per token than any common text has: a text with more is first checked
+in parts.
+"""
 SHORTEST_PART = 64
-"""Tokens for which a part is made at least."""
+"""Least number of tokens of a part."""
 
 
 class TextCodec:
@@ -50,18 +52,18 @@ class TextCodec:
         }
         self._added = frozenset(added)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
-        """Tokens beside those of text, by their text: markers, and what begins and ends texts."""
+        """Tokens outside ordinary text, by their text: marks, beginnings and ends."""
         self._bytes: dict[int, bytes] = {}
         try:
             self._spelling: TokenSpelling | None = TokenSpelling(self._tokenizer)
-        except InvalidInput:  # a decoder of no bytes: a token is then what is decoded of it alone
+        except InvalidInput:  # a decoder without bytes: a token's text is then its own decoding
             self._spelling = None
         own_end = self._tokenizer.token_to_id(files.named.get("eos_token", ""))
         self.end_ids = frozenset([*end_ids, *([] if own_end is None else [own_end])])
-        """Tokens that end an answer: no content shows them."""
+        """Tokens that end an answer; content never shows them."""
         ends = {token_id: self.token_text(token_id) for token_id in self.end_ids}
         self._plain_ends = ends.keys() - self._special.keys()
-        self._silent = {**ends, **self._special}  # names of the tokens that no content shows
+        self._silent = {**ends, **self._special}  # names of the tokens that content never shows
         self._names = TokenNames(self._tokenizer, self.end_ids)
 
     @property
@@ -73,27 +75,27 @@ class TextCodec:
 
     @property
     def template_source(self) -> str:
-        """Text of the template that is used where tools are given; empty for a model without."""
+        """Text of the template for conversations with tools; empty for a model without one."""
         return self._templates.source
 
     def encode(
         self, text: str, longest: int | None = None, *, special: bool = True
     ) -> tuple[int, ...]:
-        """Ids of a text; `special`: with the special tokens that the tokenizer puts around one
-        (bos), else with those alone that the text spells.
+        """Ids of a text. `special`: with the special tokens that the tokenizer adds around it
+        (bos), otherwise only the ones spelled in the text.
 
-        Raises InvalidInput for more than `longest` of them, without making all of far too many.
+        Raises InvalidInput for more than `longest` ids, without making all of far too many.
         """
         return _encoded(self._tokenizer, text, special=special, longest=longest)
 
     def encode_piece(self, text: str, longest: int | None = None) -> tuple[int, ...]:
-        """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts
-        before a first word. Raises InvalidInput for more than `longest` of them.
+        """Ids of a text in the middle of a sequence: without bos, and without the space that a
+        tokenizer adds before a first word. Raises InvalidInput for more than `longest` ids.
         """
         ids = self.encode(text, longest, special=False)
         if self._within is self._tokenizer:
             return ids
-        # Words behind a special token keep the space that this tokenizer gives them everywhere.
+        # Words after a special token keep the space that this tokenizer always gives them.
         first = self._before_added(_encoded(self._within, text))
         return first + ids[len(self._before_added(ids)) :]
 
@@ -101,21 +103,21 @@ class TextCodec:
         return tuple(itertools.takewhile(lambda one: one not in self._added, ids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens and end tokens; broken characters become U+FFFD."""
+        """Text of ids, without special and end tokens; broken characters become U+FFFD."""
         shown = list(token_ids)
         if self._plain_ends:
             shown = [one for one in shown if one not in self._plain_ends]
         return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token in the middle of a text, special ones by their name; broken characters
+        """Text of one token in the middle of a text, a special one by its name; broken characters
         become U+FFFD.
         """
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token in the middle of a text, half characters as they are; of special
-        tokens those of their names.
+        """Bytes of one token in the middle of a text, with partial characters unchanged; the name's
+        bytes for a special token.
         """
         found = self._bytes.get(token_id)
         if found is None:
@@ -125,8 +127,8 @@ class TextCodec:
         return found
 
     def places(self, start: int = 0) -> TextPlaces:
-        """Counts the characters before each token of a text as `decode` makes it; `start` are
-        before the first.
+        """Counts the characters before each token of `decode`'s text; `start` are before the first
+        one.
         """
         return self._places(
             lambda one: b"" if one in self._silent else self.token_bytes(one), start
@@ -157,10 +159,11 @@ class TextCodec:
         longest: int | None = None,
         check: Callable[[str], None] = lambda rendered: None,
     ) -> tuple[int, ...]:
-        """Ids of a conversation under the model's chat template, which writes bos where the model
-        is to see one: as transformers' apply_chat_template. `check` gets the rendered text.
+        """Ids of a conversation under the model's chat template, which writes bos where needed, as
+        in transformers' apply_chat_template. `check` receives the rendered text.
 
-        Raises InvalidInput without one, when it refuses, and for more than `longest` ids.
+        Raises InvalidInput without a template, if the template refuses, and for more than `longest`
+        ids.
         """
         rendered = self.template.render(request)
         check(rendered)
@@ -169,8 +172,8 @@ class TextCodec:
     def encode_after(
         self, request: ChatRequest, index: int, said: Sequence[int], longest: int | None = None
     ) -> tuple[int, ...] | None:
-        """Ids that follow the assistant's message `index`, which the model said as `said`; None
-        when it is hidden. Raises InvalidInput for more than `longest` of them.
+        """Ids after the assistant's message `index`, which the model drew as `said`; None if it is
+        hidden. Raises InvalidInput for more than `longest` ids.
         """
         text = self.template.after(request, index)
         if text is None:
@@ -179,8 +182,8 @@ class TextCodec:
         return self.encode_piece(text.removeprefix(end), longest)
 
     def stream(self, stop: Sequence[str] = (), keep: Collection[str] = ()) -> TextStream:
-        """Decoder of one growing response; of the special tokens and end tokens only those spelled
-        in `keep` become text.
+        """Decoder of one growing response. Of special and end tokens, only those spelled in `keep`
+        become text.
         """
         decode: Callable[[list[int]], str] = self.decode
         if not keep and not self._plain_ends:
@@ -199,8 +202,9 @@ class TextCodec:
 
 
 def _adds_up(decoder: Any) -> bool:
-    """Whether the text of ids is that of their parts, cut between whole characters: each token
-    stands for its bytes, and nothing is done with the whole. Others move spaces at the front.
+    """Whether the text of ids is the concatenation of its parts' texts, cut between whole
+    characters: each token has its bytes, and nothing depends on the whole. Other tokenizers move
+    spaces at the front.
     """
     if not isinstance(decoder, dict):
         return False
@@ -216,7 +220,7 @@ def _encoded(
         if longest is not None:
             _refuse_far_too_long(tokenizer, text, longest)
         found = tokenizer.encode(text, add_special_tokens=special)
-    except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
+    except (TypeError, UnicodeError) as error:  # half of a surrogate pair, which UTF-8 cannot hold
         raise InvalidInput(
             "the text cannot be spelled in UTF-8", allowed="whole characters"
         ) from error
@@ -226,9 +230,10 @@ def _encoded(
 
 
 def _refuse_far_too_long(tokenizer: Tokenizer, text: str, longest: int) -> None:
-    """Raises InvalidInput when a beginning of the text has twice the tokens that all may have.
+    """Raises InvalidInput when a beginning of the text already has twice the permitted tokens.
 
-    A text has fewer tokens than its parts, but not half as many: only the words at the cuts differ.
+    A text has fewer tokens than its parts together, but more than half as many, since only the
+    words at the cuts differ.
     """
     part, tokens = max(longest, SHORTEST_PART) * CHARACTERS_PER_TOKEN, 0
     if len(text) <= part:

@@ -20,9 +20,9 @@ class BatchSettings(Config):
     """How much one worker takes at once; every engine has these."""
 
     max_batch: int = Field(default=64, ge=1)
-    """Requests decoding at once in one worker."""
+    """Maximum concurrent requests per worker."""
     max_sequence_tokens: int = Field(default=512, ge=2)
-    """Tokens of prompt and response together; at most the model's context."""
+    """Maximum tokens of prompt and response together, up to the model's context."""
 
 
 class ModelSettings(BatchSettings):
@@ -31,12 +31,11 @@ class ModelSettings(BatchSettings):
     dtype: Precision = "float32"
     """Element type of weights and computation."""
     threads: int = Field(default=1, ge=0)
-    """Compute threads of a worker. 0: as many as its rounds are fastest with, measured at its start
-    on its share of the host's cores, which no other worker uses then (embedded; others use all of
-    the share).
+    """Compute threads per worker. 0: the fastest number, measured at the start on the worker's
+    share of the host's cores (embedded engine); other engines use the whole share.
     """
     prefill_tokens: int = Field(default=2048, ge=1)
-    """Prompt tokens of one prefill."""
+    """Maximum prompt tokens of one prefill."""
 
 
 class RunValues(Config):

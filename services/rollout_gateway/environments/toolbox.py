@@ -9,7 +9,7 @@ from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.config import ToolServerConfig
 from paceline.services.rollout_gateway.environments.own_tools import own_tool
 from paceline.services.rollout_gateway.environments.tool_servers import ToolServer
-from paceline.services.rollout_gateway.environments.tools import CALCULATOR, Tool, python
+from paceline.services.rollout_gateway.environments.tools import Tool, python
 from paceline.services.rollout_gateway.sandbox import Sandbox
 
 
@@ -41,7 +41,7 @@ class Toolbox:
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     async def _opened(self) -> Mapping[str, Tool]:
-        found = [CALCULATOR] if self._sandbox is None else [CALCULATOR, python(self._sandbox)]
+        found = [] if self._sandbox is None else [python(self._sandbox)]
         found += [own_tool(name, path) for name, path in self._own.items()]
         for server in self._servers:
             found += (await server.tools()).values()

@@ -1,5 +1,5 @@
-"""Tools that a model can call in the built-in environment: what one is, and those built in. Owns
-what a call comes to.
+"""Tools that a model can call in the built-in environment: their type, the built-in tool `python`
+and the execution of a call.
 
 A tool's answer is text for the model. What the model did wrong is an answer too; only a sandbox
 that fails is not.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.services.rollout_gateway.chat.messages import ToolCall
-from paceline.services.rollout_gateway.environments.calculator import CalculationError, calculate
 from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
 from paceline.whole_text import is_whole, whole_text
 
@@ -38,49 +37,20 @@ class Tool:
     """
 
 
-def text_tool(
-    name: str, description: str, argument: str, told: str, answer: Callable[[str], Awaitable[str]]
-) -> Tool:
-    """A tool whose only argument is a text; `told` describes it."""
-
-    async def answered(values: Any) -> str:
-        if not isinstance(values, dict) or not isinstance(values.get(argument), str):
-            raise ToolError(f"the arguments must be a JSON object with the text {argument!r}")
-        return await answer(values[argument])
-
-    properties = {argument: {"type": "string", "description": told}}
-    parameters = {"type": "object", "properties": properties, "required": [argument]}
-    return Tool(name, description, parameters, answered)
-
-
-async def _calculated(text: str) -> str:
-    try:
-        return calculate(text)
-    except CalculationError as error:
-        raise ToolError(str(error)) from error
-
-
-CALCULATOR = text_tool(
-    "calculator",
-    "Evaluates an arithmetic expression and returns its value.",
-    "expression",
-    "For example (3 + 4) * 2 ** 10 / sqrt(2)",
-    _calculated,
-)
-
-
 def python(sandbox: Sandbox) -> Tool:
     """Programs in the sandbox; every call is a fresh one."""
 
-    async def run(text: str) -> str:
-        return shown(await sandbox.run(text), sandbox.config.wall_s)
+    async def run(values: Any) -> str:
+        if not isinstance(values, dict) or not isinstance(values.get("code"), str):
+            raise ToolError("the arguments must be a JSON object with the text 'code'")
+        return shown(await sandbox.run(values["code"]), sandbox.config.wall_s)
 
-    return text_tool(
+    code = {"type": "string", "description": "The whole program; print what you want to see"}
+    return Tool(
         "python",
         "Runs a Python program and returns what it prints. Each call starts anew; there is no "
         "network, and no package beyond the standard library.",
-        "code",
-        "The whole program; print what you want to see",
+        {"type": "object", "properties": {"code": code}, "required": ["code"]},
         run,
     )
 

@@ -1,8 +1,8 @@
-"""Hidden rows from the workers' rings to the features Redis. Owns gathering by request, bounds and
-counts of drops.
+"""Sends hidden rows from the workers' rings to the features Redis. It gathers rows by request,
+bounds them and counts drops.
 
-Fire and forget: nothing here makes a request wait. Rows that find no room, and batches that find
-Redis away, are dropped and counted.
+No request waits for this. Rows without room, and batches during an outage of Redis, are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ log = get_logger(__name__)
 
 
 LINGER_S = 0.2
-"""How long a batch waits for others, so that one exchange with Redis takes them all, and one read
-of the trainer's: each costs as much as a batch itself, in time that rollouts need.
+"""Seconds that a batch waits for others, so that one exchange with Redis and one read of the
+trainer take all of them. Each exchange costs as much as a batch, in time that rollouts need.
 """
 QUEUE_BATCHES = 64
-"""Batches waiting for Redis; more are dropped and counted: a trainer wants the newest rows."""
+"""Batches waiting for Redis. More are dropped and counted, since a trainer wants the
+newest rows.
+"""
 GATHER_BYTES = 128 << 20
-"""Rows held for requests still running; what finds no room is dropped and counted."""
+"""Bytes of rows held for running requests; rows beyond that are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which request of which run the rows belong to."""
+    """The request and run of the rows."""
 
     run_id: str
     step: int
@@ -68,9 +70,9 @@ class Origin:
 
 
 class FeaturePublisher:
-    """Gathers rows per request and appends one FeatureBatch when it ends.
+    """Gathers rows per request and appends one FeatureBatch at the request's end.
 
-    `client` None: rows are thrown away.
+    `client` None: rows are discarded.
     """
 
     def __init__(
@@ -98,23 +100,23 @@ class FeaturePublisher:
         self.rows_dropped = 0
 
     def start(self, layout: RowLayout) -> None:
-        """Begin to send rows that the engine declared to be of `layout`."""
+        """Starts sending rows with the engine's declared `layout`."""
         self._layout = layout
         if self._client is not None:
             self._task = background(self._run(), "features publisher")
 
     async def stop(self) -> None:
-        """Stop at once; what waits is dropped."""
+        """Stops at once and drops waiting batches."""
         await cancel(self._task)
 
     def expect(self, request_id: int) -> None:
-        """Gather this request's rows from now on."""
+        """Gathers this request's rows from now on."""
         if self._client is not None:
             self._gathered[request_id] = []
 
     def take(self, rows: RowArray) -> None:
-        """Rows of any requests, as the ring gave them."""
-        # One stable sort instead of a mask per request: a drain holds rows of a whole batch.
+        """Takes rows of any requests, in the ring's order."""
+        # One stable sort instead of a mask per request: a drain has rows of a whole batch.
         rows = rows[np.argsort(rows["request_id"], kind="stable")]
         owners = rows["request_id"]
         starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
@@ -130,23 +132,23 @@ class FeaturePublisher:
             self._gathered_bytes += part.nbytes
 
     def discard(self, request_id: int) -> None:
-        """Forget rows of a request that begins anew; later ones are gathered."""
+        """Drops the rows of a restarted request; later rows are gathered."""
         if request_id in self._gathered:
             self._release(request_id)
             self._gathered[request_id] = []
 
     def forget(self, request_id: int) -> None:
-        """Stop gathering a request that ended without a use for its rows."""
+        """Stops gathering a request with no use for its rows."""
         self._release(request_id)
 
     def publish(self, request_id: int, origin: Origin) -> None:
-        """A request has ended: queue its rows; the oldest waiting batch gives way when the queue is
-        full.
+        """Queues the rows of a finished request. With a full queue, the oldest waiting batch is
+        dropped.
         """
         parts = self._release(request_id)
         if not parts:
             return
-        # As bytes: of records numpy would agree upon the type anew with each part.
+        # As bytes: with records, numpy would determine the common type for each part.
         joined = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts])
         batch = self._batch(joined.view(parts[0].dtype), origin)
         if batch is None:

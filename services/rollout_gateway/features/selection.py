@@ -1,6 +1,6 @@
-"""Which rows of an ended request make its feature batch.
+"""Selects the rows of a finished request for its feature batch.
 
-Pure functions on rows as the ring gave them, in its order.
+Pure functions on rows in the ring's order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
-    """Indices [T] of the longest stretch of neighbouring positions, the newest row of each; without
-    the last token's.
+    """Indices [T] of the longest run of adjacent positions, with the newest row of each, without
+    the last token's row.
 
-    Rows whose token is not the one at their position (of an earlier try) and rows of rejected
+    Rows with another token than their position's (from an earlier attempt) and rows of rejected
     drafts are left out.
     """
     tokens = np.asarray(token_ids)
@@ -29,7 +29,7 @@ def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
         return found
     written = rows["position"][found].astype(np.int64)
     if (np.diff(written) == 1).all():
-        return found  # as nearly always: nothing was computed twice, nothing lost
+        return found  # the usual case: no row computed twice or lost
     positions, from_end = np.unique(written[::-1], return_index=True)
     newest = found[len(found) - 1 - from_end]
     edges = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -38,11 +38,11 @@ def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
 
 
 def hanging_drafts(rows: RowArray, path: Indices) -> tuple[Indices, Indices]:
-    """Rejected drafts that hang under the rows of `path` [T], directly or under one another, and
-    where.
+    """Rejected drafts attached to the rows of `path` [T], directly or through other drafts, and
+    their parents.
 
-    Indices [R] in the order of writing, and their parents [R]: i < T is path[i], T + j the draft j.
-    A draft whose parent was dropped, left out or computed anew falls with all that hangs under it.
+    Indices [R] are in the order of writing. Parents [R]: i < T is path[i], T + j is draft j. A
+    draft without its parent (dropped, left out or recomputed) is dropped with its subtree.
     """
     if not rows["parent"].any():
         nothing = np.zeros(0, dtype=np.int64)
@@ -51,7 +51,7 @@ def hanging_drafts(rows: RowArray, path: Indices) -> tuple[Indices, Indices]:
     positions = rows["position"].astype(np.int64)
     own = stamps == 0
     last = np.maximum.accumulate(np.where(own, index, -1))
-    # a call's rows of one sequence follow each other
+    # a call's rows of one sequence are adjacent
     beside = last - (positions[last] - (positions - 1))
     above = np.where(own, index, np.where(stamps == 1, beside, index - (stamps - 1)))
     inside = (above >= 0) & (above < index)

@@ -28,15 +28,12 @@ from paceline.services.rollout_gateway.open_spool import open_spool
 from paceline.services.rollout_gateway.place import check_cores, places
 from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet
 from paceline.services.rollout_gateway.replicas.http import HeadApp
-from paceline.services.rollout_gateway.replicas.ports import ReplicaPorts
 from paceline.services.rollout_gateway.replicas.rollouts import HeadServicer
 from paceline.services.rollout_gateway.replicas.routing import SessionRouting
 from paceline.services.rollout_gateway.replicas.weights import ReplicaWeights
-from paceline.services.rollout_gateway.workers.hosts import SERVICE as HOSTS_SERVICE
 from paceline.streams import OpenSessions, connect
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from paceline.v1.workers_pb2_grpc import add_WorkerHostServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, Spool, add_weight_service
 
 log = get_logger(__name__)
@@ -106,29 +103,13 @@ async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
     add_progress(server, lambda: servicer.progress(received.reception.activity))
     await _take_lost(config)
     stack.push_async_callback(fleet.stop)
-    port = 0
-    if len(config.engine.hosts) > 1:
-        port = await _serve_hosts(server, fleet)
-        stack.push_async_callback(server.stop, 0)
     await fleet.start()
     http, task, http_port = await alone.start_http(HeadApp(fleet, routing, aside), config)
     stack.push_async_callback(_stop, server, http, task)
-    if port:
-        server.open()
-    else:
-        port = await server.start()
+    port = await server.start()
     await stack.enter_async_context(listed(config, config.model_dir.resolve().name, http_port))
     log.info("gateway serves", replicas=config.replicas, grpc_port=port, http_port=http_port)
     return Head(port, http_port, fleet)
-
-
-async def _serve_hosts(server: Server, fleet: ReplicaFleet) -> int:
-    """Answers the hosts of workers alone, which ask where the replicas are: these wait for them.
-    Returns the port.
-    """
-    ports = ReplicaPorts([replica.place for replica in fleet.replicas])
-    server.add(add_WorkerHostServiceServicer_to_server, ports, HOSTS_SERVICE)
-    return await server.start(first=HOSTS_SERVICE)
 
 
 async def _stop(server: Server, http: alone.HttpServer, task: asyncio.Task[None]) -> None:

@@ -30,7 +30,8 @@ class IdleWorkers:
     async def __aenter__(self) -> IdleWorkers:
         self._router.loans.keep_spare()
         self._watchers = [
-            background(self._watch(index), f"idle worker {index}") for index in self._router.members
+            background(self._watch(seat.index), f"idle worker {seat.index}")
+            for seat in self._router.seats
         ]
         return self
 
@@ -52,9 +53,7 @@ class IdleWorkers:
         await asyncio.sleep(self._after_s)
         await self._router.idle_for(index, self._after_s)
         seats = self._router.seats
-        if seats[index].vacant:
-            return
-        serving = [seat for seat in seats if not (seat.released or seat.vacant)]
+        serving = [seat for seat in seats if not seat.released]
         if seats[index].released or len(serving) > 1:
             if not seats[index].released:
                 self._router.loans.spare(index)

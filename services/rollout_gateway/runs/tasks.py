@@ -108,7 +108,7 @@ class TaskRuns:
             names.SAMPLES_PER_TASK: request.samples_per_task,
         }
         with span(names.RUN_TASKS, about) as current:
-            workers = self._workers(request)
+            workers = range(len(self._gateway.router.seats))
             jobs = self._jobs(request, workers, self._silence_s(within_s))
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]
@@ -160,11 +160,6 @@ class TaskRuns:
             await self._gateway.rewards.check(request.reward)
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(wire.sampling_from(request.sampling))
-
-    def _workers(self, request: rpb.RunTasksRequest) -> list[int]:
-        """Those that get samples: of the request's, if it names any, those that are there."""
-        there = self._gateway.router.members
-        return [index for index in there if index in request.workers] or there
 
     def _silence_s(self, within_s: float | None) -> float:
         """Seconds that an environment may do without the model: half of what the call has left, so

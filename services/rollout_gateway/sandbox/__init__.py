@@ -1,4 +1,4 @@
-"""Code of a model, run in a process that can do no harm. Owns no scores and no tools."""
+"""Runs a model's code in a process that cannot do harm."""
 
 from paceline.services.rollout_gateway.sandbox.launcher.request import SandboxResult
 from paceline.services.rollout_gateway.sandbox.runs import Sandbox

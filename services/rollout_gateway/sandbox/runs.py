@@ -1,8 +1,7 @@
-"""Runs of code, as the gateway sees them. Owns how many run at once, which walls stand and what
-came back.
+"""Runs of code for the gateway: their number, their layers and their results.
 
-The walls themselves are built by launcher/, a program of its own, so that nothing happens between
-fork and exec here.
+launcher/, a separate program, builds the layers, so that nothing happens between fork and exec
+here.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from paceline.whole_text import is_whole
 
 log = get_logger(__name__)
 START_S = 30.0
-"""A launcher that takes so much longer than its code may is lost."""
+"""Seconds beyond the code's limit after which a launcher is lost."""
 STOP_S = 5.0
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
 ALL_LAYERS = ("namespaces", "landlock", "seccomp")
-# Of each setting, what is tried, the strongest first. Files and sockets of the host are out of
-# reach in all but the last.
+# For each setting, the tried layers, strongest first. All but the last hide files and sockets of
+# the host.
 _LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "auto": (ALL_LAYERS, ("namespaces", "seccomp"), ("landlock", "seccomp")),
     "namespaces": (ALL_LAYERS,),
@@ -50,12 +49,13 @@ _LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 class Sandbox:
-    """Runs Python programs; each in a fresh process and an empty directory, both gone afterwards.
+    """Runs Python programs, each in a fresh process and an empty directory, which are removed
+    afterwards.
 
-    Memory is limited for all processes of a program together, CPU time for each of them, and their
-    number, so a program can use the product of these two. Without namespaces its directory lies on
-    the host's disk, of which the last GiB is kept from it. Safe for concurrent use within one event
-    loop.
+    Memory is limited for all processes of a program together, CPU time for each process, and the
+    number of processes. So a program can use the product of the last two. Without namespaces its
+    directory is on the host's disk, of which it cannot use the last GiB. Safe for concurrent use
+    within one event loop.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -65,9 +65,9 @@ class Sandbox:
         self._layers: tuple[str, ...] | None = None
 
     async def layers(self) -> tuple[str, ...]:
-        """What shuts the code in besides limits; found out by the first call, by running a program.
+        """The isolation layers besides limits, found by the first call, which runs a program.
 
-        Raises ConfigError when the isolation that was asked for cannot be had here.
+        Raises ConfigError when the requested isolation is unavailable here.
         """
         async with self._choosing:
             if self._layers is None:
@@ -77,13 +77,13 @@ class Sandbox:
     async def run(
         self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None
     ) -> SandboxResult:
-        """Run a program as `python main.py` with the standard library, in a directory that holds
+        """Runs a program as `python main.py` with the standard library, in a directory with
         `files`.
 
         `files` maps relative paths to texts; modules among them can be imported. Waits while
-        `parallel` others run. Cancelling kills the program. Raises InvalidInput for a path
-        outside and for text that UTF-8 cannot spell, ConfigError as `layers` does, Unavailable when
-        the sandbox fails: that says nothing about the code.
+        `parallel` other programs run. Cancelling kills the program. Raises InvalidInput for a path
+        outside the directory and for text that UTF-8 cannot encode, ConfigError as `layers`,
+        Unavailable when the sandbox fails, which is independent of the code.
         """
         checked = checked_files(files or {})
         if not all(map(is_whole, (code, stdin, *checked.values()))):
@@ -115,14 +115,14 @@ class Sandbox:
         )
 
     async def _trial(self, layers: tuple[str, ...]) -> str:
-        """Why a trivial program does not run with these layers; empty when it does.
+        """The reason that a trivial program does not run with these layers; empty when it does.
 
         Raises Unavailable.
         """
         word = secrets.token_hex(8)
         async with self._slots:
             answer = await self._launch(layers, f"print({word!r})", "", {})
-        if answer.reason in ("timeout", "cpu"):  # a busy machine is no reason to take weaker walls
+        if answer.reason in ("timeout", "cpu"):  # a busy machine does not justify weaker layers
             raise Unavailable(
                 "the sandbox is too slow to be tried out",
                 seen=f"{answer.reason}, {answer.wall_s:.1f} s",
@@ -160,7 +160,7 @@ class Sandbox:
 
 
 async def _ask_launcher(request: RunRequest) -> SandboxResult:
-    """Start a launcher and wait for its answer; however this ends, the launcher has ended too.
+    """Starts a launcher and waits for its answer; in every case the launcher has ended on return.
 
     Raises Unavailable.
     """
@@ -201,7 +201,7 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Ask the launcher to kill its program and end; kill it when it does not."""
+    """Requests that the launcher kill its program and end; kills the launcher otherwise."""
     if process.returncode is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -214,7 +214,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 def _remove(box: str) -> None:
-    """Remove what the launcher, which does so at its end, has left."""
+    """Removes the directory if the launcher, which does so at its end, has left it."""
     if os.path.exists(box):
         try:
             remove_tree(box)
@@ -223,15 +223,15 @@ def _remove(box: str) -> None:
 
 
 def _boxes() -> Path:
-    """This gateway's directory of boxes; those of gateways that were killed are removed."""
-    private = os.geteuid() != 0  # else the code has a user id of its own and must get in
+    """This gateway's directory for runs; directories of killed gateways are removed."""
+    private = os.geteuid() != 0  # otherwise the code has its own user id and must enter it
     parent = user_directory() / "boxes" if private else enterable_directory()
     return locked_directory(parent, 0o711, remove_tree)
 
 
 def _python() -> str:
-    """The interpreter itself rather than a virtual environment's: its packages are none of the
-    code's business.
+    """The interpreter itself instead of a virtual environment's, whose packages are not for the
+    code.
     """
     return os.path.realpath(
         getattr(sys, "_base_executable", "") or shutil.which("python3") or sys.executable

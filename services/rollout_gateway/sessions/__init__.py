@@ -1,4 +1,4 @@
-"""Sessions: the exact tokens of what a model saw and said, and what they earned.
+"""Sessions: the exact tokens of a model's prompts and answers, and their rewards.
 
-Owns neither engine nor transport.
+The package contains neither engine nor transport.
 """

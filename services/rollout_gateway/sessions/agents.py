@@ -1,7 +1,7 @@
-"""Agents' sessions from opening to ledger. Owns who may act under which key and what an ended
-session leaves behind.
+"""Agents' sessions from opening to ledger: the owner of each key, and the samples of an ended
+session.
 
-Generations are calls.py's, the states of one session sessions/session.py's.
+Generations are in calls.py, the states of one session in sessions/session.py.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from paceline.trajectory import Trajectory
 
 SCORE_GRACE_S = 10.0
 RECORD_WAIT_S = 0.25
-"""How long the opening of a session waits until Redis knows of it; longer when Redis is away would
-stop agents.
+"""Seconds that the opening of a session waits for its record in Redis. A longer wait would stop
+agents while Redis is away.
 """
 STOP_GRACE_S = 5.0
 log = get_logger(__name__)
 
 
 class Agents:
-    """All sessions of one gateway, with what they left behind until it is sent."""
+    """All sessions of one gateway, and their samples until these are sent."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class Agents:
         self.sessions = Sessions(config.sessions, shard=shard)
         self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
         self.offers = TaskOffers(self.sessions.open, "" if config.trajectories else NO_RUN)
-        self.open_step = 0  # RL step that agents' own groups are collected for
-        # set while rows of their sessions are captured, by seed
+        self.open_step = 0  # RL step of the agents' own groups
+        # set while their hidden rows are captured, by seed
         self.captures: Callable[[int], bool] | None = None
         mine = f"{shard.index}/" if shard.count > 1 else ""
         self._records = OpenSessions(client, config.run.id, mine)
         self._sweeper: asyncio.Task[None] | None = None
-        # samples of an ended session that Redis does not have yet
+        # samples of an ended session still missing in Redis
         self._unsent: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Report what a killed gateway left open, then begin to count time-outs."""
+        """Reports sessions left open by a killed gateway, then starts the time-outs."""
         try:
             for lost in await self._records.take_lost():
                 log.warning("a session of a gateway that was killed", session=lost["session_id"])
@@ -82,18 +82,20 @@ class Agents:
         self._sweeper = background(self._expire(), "session time-outs")
 
     async def stop(self) -> None:
-        """Leave a note for every group that no step has taken."""
+        """Records a note for every group that no step has taken."""
         await cancel(self._sweeper)
         for group in self.groups.give_up():
             for member in group.members:
                 self.put(member.session, member.samples, dropped="no_step")
 
     async def close(self) -> None:
-        """Write the last records."""
+        """Writes the last records."""
         await self._records.stop(STOP_GRACE_S)
 
     async def open(self, assignment: Assignment) -> Session:
-        """A session for an agent. Raises ResourceExhausted when too much is open or waits."""
+        """Opens a session for an agent. Raises ResourceExhausted when too much is open or
+        waiting.
+        """
         captured = (
             self.captures is not None
             and assignment.trainable
@@ -106,11 +108,10 @@ class Agents:
     async def claim(
         self, wait_s: float, timeout_s: float = 0.0, override: bool | None = None
     ) -> tuple[Session, EpisodeTask] | None:
-        """A task of the run in a session of its own; None when none came within the wait.
+        """A task of the run in a session of its own; None if none arrives within the wait.
 
         `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment. A caller
-        that goes away gives its task back. Raises FailedPrecondition where no run will ever offer
-        one.
+        that leaves returns its task. Raises FailedPrecondition if no run will ever offer a task.
         """
         claimed = await self.offers.claim(wait_s, timeout_s, override)
         if claimed is None:
@@ -125,9 +126,9 @@ class Agents:
         return claimed
 
     async def caller(self, api_key: str) -> Caller:
-        """Who calls with this key: a session, or anybody who has the gateway's token.
+        """The caller with this key: a session, or a holder of the gateway's token.
 
-        Raises InvalidInput (UNAUTHENTICATED) for a key nobody knows, FailedPrecondition for that of
+        Raises InvalidInput (UNAUTHENTICATED) for an unknown key, FailedPrecondition for the key of
         an ended session.
         """
         if api_key.startswith(KEY_PREFIX):
@@ -147,7 +148,7 @@ class Agents:
         return Caller()
 
     async def complete(self, session: Session) -> None:
-        """The agent is done. A claimed task is scored first where a rule is to score it."""
+        """Completes an agent's session. A claimed task is scored first if it has a rule."""
         session.require_open()
         if self.offers.leads(session):
             self.offers.completed(session)
@@ -170,8 +171,8 @@ class Agents:
         fail: FailReason | None = None,
         message: str = "",
     ) -> None:
-        """End a session; what is trainable and scored goes to the ledger and the stream, the rest
-        leaves a note.
+        """Ends a session. Trainable, scored samples enter the ledger and the stream; all others
+        leave a note.
         """
         if not session.close(abort=abort, fail=fail):
             return
@@ -179,7 +180,7 @@ class Agents:
         if fail is not None:
             log.warning("session failed", session=session.session_id, reason=fail, message=message)
         self.sessions.remove(session)
-        if self.offers.ended(session):  # the ledger hears of the next attempt
+        if self.offers.ended(session):  # the ledger will record the next attempt
             self._records.ended(session.session_id)
         elif not (about.trainable and about.open_group and self._config.trajectories):
             self.put(session, session.trajectories())
@@ -187,10 +188,10 @@ class Agents:
             self.put(session, session.trajectories(), dropped="late")
 
     def put(self, session: Session, samples: Sequence[Trajectory], *, dropped: str = "") -> None:
-        """The samples of an ended session to ledger and stream; those that are not trained leave a
+        """Sends the samples of an ended session to ledger and stream; untrained samples leave a
         note.
 
-        `dropped`: why also scored ones are not.
+        `dropped`: the reason that scored samples are not trained either.
         """
         about, final = session.assignment, session.state is SessionState.FINAL
         notes: list[tuple[Trajectory, str]] = []
@@ -213,8 +214,8 @@ class Agents:
             )
 
     def _sent(self, session_id: str) -> None:
-        """Redis has one more sample of a session; with the last one its record has done its
-        work.
+        """Counts one more sample of a session in Redis; after the last one its record is
+        removed.
         """
         self._unsent[session_id] -= 1
         if not self._unsent[session_id]:
@@ -233,7 +234,7 @@ class Agents:
         await self._records.recorded(session.session_id, RECORD_WAIT_S)
 
     async def _refuse_lost(self, api_key: str) -> None:
-        """Raises FailedPrecondition for the key of a session that ended with a former gateway."""
+        """Raises FailedPrecondition for the key of a session that ended with an earlier gateway."""
         lost = await self._records.lost(api_key_hash(api_key))
         if lost is not None:
             raise Ended(lost["session_id"], SessionState.FAILED, FailReason.INFRA).error()

@@ -1,4 +1,4 @@
-"""Defines what a session is for, its states and what ends it."""
+"""The purpose of a session, its states, and the causes of its end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ class SessionState(StrEnum):
 
 
 class FailReason(StrEnum):
-    """Whose fault ended a session: a machine's, so that the task may run again, or the task's
-    own.
-    """
+    """The cause of a failed session: a machine, so the task may run again, or the task itself."""
 
     INFRA = "infra"
     DATA = "data"
@@ -28,7 +26,7 @@ class FailReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a session answers."""
+    """The purpose of a session."""
 
     run_id: str
     step: int = 0
@@ -38,12 +36,12 @@ class Assignment:
     task_index: int = 0
     sample_index: int = 0
     trainable: bool = True
-    override: bool = False  # untrainable sampling gives way to the run's instead of being refused
-    temperature: float = 1.0  # the run's
-    turn_discount: float | None = None  # a sample per turn, with discounted later rewards
+    override: bool = False  # untrainable sampling is replaced by the run's instead of refused
+    temperature: float = 1.0  # of the run
+    turn_discount: float | None = None  # one sample per turn, with discounted later rewards
     timeout_s: float = 0.0  # of silence; 0: the gateway's setting
-    open_group: bool = False  # an agent's own group, which belongs to the step that finds it closed
-    implicit: bool = False  # nobody opened it: a conversation of a caller without a session
-    seed: int | None = None  # of its generations that name none; None: from the operating system
-    capture: bool = False  # hidden rows go to the drafter trainer
+    open_group: bool = False  # an agent's own group, taken by the step that finds it closed
+    implicit: bool = False  # a conversation of a caller without a session
+    seed: int | None = None  # of generations without a seed; None: from the operating system
+    capture: bool = False  # hidden rows are sent to the drafter trainer
     metadata: Mapping[str, str] = field(default_factory=dict)

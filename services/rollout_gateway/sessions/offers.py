@@ -1,8 +1,8 @@
-"""Tasks of a run that agents may claim. Owns who leads a task now and how often it is offered; not
-what it earns.
+"""Tasks of a run that agents may claim: the present agent of each task, and the number of its
+offers.
 
-An attempt that failed for a machine's fault is offered again, one that failed for the task's own
-fault once more; then the failure is the outcome.
+An attempt that failed because of a machine is offered again. One that failed because of the task is
+offered once more; then the failure is the outcome.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from paceline.telemetry import get_logger
 
 ATTEMPTS = {FailReason.INFRA: 4, FailReason.DATA: 2}
 NO_RUN = "no run uses this gateway, so that nobody offers it tasks"
-"""Said of a gateway that keeps no trajectories: a coordinator could train nothing of it."""
+"""Refusal of a gateway that keeps no trajectories, so that a coordinator could not train
+on them.
+"""
 log = get_logger(__name__)
 Open = Callable[[Assignment, str], Session]
 
 
 @dataclass(eq=False)
 class Offer:
-    """A task on offer or under way."""
+    """A task on offer or in progress."""
 
     task: EpisodeTask
     assignment: Assignment
@@ -44,12 +46,12 @@ class Offer:
 class TaskOffers:
     """Offers of one gateway. `open_session` opens a session under a given id.
 
-    While nothing is offered a claim waits, unless it is known that nothing will be: then it is
-    refused. A run that has not begun may still offer tasks.
+    Without offers a claim waits, unless there certainly will be none: then it is refused. A run
+    that has not begun may still offer tasks.
     """
 
     def __init__(self, open_session: Open, refusal: str = "") -> None:
-        """`refusal`: why nothing will be offered, as far as is known."""
+        """`refusal`: the reason that there will be no offers, if known."""
         self._open = open_session
         self._refusal = refusal
         self._offers_tasks = False
@@ -60,15 +62,15 @@ class TaskOffers:
 
     @property
     def waiting(self) -> int:
-        """Tasks that nobody has claimed."""
+        """Number of unclaimed tasks."""
         return len(self._waiting)
 
     def offering(self) -> None:
-        """A run offers tasks, from now on and between its steps."""
+        """Records that a run offers tasks, from now on and between its steps."""
         self._offers_tasks, self._refusal = True, ""
 
     def refuse(self, refusal: str) -> None:
-        """A run offers no tasks, for this reason; nothing changes where one has offered some."""
+        """Records the reason that a run offers no tasks; no effect if a run has offered some."""
         if not self._offers_tasks:
             self._refusal = refusal
             self._news.set()
@@ -76,7 +78,7 @@ class TaskOffers:
     async def lead(
         self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int
     ) -> Session:
-        """Offers the task until an agent has led it to an end; the session is open when the agent
+        """Offers the task until an agent has brought it to an end. The session is open if the agent
         completed it.
         """
         offer = Offer(
@@ -94,10 +96,11 @@ class TaskOffers:
     async def claim(
         self, wait_s: float, timeout_s: float = 0.0, override: bool | None = None
     ) -> tuple[Session, EpisodeTask] | None:
-        """The longest waiting task in a session of its own; None when none came within the wait.
+        """The task that has waited longest, in a session of its own; None if none arrives within
+        the wait.
 
-        `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment; None as the
-        task has it. Raises FailedPrecondition (NO_TASKS_OFFERED) where none will come.
+        `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment; None uses
+        the task's. Raises FailedPrecondition (NO_TASKS_OFFERED) if no task will arrive.
         """
         try:
             async with asyncio.timeout(wait_s):
@@ -126,25 +129,23 @@ class TaskOffers:
         return session, offer.task
 
     def stop(self) -> None:
-        """Whoever waits for a task is told that none will come."""
+        """Ends every wait for a task with a refusal."""
         self._stopping = True
         self._news.set()
 
     def leads(self, session: Session) -> bool:
-        """Whether the session answers an offer, until it is closed; its end is then the offer's
-        business.
-        """
+        """Whether the open session answers an offer, which then decides about the session's end."""
         return session.session_id in self._led
 
     def completed(self, session: Session) -> None:
-        """The agent says that it is done; the session stays open until it is scored."""
+        """Records that the agent is done; the session stays open until it is scored."""
         offer = self._led.get(session.session_id)
         if offer is not None and not offer.outcome.done():
             offer.outcome.set_result(session)
 
     def ended(self, session: Session) -> bool:
-        """The session was closed: True when the task is offered again after a fault, else that was
-        its outcome.
+        """Records the end of a session. Returns True if the task is offered again after a fault,
+        False if the end is its outcome.
         """
         offer = self._led.pop(session.session_id, None)
         if offer is None or offer.outcome.done():

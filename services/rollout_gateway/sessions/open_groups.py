@@ -1,7 +1,7 @@
-"""Groups that agents opened themselves, from the first sibling's end until a step takes them.
+"""Groups opened by agents, from the first sibling's end until a step takes them.
 
-Owns which groups have closed. Bounded in bytes: above the limit no new session is admitted until a
-step has come.
+The module decides which groups are closed. Groups are bounded in bytes: above the limit, no new
+session is admitted until a step takes groups.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.trajectory import Trajectory
 
 TOKEN_BYTES = 64
-"""Of a sample in memory: ids, mask and log-probs as Python numbers."""
+"""Bytes per token of a sample in memory: ids, mask and log-probs as Python numbers."""
 CLOSED_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A session that has ended."""
+    """An ended session."""
 
     session: Session = field(repr=False)
     samples: tuple[Trajectory, ...] = field(repr=False)
@@ -38,7 +38,7 @@ class Member:
 
 @dataclass(eq=False, slots=True)
 class OpenGroup:
-    """Siblings that have ended."""
+    """Ended siblings."""
 
     group_id: str
     size: int
@@ -47,12 +47,12 @@ class OpenGroup:
 
     @property
     def scored(self) -> int:
-        """Sessions that can be trained."""
+        """Number of trainable sessions."""
         return sum(member.scored for member in self.members)
 
 
 class OpenGroups:
-    """Use on one event loop."""
+    """Open groups, for use on one event loop."""
 
     def __init__(self, deadline_s: float, max_bytes: int) -> None:
         self._deadline_s = deadline_s
@@ -66,7 +66,7 @@ class OpenGroups:
 
     @property
     def gathering(self) -> int:
-        """Groups that wait for siblings."""
+        """Number of groups that wait for siblings."""
         return len(self._gathering)
 
     def admit(self) -> None:
@@ -80,9 +80,9 @@ class OpenGroups:
             )
 
     def add(self, session: Session) -> bool:
-        """A session has ended.
+        """Adds an ended session.
 
-        False when its group is full or a step has taken it: it comes too late.
+        Returns False if its group is full or taken by a step: it is too late.
         """
         about = session.assignment
         group_id = session.group_id
@@ -110,8 +110,8 @@ class OpenGroups:
             await self._news.wait()
 
     async def waiting(self) -> AsyncGenerator[int]:
-        """How many groups there are for `pop`: now, where there are some, and whenever another one
-        closes.
+        """Number of groups for `pop`: at once if there are any, then whenever another
+        group closes.
         """
         more = asyncio.Event()
         self._listeners.add(more)
@@ -126,7 +126,7 @@ class OpenGroups:
             self._listeners.discard(more)
 
     def pop(self) -> OpenGroup | None:
-        """The group that closed first; None when there is none now."""
+        """The group that closed first; None without one."""
         if not self._closed:
             return None
         group_id, group = self._closed.popitem(last=False)
@@ -137,7 +137,7 @@ class OpenGroups:
         return group
 
     def give_up(self) -> list[OpenGroup]:
-        """Everything that no step has taken; for the end of the process."""
+        """All groups not taken by a step, at the end of the process."""
         groups = [*self._closed.values(), *self._gathering.values()]
         for group in groups:
             if group.alarm is not None:

@@ -1,8 +1,7 @@
-"""Finished branches on their way to the durable Redis. Owns what is not sent yet; Redis holds the
-ledger itself.
+"""Finished branches on their way to the durable Redis; the ledger itself is in Redis.
 
-Putting never waits. What waits is counted in bytes, and admission of new work stops above a limit,
-so memory is bounded by that limit plus what was already running. Redis may be away for any time:
+Putting never waits. Waiting branches are counted in bytes, and no new work is admitted above a
+limit. Memory is therefore bounded by that limit plus running work. Redis may be away for any time:
 nothing is lost while this process lives.
 """
 
@@ -32,7 +31,7 @@ log = get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Parcel:
     trajectory: Trajectory = field(repr=False)
-    unpublished: str  # why it never enters the stream; empty when it does
+    unpublished: str  # reason that it never enters the stream; empty if it does
     fields: dict[str, str]
     payload: bytes = field(repr=False)
     sent: Callable[[], None] | None = field(repr=False)  # called when Redis has it
@@ -62,7 +61,7 @@ class Outbox:
         return self._unsent_bytes
 
     def admit(self) -> None:
-        """Raises ResourceExhausted while more bytes wait than allowed."""
+        """Raises ResourceExhausted while more bytes wait than permitted."""
         if self._unsent_bytes > self._max_unsent_bytes:
             raise ResourceExhausted(
                 "trajectories wait for Redis; new work is refused until they are sent",
@@ -71,12 +70,12 @@ class Outbox:
             )
 
     def start(self) -> None:
-        """Begin to send."""
+        """Starts sending."""
         if self._client is not None:
             self._task = background(self._run(), "outbox")
 
     async def stop(self, grace_s: float) -> None:
-        """Send what waits for up to `grace_s` seconds, then say what could not be sent."""
+        """Sends waiting branches for up to `grace_s` seconds, then logs the unsent ones."""
         if self._task is None:
             return
         try:
@@ -93,10 +92,11 @@ class Outbox:
         sent: Callable[[], None] | None = None,
         session: str = "",
     ) -> None:
-        """Queue a finished branch; `unpublished` says why it only gets a note in the ledger.
+        """Queues a finished branch. `unpublished`: the reason that it only gets a note in the
+        ledger.
 
-        `sent` is called when Redis has it; at once where nothing is kept. `session` is the
-        traceparent of what the append links.
+        `sent` is called when Redis has it, or at once if nothing is kept. `session` is the
+        traceparent that the append links.
         """
         if self._client is None:
             if sent is not None:

@@ -1,6 +1,6 @@
 """All sessions of one gateway: by id, by key, by completion, by conversation.
 
-Owns their number and their time-outs.
+The registry bounds their number and ends silent ones.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from paceline.streams import api_key_hash
 KEY_PREFIX = "sk-pl-"
 ENDED_REMEMBERED = 4096
 LEAST_WAIT_S = 0.25
-"""Between two looks at all sessions."""
+"""Seconds between two checks of all sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is remembered of an ended session."""
+    """The record of an ended session."""
 
     session_id: str
     state: SessionState
     reason: FailReason | None = None
-    # as it was at its end; nothing of a former process's
+    # state at its end; without turns for a former process's session
     shown: Mapping[str, Any] = field(default_factory=dict)
-    # its turns; None once they have given way to those of later ones
+    # its turns; None once later sessions have replaced them
     session: Session | None = field(default=None, repr=False)
 
     def json(self) -> dict[str, Any]:
-        """What is known of it."""
+        """The record as JSON."""
         return {
             "id": self.session_id,
             "object": "session",
@@ -58,12 +58,14 @@ class Ended:
         }
 
     def error(self) -> FailedPrecondition:
-        """What a call on it gets."""
+        """The error for a call on it."""
         return ended_error(self.session_id, self.state, self.reason)
 
 
 class Sessions:
-    """Open sessions and the names of ended ones. Bounded in number; silent ones end by time-out."""
+    """Open sessions and the names of ended ones. Bounded in number; silent sessions end by
+    time-out.
+    """
 
     def __init__(
         self,
@@ -71,16 +73,16 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
         shard: Shard | None = None,
     ) -> None:
-        """`shard`: whose names they get."""
+        """`shard`: the shard of their names."""
         self._config = config
         self._shard = shard or Shard()
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._implicit: OrderedDict[str, Session] = OrderedDict()  # longest silent first
-        # hash of the api key -> session id, of open and remembered ones
+        # hash of the API key -> session id, of open and remembered sessions
         self._keys: dict[str, str] = {}
         self._ended: OrderedDict[str, tuple[Ended, str]] = OrderedDict()
-        # id -> tokens, of ended ones whose turns are kept
+        # id -> tokens, of ended sessions with kept turns
         self._kept: OrderedDict[str, int] = OrderedDict()
         self._kept_tokens = 0
         self._completions: dict[str, Session] = {}
@@ -88,7 +90,7 @@ class Sessions:
         # hash of a key -> earlier attempt under the same id
         self._former: OrderedDict[str, Ended] = OrderedDict()
         self.sooner = asyncio.Event()
-        """Set when a session opens that may expire before the next look."""
+        """Set when a session opens that may expire before the next check."""
         self._next_look_s = math.inf
 
     def __len__(self) -> int:
@@ -98,7 +100,7 @@ class Sessions:
         return session_id in self._open
 
     def open(self, assignment: Assignment, session_id: str = "") -> Session:
-        """A new session with a key of its own. Raises ResourceExhausted when too many are open."""
+        """A new session with its own key. Raises ResourceExhausted when too many are open."""
         if len(self._open) >= self._config.limit and not self._drop_implicit():
             raise ResourceExhausted(
                 "too many sessions are open", seen=len(self._open), allowed=self._config.limit
@@ -127,9 +129,9 @@ class Sessions:
         return session
 
     def get(self, session_id: str) -> Session:
-        """An open session, now touched.
+        """An open session; the call counts as a sign of life.
 
-        Raises NotFound, or FailedPrecondition naming the state of an ended one.
+        Raises NotFound, or FailedPrecondition with the state of an ended session.
         """
         session = self._open.get(session_id)
         if session is None:
@@ -139,9 +141,9 @@ class Sessions:
         return self._touched(session)
 
     def by_key(self, api_key: str) -> Session | None:
-        """The session of a key; None for a key nobody knows.
+        """The session of a key; None for an unknown key.
 
-        Raises FailedPrecondition for an ended one.
+        Raises FailedPrecondition for an ended session.
         """
         hashed = api_key_hash(api_key)
         if hashed in self._former:
@@ -150,18 +152,18 @@ class Sessions:
         return None if session_id is None else self.get(session_id)
 
     def owner(self, api_key: str) -> str | None:
-        """Id of the session that a key was made for, open or ended; None for other keys."""
+        """Id of the open or ended session that owns a key; None for other keys."""
         return self._keys.get(api_key_hash(api_key))
 
     def by_completion(self, completion_id: str) -> Session:
-        """The open session that a completion belongs to. Raises NotFound."""
+        """The open session of a completion. Raises NotFound."""
         session = self._completions.get(completion_id)
         if session is None:
             raise NotFound("no open session has this completion", seen=completion_id)
         return self._touched(session)
 
     def by_conversation(self, digests: Sequence[bytes]) -> Session | None:
-        """The implicit session whose model said something that this conversation goes on from."""
+        """The implicit session with a model message that this conversation continues."""
         for digest in reversed(digests[1:]):
             session = self._conversations.get(digest)
             if session is not None:
@@ -178,7 +180,7 @@ class Sessions:
             self._conversations[turn.digest] = session
 
     def find(self, session_id: str) -> Session | Ended:
-        """An open session, now touched, or what is remembered of one that ended lately.
+        """An open session, with a sign of life, or the record of a recently ended one.
 
         Raises NotFound.
         """
@@ -186,7 +188,7 @@ class Sessions:
         return self.get(session_id) if found is None else found[0]
 
     def remove(self, session: Session) -> None:
-        """Forget an ended session but for its state."""
+        """Removes an ended session but keeps its record."""
         self._open.pop(session.session_id, None)
         self._implicit.pop(session.session_id, None)
         for turn in session.tree.turns:
@@ -202,7 +204,7 @@ class Sessions:
                 self._keep(ended, session)
 
     def note_ended(self, ended: Ended, hashed_key: str) -> None:
-        """Remember how a session ended, also one of a former process."""
+        """Records the end of a session, which may belong to a former process."""
         self._forget(ended.session_id)
         self._ended[ended.session_id] = (ended, hashed_key)
         if hashed_key:
@@ -211,7 +213,9 @@ class Sessions:
             self._forget(next(iter(self._ended)))
 
     def expired(self) -> list[Session]:
-        """Sessions silent for longer than their time-out; generating counts as a sign of life."""
+        """Sessions silent for longer than their time-out; a running generation is a sign
+        of life.
+        """
         now = self._clock()
         for session in [one for one in self._open.values() if one.busy]:
             self._touched(session)
@@ -232,7 +236,7 @@ class Sessions:
         return session
 
     def _deadline(self, session: Session) -> float:
-        """When it has been silent for too long."""
+        """Time at which the session expires."""
         if session.assignment.implicit:
             return session.touched_s + self._config.implicit_timeout_s
         return session.touched_s + min(
@@ -240,8 +244,8 @@ class Sessions:
         )
 
     def _drop_implicit(self) -> bool:
-        """Make room: the longest silent conversation that nobody opened a session for or rewarded
-        is forgotten.
+        """Makes room by removing the implicit conversation that has been silent longest and has no
+        reward.
         """
         idle = next(
             (one for one in self._implicit.values() if not one.busy and not one.scored), None
@@ -253,8 +257,8 @@ class Sessions:
         return True
 
     def _supersede(self, session_id: str) -> None:
-        """Another attempt begins under this id: the key of the one before it opens nothing any
-        more.
+        """Starts another attempt under this id: the earlier attempt's key is invalid from
+        now on.
         """
         before, hashed = self._ended.get(session_id, (None, ""))
         self._forget(session_id)
@@ -264,7 +268,7 @@ class Sessions:
                 self._former.popitem(last=False)
 
     def _keep(self, ended: Ended, session: Session) -> None:
-        """Its turns can be exported until later ones need the room."""
+        """Keeps its turns for exports until later sessions need the room."""
         hashed = self._ended[ended.session_id][1]
         self._ended[ended.session_id] = (replace(ended, session=session), hashed)
         self._kept[ended.session_id] = session.tree.tokens

@@ -24,12 +24,12 @@ _OFF = Sampling(UNSEEDED, 1)
 def samples(
     session_id: str, about: Assignment, tree: MessageTree, reward: float | None
 ) -> list[Trajectory]:
-    """Every generated token once. Those without a reward have reward None; branch_count counts the
-    others.
+    """Samples with every generated token once. Samples without a reward have reward None;
+    branch_count counts the rest.
 
-    Without turn_discount a branch is one sample, and its reward is the session's plus those of its
-    turns. With it every turn is one: R_t = r_t + turn_discount * R_(t+1), the session's reward
-    counting as the last turn's.
+    Without turn_discount a branch is one sample, and its reward is the session's plus its turns'.
+    With turn_discount every turn is one sample: R_t = r_t + turn_discount * R_(t+1), where the
+    session's reward is added to the last turn.
     """
     lines = list(tree.branches())
     if about.turn_discount is None:
@@ -45,7 +45,9 @@ def samples(
 
 
 def check_trainable(sampling: Sampling) -> None:
-    """Raises TrainabilityError where the trainer, which goes by temperature alone, finds others."""
+    """Raises TrainabilityError for sampling under which the trainer, which uses the temperature
+    alone, would find other log-probs.
+    """
     if found := untrainable(sampling):
         raise TrainabilityError(
             "these samples cannot be trained; open the session with trainable=false or leave the "
@@ -57,11 +59,11 @@ def check_trainable(sampling: Sampling) -> None:
 
 
 def overridden(sampling: Sampling, temperature: float) -> tuple[Sampling, tuple[str, ...]]:
-    """The sampling with the run's own in place of what changes which token is drawn, and what that
-    has changed, "name=value used".
+    """The sampling with the run's values for parameters that change the drawn token, and the
+    changes as "name=value used".
 
-    One that could not be trained even so stays as it is: what an answer has to be is nobody's to
-    change.
+    Sampling that stays untrainable is returned unchanged: requirements on an answer are never
+    overridden.
     """
     own = {name: getattr(_OFF, name) for name in OVERRIDABLE} | {"temperature": temperature}
     drawn = replace(sampling, **own)
@@ -80,7 +82,7 @@ def _told(value: object) -> str:
 
 
 def _same(asked: object, used: object) -> bool:
-    """Whether two values are one, whatever precision a wire has left of them."""
+    """Whether two values are equal within a wire's precision."""
     if isinstance(asked, int | float) and isinstance(used, int | float):
         return math.isclose(asked, used, rel_tol=1e-6)
     return asked == used

@@ -1,4 +1,4 @@
-"""Keeps one session's tree, state and rewards, and refuses what may not happen now."""
+"""One session's tree, state and rewards; refuses calls that its state does not permit."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
 
 PARALLEL, QUOTA = "SESSION_PARALLEL", "SESSION_QUOTA"
 OWN_LIMITS = (PARALLEL, QUOTA)
-"""Reasons of errors by which a session meets limits of its own, and no shortage of the gateway."""
+"""Error reasons for a session's own limits, as opposed to a shortage of the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """One reward as it was posted."""
+    """One posted reward."""
 
     value: float
-    completion_id: str = ""  # of the turn it is for; empty: the session
+    completion_id: str = ""  # of the rewarded turn; empty: the session
     accumulate: bool = False
-    idempotency_key: str = ""  # names it among those that add up
+    idempotency_key: str = ""  # names it among accumulated rewards
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What each rule of a mixture gave; of a session's reward."""
+    """Reward by each rule of a mixture, for a session's reward."""
 
 
 class Session:
@@ -64,41 +64,41 @@ class Session:
         self.tree = MessageTree()
         self.reward: float | None = None
         self.reward_parts: Mapping[str, float] = {}
-        self.worker_index: int | None = None  # holds the prefix in its cache
+        self.worker_index: int | None = None  # has the prefix in its cache
         self.touched_s = now_s
-        self.generations = 0  # planned, also those that never began
+        self.generations = 0  # planned generations, including ones that never began
         self.ended = asyncio.Event()
         self._limits = limits
         self._active = 0
         self._active_tokens = 0
-        # of everything generated, in a session that is trained
+        # of everything generated, in a trained session
         self._temperature: float | None = None
         self._added: dict[str, Grant] = {}  # by idempotency key
         self._ended_with: list[Trajectory] | None = None
 
     @property
     def group_id(self) -> str:
-        """Its siblings' group; one of its own unless it was given one."""
+        """Its siblings' group, or a group of its own."""
         return self.assignment.group_id or self.session_id
 
     @property
     def busy(self) -> bool:
-        """True while a generation runs."""
+        """Whether a generation is running."""
         return self._active > 0
 
     @property
     def outcome(self) -> str:
-        """The state with the reason of a failure, as the ledger notes it."""
+        """The state with the reason of a failure, in the ledger's form."""
         return f"{self.state}:{self.fail_reason}" if self.fail_reason else str(self.state)
 
     @property
     def scored(self) -> bool:
-        """True when a reward was given, to the session or to a turn."""
+        """Whether the session or a turn has a reward."""
         return self.reward is not None or any(turn.reward is not None for turn in self.tree.turns)
 
     def check(self, sampling: Sampling, ahead: int = 0) -> None:
-        """Raises what `begin` would raise for this sampling after `ahead` other generations have
-        begun.
+        """Raises the errors that `begin` would raise for this sampling after `ahead` other
+        generations.
         """
         self.require_open()
         if self.assignment.trainable:
@@ -120,12 +120,12 @@ class Session:
             raise self._spent("tokens", limits.max_tokens)
 
     def begin(self, sampling: Sampling, new_tokens: int) -> None:
-        """A generation starts, with so many prompt tokens behind its parent's; call `end` once
+        """Starts a generation with `new_tokens` prompt tokens after its parent's; call `end` once
         afterwards.
 
         Raises FailedPrecondition when the session has ended or has used up a quota,
-        TrainabilityError for sampling that cannot be trained, ResourceExhausted when too many run
-        at once.
+        TrainabilityError for sampling that cannot be trained, ResourceExhausted when too many
+        generations run.
         """
         self.check(sampling)
         self._active += 1
@@ -133,7 +133,7 @@ class Session:
         self._temperature = sampling.temperature
 
     def end(self, new_tokens: int, turn: Turn | None, text: str = "") -> None:
-        """The generation is over; one that failed or was cancelled (None) leaves no trace."""
+        """Ends a generation; a failed or cancelled one (None) leaves no trace."""
         self._active -= 1
         self._active_tokens -= new_tokens
         if turn is not None and self.state is SessionState.OPEN:
@@ -142,17 +142,15 @@ class Session:
             self._temperature = None
 
     def numbered(self, count: int) -> int:
-        """The number of the first of `count` generations that are planned; nobody else gets these
-        numbers.
-        """
+        """The first of `count` numbers reserved for planned generations."""
         first = self.generations
         self.generations += count
         return first
 
     def score(self, grant: Grant) -> None:
-        """Give a reward. The same again changes nothing.
+        """Records a reward. A repetition changes nothing.
 
-        Raises FailedPrecondition for another one in its place or a late one, NotFound for an
+        Raises FailedPrecondition for a different second reward or a late one, NotFound for an
         unknown completion.
         """
         if not is_reward(grant.value):
@@ -179,9 +177,10 @@ class Session:
             turn.reward = known
 
     def close(self, *, abort: bool = False, fail: FailReason | None = None) -> bool:
-        """End: final with a reward, unscored without one, aborted or failed on request.
+        """Ends the session: final with a reward, unscored without one, aborted or failed on
+        request.
 
-        False when it had ended.
+        Returns False if it had already ended.
         """
         if self.state is not SessionState.OPEN:
             return False
@@ -197,12 +196,12 @@ class Session:
         return True
 
     def require_open(self) -> None:
-        """Raises FailedPrecondition naming the state."""
+        """Raises FailedPrecondition with the state unless the session is open."""
         if self.state is not SessionState.OPEN:
             raise ended_error(self.session_id, self.state, self.fail_reason)
 
     def trajectories(self) -> list[Trajectory]:
-        """Training samples of what was generated; those without a reward are never trained."""
+        """Training samples of all generations; samples without a reward are never trained."""
         if self._ended_with is not None:
             return self._ended_with
         found = samples(self.session_id, self.assignment, self.tree, self.reward)
@@ -253,7 +252,7 @@ class Session:
         return FailedPrecondition(message, reason="REWARD_CONFLICT", seen=seen, allowed=allowed)
 
     def _spent(self, what: str, limit: int) -> FailedPrecondition:
-        """A quota that no waiting renews."""
+        """The error for a used-up quota, which waiting does not renew."""
         message = f"session {self.session_id} has used up its {what}"
         return FailedPrecondition(message, reason=QUOTA, seen=limit)
 
@@ -261,7 +260,7 @@ class Session:
 def ended_error(
     session_id: str, state: SessionState, reason: FailReason | None = None
 ) -> FailedPrecondition:
-    """What a call on an ended session gets."""
+    """The error for a call on an ended session."""
     seen = f"{state}: {reason}" if reason else str(state)
     return FailedPrecondition(
         f"session {session_id} has ended",
@@ -273,11 +272,11 @@ def ended_error(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the session of a key, or somebody without one."""
+    """The caller of a request: the session of a key, or a caller without one."""
 
     session: Session | None = None
 
     @property
     def queue_key(self) -> str:
-        """Requests of one key take turns with those of others."""
+        """Key for the fair queue, in which keys take turns."""
         return "" if self.session is None else self.session.session_id

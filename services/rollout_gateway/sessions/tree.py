@@ -1,9 +1,8 @@
-"""The message tree of a session: model turns as the ids the engine produced. Owns what extends
-what.
+"""The message tree of a session: model turns as the ids that the engine produced.
 
-A turn's tokens are those of its parent, then its prompt's new ones, then what the model said.
-Nothing said is ever tokenised again: a request that extends a known history gives only the tokens
-behind it, a changed one begins a fork.
+A turn's tokens are its parent's, then the new ones of its prompt, then the model's answer. An
+answer is never tokenised again: a request that extends a known history adds only the tokens after
+it, and a changed history begins a fork.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
 class Turn:
     """One generation. Token counts: P of `prompt_ids`, R of `response_ids`."""
 
-    completion_id: str  # names it to the agent
+    completion_id: str  # its name for the agent
     parent: Turn | None
-    prompt_ids: tuple[int, ...]  # [P] what the engine saw after the parent's tokens
-    response_ids: tuple[int, ...]  # [R] what it said
+    prompt_ids: tuple[int, ...]  # [P] read by the engine after the parent's tokens
+    response_ids: tuple[int, ...]  # [R] drawn by the model
     behavior_logprobs: tuple[float, ...]  # [R]
     version_spans: tuple[VersionSpan, ...]  # counted from the first token of the path
     draw_spans: tuple[DrawSpan, ...]  # likewise
@@ -33,9 +32,9 @@ class Turn:
     temperature: float
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     smallest_gap: float = math.inf  # between the two best draws of any of its tokens
-    message: Message | None = None  # as the agent got it, in a conversation
-    digest: bytes = b""  # of the conversation that ends with the message
-    accepted_drafts: tuple[bool, ...] = ()  # [R]; empty: nowhere
+    message: Message | None = None  # as sent to the agent, in a conversation
+    digest: bytes = b""  # of the conversation up to this message
+    accepted_drafts: tuple[bool, ...] = ()  # [R]; empty: no accepted draft
     reward: float | None = None
     children: list[Turn] = field(default_factory=list)
 
@@ -51,7 +50,7 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """[T] all tokens up to the end of what was said here."""
+        """[T] all tokens up to the end of this answer."""
         return [
             token
             for turn in self.path
@@ -61,25 +60,23 @@ class Turn:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this turn added."""
+        """Number of tokens that this turn added."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 class MessageTree:
-    """Turns of one session in the order in which they ended."""
+    """Turns of one session in the order of their ends."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.tokens = 0
         self._roots: list[Turn] = []
         self._by_digest: dict[bytes, Turn] = {}
-        # characters -> sha256 of so much text -> turn
+        # characters -> sha256 of that much text -> turn
         self._by_text: dict[int, dict[bytes, Turn]] = {}
 
     def add(self, turn: Turn, text: str = "") -> None:
-        """A generation that has ended; `text`: of prompt and response, where the prompt came as
-        text.
-        """
+        """Adds a finished generation. `text`: of prompt and response, if the prompt was text."""
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         self.turns.append(turn)
         self.tokens += turn.tokens
@@ -93,7 +90,7 @@ class MessageTree:
         return next((turn for turn in self.turns if turn.completion_id == completion_id), None)
 
     def extended_by_messages(self, digests: Sequence[bytes]) -> tuple[Turn, int] | None:
-        """The deepest turn that a conversation goes on from, and how many of its messages that
+        """The deepest turn that a conversation continues, and the number of messages that it
         covers.
         """
         for count in range(len(digests) - 1, 0, -1):
@@ -103,7 +100,7 @@ class MessageTree:
         return None
 
     def extended_by_text(self, prompt: str) -> tuple[Turn, str] | None:
-        """The longest known text that a prompt begins with: its turn, and the rest of the
+        """The turn with the longest known text at the beginning of a prompt, and the rest of the
         prompt.
         """
         for length in sorted(self._by_text, reverse=True):
@@ -115,7 +112,7 @@ class MessageTree:
         return None
 
     def extended_by_tokens(self, prompt: Sequence[int]) -> tuple[Turn, tuple[int, ...]] | None:
-        """The deepest turn whose tokens a prompt begins with, and the rest of the prompt."""
+        """The deepest turn with tokens at the beginning of a prompt, and the rest of the prompt."""
         given = tuple(prompt)
         best: tuple[Turn, int] | None = None
         open_turns = [(turn, 0) for turn in self._roots]
@@ -130,8 +127,8 @@ class MessageTree:
         return None if best is None else (best[0], given[best[1] :])
 
     def branches(self) -> Iterator[Branch]:
-        """Every line of turns from a root to a leaf; each turn is trained in the first line that
-        holds it.
+        """Every path from a root to a leaf; each turn is trained in the first path that contains
+        it.
         """
         trained: set[int] = set()
         for leaf in (turn for turn in self.turns if not turn.children):
@@ -142,10 +139,10 @@ class MessageTree:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A line of turns as one training sample."""
+    """A path of turns as one training sample."""
 
     path: tuple[Turn, ...]
-    # those whose tokens carry loss here; the others do in an earlier branch
+    # turns with loss here; the other turns have theirs in an earlier branch
     trained: tuple[Turn, ...]
 
 

@@ -14,7 +14,7 @@ from paceline.trajectory import DrawSpan, Trajectory, VersionSpan
 
 
 def session_json(session: Session) -> dict[str, Any]:
-    """What GET /v1/sessions/{id} answers."""
+    """The answer of GET /v1/sessions/{id}."""
     about, turns = session.assignment, session.tree.turns
     return {
         "id": session.session_id,
@@ -37,14 +37,14 @@ def session_json(session: Session) -> dict[str, Any]:
 
 
 def tree_json(session: Session) -> dict[str, Any]:
-    """The message tree, turn by turn in the order of their ends; parents are named by completion
+    """The message tree, turn by turn in the order of their ends; parents are given by completion
     id.
     """
     return {**session_json(session), "tree": [_turn_json(turn) for turn in session.tree.turns]}
 
 
 def samples_json(session: Session) -> dict[str, Any]:
-    """What is or would be trained."""
+    """The samples for training."""
     return {
         **session_json(session),
         "samples": [_sample_json(one) for one in session.trajectories()],

@@ -201,7 +201,7 @@ class Canary:
             for prompt in prompts
         ]
         process, seconds = seat.process, self._config.deadline_s
-        clock = WorkClock(lambda: [process.pid_here] if process and process.pid_here else [])
+        clock = WorkClock(lambda: [process.pid] if process and process.pid else [])
         answers = asyncio.ensure_future(self._router.probes.answers(seat, requests))
         try:
             if await clock.wait((answers,), seconds):

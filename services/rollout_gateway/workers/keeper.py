@@ -14,8 +14,6 @@ from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.workers.hosts import HOST_AWAY, WorkerHosts
-from paceline.services.rollout_gateway.workers.life import WorkerLife
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
 from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
@@ -60,60 +58,37 @@ class WorkerKeeper:
     def __init__(
         self,
         local: LocalWorkers,
-        hosts: WorkerHosts | None,
         config: EngineConfig,
         rows: RowShape | None,
         seats: Sequence[Seat],
         routing: Routing,
     ) -> None:
-        """`local`: ends with `stop`; `hosts`: others, None where there are none; `rows`: None where
-        no hidden states are wanted.
-        """
+        """`local`: ends with `stop`; `rows`: None where nobody reads hidden states."""
         self._local = local
-        self._hosts = hosts
         self._ready_s = config.ready_deadline_s
         self._rows = rows
         self._seats = seats
         self._routing = routing
-        self._keepers: dict[int, asyncio.Task[None]] = {}
+        self._keepers: list[asyncio.Task[None]] = []
         self.ready = pb.WorkerReady()
         """Facts of the engine, from the worker that was ready last."""
 
     async def start(self) -> None:
-        """Start a worker in each place that is not vacant; returns when all serve, but for those
-        that wait until what serves, and is damaged, is pushed again, or for their host. Raises what
-        the first failing one says; call `stop` then.
+        """Start a worker in each place; returns when all serve, but for those that wait until what
+        serves, and is damaged, is pushed again. Raises what the first failing one says; call `stop`
+        then.
         """
-        there = [seat for seat in self._seats if not seat.vacant]
-        found = await asyncio.gather(*(self._start_first(seat) for seat in there))
+        found = await asyncio.gather(*(self._start_first(seat) for seat in self._seats))
         late = [error for error in found if error is not None]
         if late and not self.ready.ListFields():  # none serves
             raise late[0]
-        for seat in there:
-            self._begin_keeping(seat)
-
-    async def add(self, seat: Seat) -> None:
-        """Start a worker in a vacant place, which is it no more as soon as it serves. Raises what
-        the worker says.
-        """
-        await self._start_worker(seat)
-        seat.vacant = False
-        self._begin_keeping(seat)
-
-    async def remove(self, seat: Seat) -> None:
-        """End the worker of a place that is vacant from now on."""
-        await cancel(self._keepers.pop(seat.index, None))
-        if seat.process is not None:
-            await seat.process.stop()
-            seat.process = None
-
-    def _begin_keeping(self, seat: Seat) -> None:
-        keeper = background(self._keep(seat), f"keeper of worker {seat.index}")
-        self._keepers[seat.index] = keeper
+        self._keepers = [
+            background(self._keep(seat), f"keeper of worker {seat.index}") for seat in self._seats
+        ]
 
     async def stop_keeping(self) -> None:
         """No worker is replaced any more."""
-        await cancel(*self._keepers.values())
+        await cancel(*self._keepers)
 
     async def stop(self) -> None:
         """End workers with Shutdown."""
@@ -127,22 +102,17 @@ class WorkerKeeper:
         """What keeps the worker from starting that may be mended while others serve."""
         try:
             await self._start_worker(seat)
-        except (DataLoss, Unavailable) as error:
-            if not (isinstance(error, DataLoss) or error.reason == HOST_AWAY):
-                raise
-            seat.away = self._away(seat)
+        except DataLoss as error:
             self._tell_failed_start(seat, error)
             return error
         return None
 
     async def _start_worker(self, seat: Seat) -> None:
         """A worker that serves the committed versions."""
-        if seat.host and self._hosts is not None:
-            life: WorkerLife = self._hosts.make(seat.index)
-        else:
-            life = self._local.make(seat.index, seat.number)
         process = WorkerProcess(
-            seat.index, life, lambda tokens, rows: self._routing.tokens(seat, tokens, rows)
+            seat.index,
+            self._local.make(seat.index, seat.number),
+            lambda tokens, rows: self._routing.tokens(seat, tokens, rows),
         )
         try:
             await process.start(self._ready_s)
@@ -153,11 +123,8 @@ class WorkerKeeper:
             await process.close()
             raise
 
-        seat.process, seat.away = process, False
+        seat.process = process
         self._routing.serves(seat)
-
-    def _away(self, seat: Seat) -> bool:
-        return self._hosts is not None and self._hosts.away(seat.host)
 
     def _check_rows(self, ready: pb.WorkerReady) -> None:
         """Raises ConfigError when the ring was cut for other rows than the engine's."""
@@ -168,7 +135,7 @@ class WorkerKeeper:
             )
 
     async def _keep(self, seat: Seat) -> None:
-        """Replace the worker whenever it is lost or could not start, unless its place is vacant."""
+        """Replace the worker whenever it is lost or could not start."""
         while True:
             process = seat.process
             reason = await asyncio.shield(process.lost) if process is not None else ""
@@ -179,10 +146,7 @@ class WorkerKeeper:
                 tell_supervisor("impaired", f"engine worker {seat.index} {reason}")
                 await process.close()
                 metrics.WORKER_RESTARTS.record()
-                seat.away = self._away(seat)
                 self._routing.lost(seat)
-            if seat.vacant:
-                return
             await self._replace(seat)
             took_s = time.monotonic() - lost_s
             tell_supervisor("recovered", f"engine worker {seat.index} after {took_s:.1f} s")
@@ -198,8 +162,7 @@ class WorkerKeeper:
                 message = self._tell_failed_start(seat, error)
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
                 if failures >= STARTS_BEFORE_GIVING_UP:
-                    passing = isinstance(error, DataLoss) or self._away(seat)
-                    kind = Unavailable if passing else InternalError
+                    kind = Unavailable if isinstance(error, DataLoss) else InternalError
                     self._routing.fail(seat, message, kind)
 
     def _tell_failed_start(self, seat: Seat, error: PacelineError | OSError) -> str:

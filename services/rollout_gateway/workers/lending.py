@@ -77,28 +77,16 @@ class Loans:
     def release(self, index: int) -> None:
         """No request goes to the worker any more: to others, or it waits. Idempotent."""
         self._seats[index].released = True
-        self._move_unsent(self._seats[index])
-
-    def vacate(self, workers: Iterable[int]) -> None:
-        """As `release`, for good: what waits for these workers alone goes to others, too."""
-        leaving = [self._seats[index] for index in workers]
-        for seat in leaving:
-            seat.vacant = True
-        for seat in leaving:
-            self._move_unsent(seat)
-        self.place_held()
-
-    def _move_unsent(self, seat: Seat) -> None:
-        for generation in seat.take_unsent():
+        for generation in self._seats[index].take_unsent():
             self._place(generation)
 
-    async def drain(self, seat: Seat, drain_s: float, reason: str) -> None:
+    async def _drain(self, seat: Seat, drain_s: float) -> None:
         """Returns when no request runs there: they get `drain_s` seconds to end, then they are
         suspended. Raises DeadlineExceeded when they do not stop.
         """
         if await seat.idle_within(drain_s):
             return
-        if seat.process is not None and (suspended := seat.suspend(reason)):
+        if seat.process is not None and (suspended := seat.suspend("lease")):
             asked = pb.AbortRequests(request_ids=suspended)
             seat.process.send(pb.WorkerCommand(abort=asked))
         if not await seat.idle_within(self._deadline_s):
@@ -117,7 +105,7 @@ class Loans:
         self.release(index)
         seat = self._seats[index]
         seat.spare = False
-        await self.drain(seat, drain_s, "lease")
+        await self._drain(seat, drain_s)
         if seat.lent:
             return 0
         seat.lent = True
@@ -154,7 +142,7 @@ class Loans:
         for seat in self._seats:
             if seat.spare:
                 seat.spare = seat.released = False
-        self.place_held()
+        self._place_held()
 
     async def wake(self, process: WorkerProcess) -> None:
         """A worker that has given its memory back takes it again. Raises what it says."""
@@ -171,10 +159,10 @@ class Loans:
         await asyncio.gather(*(self._return(seat) for seat in back))
         for seat in back:
             seat.released = seat.spare = False
-        self.place_held()
+        self._place_held()
         return [seat.index for seat in back]
 
-    def place_held(self) -> None:
+    def _place_held(self) -> None:
         """Requests that wait look for a worker again."""
         for generation in self._held.take_all():
             self._place(generation)
@@ -191,12 +179,6 @@ class Loans:
             process.kill()
             # Nothing is sent to it any more; its keeper starts another.
             await asyncio.shield(process.lost)
-
-
-def check_drain_s(drain_s: float) -> None:
-    """Raises InvalidInput for seconds that no drain may take."""
-    if not 0 <= drain_s <= MOST_DRAIN_S:
-        raise InvalidInput("drain_s", seen=drain_s, allowed=f"0 to {MOST_DRAIN_S:g} s")
 
 
 class Lending:
@@ -264,7 +246,8 @@ class Lending:
         if unknown := [index for index in wanted if index >= self._workers]:
             allowed = f"0..{self._workers - 1}"
             raise InvalidInput("there is no such worker", seen=unknown[0], allowed=allowed)
-        check_drain_s(drain_s)
+        if not 0 <= drain_s <= MOST_DRAIN_S:
+            raise InvalidInput("drain_s", seen=drain_s, allowed=f"0 to {MOST_DRAIN_S:g} s")
         if not 0 < outlasts_s <= MOST_OUTLASTS_S:
             allowed = f"above 0, at most {MOST_OUTLASTS_S:g} s"
             raise InvalidInput("outlasts_s", seen=outlasts_s, allowed=allowed)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +24,23 @@ from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engine_places import own_cores
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
-from paceline.services.rollout_gateway.engines.worker.ring import RowRing
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
 from paceline.services.rollout_gateway.engines.worker.spec import (
     SOCKET_VARIABLE,
     SPEC_VARIABLE,
     WorkerSpec,
 )
-from paceline.services.rollout_gateway.workers.life import OnEvent, taken_or_killed
 from paceline.services.rollout_gateway.workers.socket import WorkerSocket
+from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 
+OnEvent = Callable[[pb.WorkerEvent, RowArray | None], None]
+"""Takes an event and its hidden rows; None where nobody reads rows."""
 STOP_GRACE_S = 5.0
 LAST_WORDS_S = 0.02
 LAST_WORDS = 1000
 _numbers = itertools.count(1)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class RowShape:
 
 
 class LocalWorker:
-    """A WorkerLife on this host."""
+    """One process of an engine worker: start, send, close."""
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class LocalWorker:
         heartbeat_s: float = LIMIT_S,
     ) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How the process ended, in words, once it has."""
         self._spec = spec
         self._forker = forker
         self._ring = ring
@@ -78,16 +83,13 @@ class LocalWorker:
 
     @property
     def pid(self) -> int:
-        """See WorkerLife."""
+        """Process id; 0 before the start."""
         return self._process.pid if self._process else 0
 
-    @property
-    def pid_here(self) -> int:
-        """See WorkerLife."""
-        return self.pid
-
     async def start(self, on_event: OnEvent, deadline_s: float) -> None:
-        """See WorkerLife."""
+        """Returns when the process runs; an event says when it serves. Raises Unavailable,
+        DeadlineExceeded.
+        """
         index = self._spec.worker_index
         self._on_event = on_event
         name = f"{index}-{next(_numbers)}"
@@ -106,21 +108,21 @@ class LocalWorker:
         self._watching = background(self._watch(process, socket), f"watch of worker {index}")
 
     def send(self, command: bytes) -> None:
-        """See WorkerLife."""
+        """Sends without waiting; a process that is gone gets nothing."""
         if self._socket is not None:
             self._socket.send(command)
 
     def expect_end(self) -> None:
-        """See WorkerLife."""
+        """The process was told to end: its silence means nothing from now on."""
         self._heartbeat.expect_end()
 
     def kill(self) -> None:
-        """See WorkerLife."""
+        """Ends the process at once; `ended` follows."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def close(self) -> None:
-        """See WorkerLife."""
+        """Kills the process if it still runs, and frees its socket and ring."""
         self.kill()
         if self._process is not None:
             with suppress(TimeoutError):  # who would tell of its end may be stopped
@@ -134,13 +136,19 @@ class LocalWorker:
             self._ring.seal()
 
     def _take(self, message: bytes) -> None:
-        with taken_or_killed(self._spec.worker_index, self):
+        # An event that raises ends the worker: unheard, it would hold its requests for ever.
+        try:
             event, rows = pb.WorkerEvent.FromString(message), None
             if self._ring is not None and event.HasField("tokens"):
                 rows = self._ring.read(event.tokens.rows_written)
             elif self._ring is not None and event.HasField("ready"):
                 self._ring.seal()
             self._on_event(event, rows)
+        except Exception as error:
+            log.error(
+                "a worker's event is not taken", worker=self._spec.worker_index, exc_info=error
+            )
+            self.kill()
 
     async def _watch(self, process: Forked, socket: WorkerSocket) -> None:
         code = await self._heartbeat.outlived(process)
@@ -190,7 +198,7 @@ class LocalWorkers:
         rows = self._rows
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
         config = self._config
-        pinned = config.pin_cores or config.threads == 0
+        pinned = config.threads == 0
         spec = WorkerSpec(
             worker_index=index,
             place=place,

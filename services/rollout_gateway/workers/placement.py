@@ -32,9 +32,6 @@ class Seat:
     index: int
     process: WorkerProcess | None = None  # None while it starts
     first: int = 0  # number of this gateway's first worker among all of the run
-    host: int = 0  # that its worker is on; 0: the gateway's own
-    away: bool = False  # its worker is lost with its host: what is for it alone goes to others
-    vacant: bool = False  # no worker belongs here, or none for much longer: gets no requests
     released: bool = False  # lent out, or about to be: gets no requests
     spare: bool = False  # released since nothing ran there; no trainer has asked for it yet
     lent: bool = False  # its process has given its memory back, or does so as soon as it starts
@@ -143,14 +140,11 @@ class Seat:
 
 def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
     """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
-    the least loaded; None while all are released or vacant.
+    the least loaded; None while all are released.
 
-    Places without a process count only when there is no other, those whose host is away not even
-    then while one that is lent may come back: nobody knows when the host does.
+    Places without a process count only when there is no other.
     """
-    members = [seat for seat in seats if not seat.vacant]
-    members = [seat for seat in members if not seat.away] or members
-    there = [seat for seat in members if not seat.released]
+    there = [seat for seat in seats if not seat.released]
     kept = [seat for seat in there if seat.process is not None] or there
     held = next((seat for seat in kept if seat.index == prefer), None)
     if held is not None and not _overloaded(held, kept):

@@ -13,8 +13,7 @@ from paceline.local.work import WorkClock
 from paceline.messages import versions_from_proto
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.workers.life import WorkerLife
-from paceline.services.rollout_gateway.workers.local import STOP_GRACE_S
+from paceline.services.rollout_gateway.workers.local import STOP_GRACE_S, LocalWorker
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 
@@ -25,7 +24,7 @@ _numbers = itertools.count(1)
 class WorkerProcess:
     """One life of one worker. Not reused: a restart makes another."""
 
-    def __init__(self, index: int, life: WorkerLife, on_tokens: OnTokens) -> None:
+    def __init__(self, index: int, life: LocalWorker, on_tokens: OnTokens) -> None:
         self.index = index
         self.ready = pb.WorkerReady()
         self.versions = VersionSet()  # that it serves
@@ -44,13 +43,8 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id on its host; 0 before the start."""
+        """Process id; 0 before the start."""
         return self._life.pid
-
-    @property
-    def pid_here(self) -> int:
-        """The same of a process on this host; 0 of one on another."""
-        return self._life.pid_here
 
     @property
     def unanswered(self) -> int:
@@ -137,7 +131,7 @@ class WorkerProcess:
             self._clocks.remove(clock)
 
     def _clock(self) -> WorkClock:
-        return WorkClock(lambda: [self.pid_here] if self.pid_here else [])
+        return WorkClock(lambda: [self.pid] if self.pid else [])
 
     async def stop(self) -> None:
         """Shutdown, then kill after STOP_GRACE_S; frees what belongs to it."""

@@ -16,7 +16,6 @@ from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.held import HeldRequests
-from paceline.services.rollout_gateway.workers.hosts import WorkerHosts
 from paceline.services.rollout_gateway.workers.keeper import WorkerKeeper
 from paceline.services.rollout_gateway.workers.lending import Loans
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
@@ -45,19 +44,16 @@ class Router:
         wait_s: float,
         reclaim_after_s: float,
         first: int = 0,
-        hosts: WorkerHosts | None = None,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
-        after which `traffic` reports it; first: the first worker's number within the run; local,
-        hosts: see WorkerKeeper.
+        after which `traffic` reports it; first: the first worker's number within the run; local:
+        see WorkerKeeper.
         """
         self._config = config
         self._on_rows = on_rows
         self._on_discard = on_discard  # rows of a request whose next try gives them again
-        self._seats = [
-            Seat(i, first=first, host=hosts.host_of(i) if hosts else 0) for i in range(count)
-        ]
-        self.keeper = WorkerKeeper(local, hosts, config, rows, self._seats, self)
+        self._seats = [Seat(i, first=first) for i in range(count)]
+        self.keeper = WorkerKeeper(local, config, rows, self._seats, self)
         self._flushing = False
         self._held = HeldRequests(wait_s)
         self.traffic = WaitingTraffic(self._seats, self._held, config.max_batch, reclaim_after_s)
@@ -69,11 +65,6 @@ class Router:
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
         self.probes = Probes(self._flush, self._deliver_all, self.abort)
-
-    @property
-    def members(self) -> list[int]:
-        """Places that have a worker, ready or not."""
-        return [seat.index for seat in self._seats if not seat.vacant]
 
     @property
     def ready(self) -> pb.WorkerReady:
@@ -202,7 +193,7 @@ class Router:
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         pinned = generation.pinned
         seat = self._seats[pinned] if pinned is not None else None
-        if seat is None or seat.vacant or seat.away:
+        if seat is None:
             seat = choose(self._seats, prefer)
         if seat is None or seat.released:
             self._held.add(generation)

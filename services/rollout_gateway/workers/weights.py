@@ -123,7 +123,7 @@ class WorkerWeights:
         }
         with span(names.WEIGHTS_COMMIT, about):
             async with self._swap:
-                judged = len(self._router.members) > 1 if judge is None else judge
+                judged = len(self._router.seats) > 1 if judge is None else judge
                 first = None
                 if judged:
                     first = await self._canary.first(

@@ -97,19 +97,3 @@ def note_commands(monkeypatch: pytest.MonkeyPatch) -> Order:
     monkeypatch.setattr(WorkerProcess, "ask", noted)
     monkeypatch.setattr(WorkerProcess, "send", sent)
     return order
-
-
-async def add(served: Any, epoch: int, *workers: int) -> dict[int, str]:
-    """Returns when these places have workers, or by their number why not."""
-    asked = rpb.AddWorkersRequest(context=lease(served, epoch), workers=workers)
-    with rpc_errors():
-        answer = await served.stub.AddWorkers(asked, timeout=patient(60))
-    assert {*answer.workers, *answer.failures} == {*workers}
-    return dict(answer.failures)
-
-
-async def drain(served: Any, epoch: int, *workers: int, **options: Any) -> None:
-    """Returns when these workers are gone."""
-    asked = rpb.DrainWorkersRequest(context=lease(served, epoch), workers=workers, **options)
-    with rpc_errors():
-        await served.stub.DrainWorkers(asked, timeout=patient(60))

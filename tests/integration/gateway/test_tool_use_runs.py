@@ -18,6 +18,9 @@ from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
+CALCULATOR = Path(__file__).parents[3] / "examples/tools/calculator.py"
+TOOLS = {"calculator": f"{CALCULATOR}:calculator"}
+
 
 def call(name: str, key: str, value: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{"{key}": "{value}"}}}}\n</tool_call>'
@@ -58,7 +61,7 @@ async def test_a_task_is_solved_with_the_calculator_and_with_python(
         rpb.TaskSpec(task_id="product", prompt="6 times 7", answer="42", group_id="p"),
         rpb.TaskSpec(task_id="sum", prompt="sum to ten", answer="55", group_id="s", task_index=1),
     ]
-    async with serve_gateway() as served:
+    async with serve_gateway(tools=TOOLS) as served:
         samples = await ran(served, tasks, "tool_use", "math_answer")
         codec = served.codec
     assert {name: sample.reward.value for name, sample in samples.items()} == {
@@ -150,7 +153,7 @@ def no_walls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("environment", "reward", "tools"),
     [
         ("single_turn", "code_tests", "[]"),
-        ("tool_use", "math_answer", '["calculator", "python"]'),
+        ("tool_use", "math_answer", '["python"]'),
     ],
 )
 async def test_a_run_of_code_that_cannot_be_shut_in_is_refused_before_it_begins(
@@ -176,7 +179,7 @@ async def test_a_task_without_python_needs_no_walls(
         group_id="p",
         metadata={"tools": '["calculator"]'},
     )
-    async with serve_gateway() as served:
+    async with serve_gateway(tools=TOOLS) as served:
         samples = await ran(served, [task], "tool_use", "math_answer")
     assert samples["product"].reward.value == 1.0
 

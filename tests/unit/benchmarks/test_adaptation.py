@@ -49,7 +49,7 @@ async def test_every_setting_trains_once_a_seed_and_finished_ones_are_kept(
 
     async def pretend(command: list[str]) -> float:
         commands.append(command)
-        if "train-drafter" in command:
+        if "train" in command:
             write_log(command)
         return 1.0
 
@@ -63,4 +63,4 @@ async def test_every_setting_trains_once_a_seed_and_finished_ones_are_kept(
     assert sorted(flags) == ["0.5", "0.5", "2", "2"]
     commands.clear()
     await adaptation.run(options(tmp_path, f"{BASE};clip 2"))
-    assert not [one for one in commands if "train-drafter" in one]
+    assert not [one for one in commands if "train" in one]

@@ -10,11 +10,11 @@ import uvloop
 
 from benchmarks import profiles
 from benchmarks.engine.runs import Decoded, TimedRun
+from benchmarks.profile_accuracy import accuracy
 from benchmarks.result import BenchResult
 from paceline.errors import InvalidInput
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.chat.text import TextCodec
-from paceline.services.rollout_gateway.profile_accuracy import accuracy
 from paceline.tasks import Task
 
 DEMO = Path("examples/demo")

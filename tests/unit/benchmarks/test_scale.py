@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 from benchmarks import scale
-from benchmarks.copies import Copied, CopiesPlan, goals_of
-from benchmarks.copies import rows_of as rows_of_copies
 from benchmarks.gateway.tasks import TasksPlan
 from benchmarks.launched_tasks import rows_of
 from benchmarks.simulation.fleet import Fleet, gpus
@@ -180,19 +178,6 @@ def test_tasks_of_both_launchers_are_compared_pair_by_pair() -> None:
     assert (on_ray["launcher"], on_ray["tasks/s"]) == ("ray", 90.0)
     assert str(on_ray["of local"]).startswith("0.900 [0.900, 0.900]")
     assert (on_ray["gateways"], on_ray["calls of each"]) == (3, 2)
-
-
-def test_copies_are_told_beside_what_the_network_alone_takes_and_the_gateways_share_is_judged() -> (
-    None
-):
-    plan = CopiesPlan(hosts=2, megabytes=10, mbit=80)
-    pushes = {0: [Copied(2.5, (2.0, 0.0, 0.0))], 1: [Copied(1.25, (1.0, 1.0, 0.0))]}
-    direct, chain = rows_of_copies(plan, pushes)
-    assert direct["computed s"] == pytest.approx(2.0, rel=0.15)
-    assert chain["computed s"] == pytest.approx(1.0, rel=0.15)
-    assert str(chain["of all from the gateway"]).startswith("0.500 [0.500, 0.500]")
-    (goal,) = goals_of(plan, pushes)
-    assert (goal.value, goal.met) == (-1.0, True)
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.config.tables import read_tables, write_tables
 from paceline.errors import ConfigError
-from paceline.local.patience import patient
 from paceline.local.redis import RedisLauncher
 from paceline.rpc import MOST_TASK_BYTES
 from paceline.services.coordinator.config import CoordinatorConfig
@@ -83,21 +82,6 @@ def test_a_format_of_lines_that_is_none_is_refused(command: str) -> None:
     assert "text, json" in done.output
 
 
-@pytest.mark.parametrize("asked", ["runs/demo-0-1", "demo-0-1"])
-def test_logs_are_found_by_directory_and_by_id(run: Path, asked: str) -> None:
-    done = paceline("logs", asked, "-n", "2", cwd=run.parents[1])
-    assert done.returncode == 0, done.stderr
-    for name in ("gateway", "policy_trainer.rank-rank0"):
-        assert f"{name} 28\n{name} 29\n" in done.stdout
-        assert f"{name} 27\n" not in done.stdout
-
-
-def test_logs_of_a_service_are_also_those_of_its_ranks(run: Path) -> None:
-    done = paceline("logs", str(run), "policy-trainer")
-    assert "policy_trainer.rank-rank0 29" in done.stdout
-    assert "gateway" not in done.stdout
-
-
 def recorded(folder: Path, steps: int) -> Path:
     """The directory of a run that has ended, with its journal in its own Redis."""
     settings = {"run": {"id": folder.name, "dir": str(folder)}}
@@ -128,38 +112,11 @@ def test_two_recorded_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert all((run / "report.html").is_file() for run in runs)
 
 
-def test_logs_that_are_followed_go_on_as_they_grow_and_when_their_file_is_another(
-    run: Path,
-) -> None:
-    log = run / "logs" / "gateway.log"
-    command = [sys.executable, "-m", "paceline.cli.main", "logs", str(run), "gateway"]
-    following = subprocess.Popen([*command, "-f", "-n", "1"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert following.stdout is not None
-        assert following.stdout.readline() == "gateway 29\n"
-        with log.open("a") as file:
-            file.write("gateway goes on\n")
-        assert following.stdout.readline() == "gateway goes on\n"
-        anew = log.with_name("anew")
-        anew.write_text("gateway anew\n")
-        anew.replace(log)
-        assert following.stdout.readline() == "gateway anew\n"
-    finally:
-        following.terminate()
-        following.communicate(timeout=patient(20))
-
-
-@pytest.mark.parametrize("words", [["logs", "no-such-run"], ["report", "no-such-run"]])
+@pytest.mark.parametrize("words", [["why", "no-such-run"], ["report", "no-such-run"]])
 def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
     done = paceline(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert "no-such-run" in done.stderr
-
-
-def test_a_service_without_logs_is_refused_with_those_there_are(run: Path) -> None:
-    done = paceline("logs", str(run), "drafter-trainer")
-    assert done.returncode == 2
-    assert "gateway, policy_trainer.rank-rank0" in " ".join(done.stderr.split())
 
 
 def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:

@@ -21,6 +21,6 @@ def test_a_tools_options_and_help_go_to_its_module(
     monkeypatch.setattr("os.execv", lambda path, argv: started.append(argv))
     module, _ = TOOLS[name]
     for line in (["--help"], ["--data", "x.jsonl", "--ranks", "2", "--no-resume"]):
-        assert CliRunner().invoke(app, [name, *line]).exit_code == 0
+        assert CliRunner().invoke(app, ["drafter", name, *line]).exit_code == 0
         assert started.pop() == [sys.executable, "-m", module, *line]
     assert find_spec(module) is not None

@@ -11,7 +11,7 @@ import pytest
 from ray_nodes import WITH_RAY
 
 from paceline.cluster.kept import KeptService
-from paceline.cluster.order import START_AGAIN, KeeperReport, ServiceOrder
+from paceline.cluster.order import START_AGAIN, ServiceOrder
 from paceline.errors import Unavailable
 from paceline.local.launch import ChildEvent, Launch
 
@@ -67,37 +67,6 @@ async def test_a_node_that_ray_calls_dead_is_lost_at_once(tmp_path: Path) -> Non
         await service.run()
     assert raised.value.reason == START_AGAIN
     assert (len(placed), lost) == (1, {"10.0.0.2"})
-
-
-async def test_what_may_move_waits_for_another_node_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PACELINE_PATIENCE", "0.01")
-    monkeypatch.setattr("paceline.cluster.kept._MOVE_S", 0.01)
-    monkeypatch.setattr("ray.kill", lambda keeper: None)
-    told: list[ChildEvent] = []
-    placed: list[int] = []
-
-    def finished_later(order: ServiceOrder) -> Any:
-        placed.append(len(placed))
-        keeper = silent_keeper(order)
-        if len(placed) == 3:
-
-            async def over(*_: object) -> str:
-                return KeeperReport(0, over=True).text()
-
-            keeper.look = SimpleNamespace(remote=over)
-        return keeper
-
-    around = asyncio.get_running_loop().create_future()
-    around.set_result({})
-    order = ServiceOrder("worker_host_1", str(tmp_path), str(tmp_path), may_move=True)
-    launch = Launch("worker_host_1", (), optional=True, may_move=True)
-    await KeptService(launch, order, [], finished_later, around, told.append).run()
-    assert len(placed) == 3
-    (said,) = told
-    assert "worker_host_1 is lost" in said.detail
-    assert "the run goes on without it" in said.detail
 
 
 async def test_a_keeper_on_a_node_that_is_lost_is_not_asked_to_stop(

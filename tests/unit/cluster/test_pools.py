@@ -24,11 +24,6 @@ def test_services_that_compute_in_turns_share_the_slots_of_the_engines() -> None
     assert rollout.bundles == ({CPU: 1.0}, {CPU: 1.0})
 
 
-def test_places_of_workers_that_are_added_later_are_reserved_from_the_start() -> None:
-    _, rollout = pools("gateway.engine.most_workers=3")
-    assert rollout.asks == {CPU: 3.0}
-
-
 def test_a_learner_with_slots_of_its_own_is_a_pool_of_its_own() -> None:
     _, rollout, policy = pools("coordinator.placement=disaggregated", "coordinator.learner_slots=3")
     assert (rollout.services, rollout.asks) == (("gateway",), {CPU: 2.0})
@@ -55,39 +50,3 @@ def test_pools_that_are_too_much_together_are_refused() -> None:
     check_room(apart, [{CPU: 2.0}, {CPU: 2.0}])
     with pytest.raises(ConfigError, match=r"seen: 4 CPU.*allowed: nodes with 3 CPU"):
         check_room(apart, [{CPU: 3.0}])
-
-
-def test_ranks_on_other_hosts_have_pools_of_their_own() -> None:
-    _, rollout, first, second = asked = pools("policy_trainer.hosts=[2,3,1]")
-    assert rollout.services == ("gateway", *TRAINERS)
-    assert (first.services, first.asks) == (("rank_host_1",), {CPU: 3.0})
-    assert (second.services, second.asks) == (("rank_host_2",), {CPU: 1.0})
-    check_room(asked, [{CPU: 3.0}, {CPU: 3.0}])
-    with pytest.raises(ConfigError, match=r"seen: 6 CPU, 3 of them on one node"):
-        check_room(asked, [{CPU: 2.0}, {CPU: 2.0}, {CPU: 2.0}])
-
-
-def test_of_a_learners_own_slots_those_on_other_hosts_are_there() -> None:
-    apart = "coordinator.placement=disaggregated", "policy_trainer.hosts=[1,2]"
-    _, _, policy, other = pools(*apart, "coordinator.learner_slots=4")
-    assert (policy.services, policy.asks) == (TRAINERS, {CPU: 2.0})
-    assert (other.services, other.asks) == (("rank_host_1",), {CPU: 2.0})
-    with pytest.raises(ConfigError, match=r"seen: 2, hosts=\[1, 2\]; allowed: at least 3"):
-        pools(*apart, "coordinator.learner_slots=2")
-
-
-def test_engine_workers_on_other_hosts_have_pools_of_their_own() -> None:
-    own = "gateway.engine.workers=0", "coordinator.slots_per_worker=2"
-    _, rollout, first, second = asked = pools(*own, "gateway.engine.hosts=[2,1,3]")
-    assert (rollout.services, rollout.asks) == (("gateway", *TRAINERS), {CPU: 4.0})
-    assert (first.name, first.services, first.asks) == ("rollout_1", ("worker_host_1",), {CPU: 2.0})
-    assert (second.name, second.services) == ("rollout_2", ("worker_host_2",))
-    assert second.bundles == ({CPU: 2.0},) * 3
-    check_room(asked, [{CPU: 6.0}, {CPU: 4.0}, {CPU: 2.0}])
-    with pytest.raises(ConfigError, match=r"seen: 12 CPU, 6 of them on one node"):
-        check_room(asked, [{CPU: 5.0}, {CPU: 5.0}, {CPU: 5.0}])
-
-
-def test_hosts_of_engine_workers_that_do_not_fit_their_number_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gateway\.engine\.hosts.*allowed: at most 2 workers"):
-        pools("gateway.engine.workers=3", "gateway.engine.hosts=[1,1]")

@@ -106,7 +106,6 @@ def test_combinations_that_cannot_work_are_refused_with_the_setting_to_change(
         (["placement=disaggregated"], "disaggregated; seen: 0; allowed: >= 1"),
         (["learner_slots=1"], "colocated; seen: 1; allowed: 0"),
         (["schedule=one_step_off", "drafter_schedule=serial"], "a serial drafter"),
-        (["schedule=fully_async", "max_groups_in_flight=3"], "seen: 3; allowed: 0, or at least"),
     ],
 )
 def test_schedules_and_placements_that_contradict_other_settings_are_refused(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import read_config
-from paceline.models.loading import read_tensors
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
 from paceline.services.drafter_trainer.offline.rank import train
 from paceline.services.drafter_trainer.offline.trainer import acceptance
@@ -162,34 +161,6 @@ def test_a_run_with_other_settings_does_not_go_on_with_what_is_there(world: Path
     assert len((world / "out/log.jsonl").read_text().splitlines()) == 2
 
 
-def test_joint_training_changes_the_base_and_goes_on_where_it_stopped(world: Path) -> None:
-    joint: dict[str, Any] = {"freeze_base_model": False, "base_lr": 1e-3, "steps": 6}
-    told = run(world, out=world / "whole", **joint)
-    assert of(told, "step")[-1]["base_loss"] < of(told, "step")[0]["base_loss"]
-    run(world, stop_after=3, **joint)
-    run(world, **joint)
-    start = read_tensors(world / "model")
-    whole, resumed = (weights(world / out / "checkpoint/base") for out in ("whole", "out"))
-    assert whole.keys() == start.keys()
-    for name, tensor in whole.items():
-        assert not torch.equal(tensor, start[name]), name
-        torch.testing.assert_close(tensor, resumed[name], atol=1e-6, rtol=0)
-
-
-def test_the_speculators_gradient_reaches_the_base_by_its_weight(world: Path) -> None:
-    joint: dict[str, Any] = {
-        "freeze_base_model": False,
-        "base_lr": 1e-3,
-        "steps": 2,
-        "heldout_share": 0.0,
-    }
-    bases = []
-    for weight in (0.0, 1.0):
-        run(world, out=world / f"w{weight}", speculator_weight=weight, **joint)
-        bases.append(weights(world / f"w{weight}/checkpoint/base"))
-    assert any(not torch.equal(bases[0][name], bases[1][name]) for name in bases[0])
-
-
 def test_a_speculator_of_ones_own_trains_by_import_path_and_hears_of_token_counts(
     world: Path,
 ) -> None:
@@ -249,7 +220,6 @@ def test_the_model_answers_prompts_itself_and_the_answers_are_kept(world: Path) 
             {"options": {"fc_bios": True}},
             r"option fc_bios of eagle: .*; allowed: fc_bias, feature_weight, token_weight",
         ),
-        ({"freeze_base_model": False, "dtype": "bfloat16"}, "needs float32"),
         ({"start": Path("/nowhere")}, "no config.json"),
         ({"row_tokens": 16, "data": "short"}, r"too few sequences.*seen: 1 of 2, cut to 16 tokens"),
     ],

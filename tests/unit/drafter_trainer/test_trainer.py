@@ -29,7 +29,7 @@ from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer import messages as m
-from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig, GateConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.learn.heads import KEPT_HEADS, PolicyHeads
 from paceline.services.drafter_trainer.learn.membership import on_cpu
@@ -49,10 +49,11 @@ from paceline.training.shards import tensors_of
 EVERY = 4
 CONFIG = {
     "max_micro_batch_tokens": 32,  # the least: the size then does not depend on the machine's speed
-    "data_wait_s": 0.0,
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
     "buffer": {"judged_every": EVERY},
 }
+CONSTANTS = {"data_wait_s", "shadow_share", "micro_batch_ms"}
+"""Of the settings' class, and here of one trainer."""
 FRESH, LENGTH = 8, 24  # samples to judge by, and their tokens
 GATE = {"interval_steps": 1_000, "min_positions": FRESH * (LENGTH - PROMPT)}
 
@@ -121,9 +122,12 @@ class Trainer:
     ) -> None:
         """`start`: what it begins with, fresh weights without one."""
         self.parent = ScriptedParent()
+        wanted = {"data_wait_s": 0.0, **CONFIG, **config, "gate": {**GATE, **(gate or {})}}
         settings = DrafterTrainerConfig.model_validate(
-            {**CONFIG, **config, "gate": {**GATE, **(gate or {})}}
+            {key: value for key, value in wanted.items() if key not in CONSTANTS}
         )
+        for key in CONSTANTS & wanted.keys():
+            vars(settings)[key] = wanted[key]
         self.rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
         self.rows.add_head(toy_policy().policy_head())
         self.candidates = Candidates(directory, TARGET)
@@ -467,8 +471,12 @@ def test_what_is_promoted_and_does_not_serve_yet_has_to_be_beaten(tmp_path: Path
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: Path) -> None:
-    settings = {"interval_steps": 1, "freeze_after": 3, "freeze_gain": 10.0}
+def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GateConfig, "freeze_after", 3)
+    monkeypatch.setattr(GateConfig, "freeze_gain", 10.0)
+    settings = {"interval_steps": 1}
     trainer = Trainer(tmp_path, max_epochs=1e6, gate=settings)
     trainer.feed(trained_rows())
     trainer.feed_always(fresh_rows())

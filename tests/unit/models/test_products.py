@@ -10,7 +10,6 @@ from torch.nn import functional
 from paceline.models import products
 from paceline.models.products import (
     FEWEST_ROWS,
-    MANY_ROWS,
     Linear,
     added,
     dense,
@@ -158,21 +157,3 @@ def test_onednn_is_asked_where_mkl_is_held_back(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert products._quicker() is asked
-
-
-@pytest.mark.usefixtures("asked")
-def test_a_compiled_product_is_one_graph_for_any_number_of_rows() -> None:
-    torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def kept(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(linear, backend=kept, dynamic=True)
-    weight = numbers(48, 32, seed=1)
-    for rows in (FEWEST_ROWS + 1, 8, FEWEST_ROWS, MANY_ROWS):
-        torch.testing.assert_close(
-            compiled(numbers(rows, 32), weight), numbers(rows, 32) @ weight.t()
-        )
-    assert len(graphs) == 1

@@ -1,4 +1,4 @@
-"""Lets one call be awaited for a session or entered as its block."""
+"""Lets a call be awaited for a session, or entered as its block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ P = ParamSpec("P")
 
 
 class OpeningSession:
-    """A session about to be opened: `await` it, or enter it with `async with`. Once."""
+    """A session to be opened: `await` it, or enter it with `async with`, once."""
 
     def __init__(self, opened: Coroutine[Any, Any, AsyncSession]) -> None:
         self._opened = opened

@@ -1,4 +1,4 @@
-"""Sends what an agent asks of one session: generations, rewards, its end."""
+"""The calls of an agent in one session: generations, rewards, its end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.errors import InvalidInput, PacelineError
 
 
 class AsyncChatStream:
-    """A streamed answer: iterate once for its deltas, then ask for the whole.
+    """A streamed answer: iterate once over its deltas, then read the whole answer.
 
-    The request goes out with the first delta. Leaving the loop early ends the generation: under
+    The request is sent with the first delta. Leaving the loop early ends the generation, under
     asyncio at `close` at the latest. For one thread.
     """
 
@@ -39,19 +39,19 @@ class AsyncChatStream:
         return self._joined.answer()
 
     async def close(self) -> None:
-        """End the stream; the gateway stops generating."""
+        """Ends the stream; the gateway stops generating."""
         await self._events.aclose()
 
 
 class AsyncSession(SessionCalls):
-    """One attempt at one task; made by a client's `session`, `claim` and `tasks`.
+    """One attempt at one task; created by a client's `session`, `claim` and `tasks`.
 
     Threads, or the tasks of one event loop, may share it.
 
-    As a context manager it ends the session when its block is left: `complete` normally, `abort` by
-    KeyboardInterrupt, cancellation and other exits, `fail` by an exception: "infra" for what the
-    network or the gateway did, else "data". Exceptions go on to the caller. A session without a
-    reward ends "unscored", which is not reward 0.
+    As a context manager it ends the session at the end of its block. A normal exit calls
+    `complete`. KeyboardInterrupt, cancellation and similar exits call `abort`. An exception calls
+    `fail`: "infra" for faults of the network or the gateway, else "data". Exceptions propagate to
+    the caller. A session without a reward ends "unscored", which is not reward 0.
     """
 
     def __init__(self, wire: AsyncWire, opened: OpenedSession) -> None:
@@ -77,23 +77,25 @@ class AsyncSession(SessionCalls):
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> ChatAnswer:
-        """One assistant message.
+        """Returns one assistant message.
 
-        Raises as described at `Client`; an unknown option is InvalidInput.
+        Raises the errors listed at `Client`; an unknown option is InvalidInput.
         """
         return await self._wire.ask(calls.chat(messages, options, self._key))
 
     def chat_stream(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> AsyncChatStream:
-        """One assistant message, as it is generated. The deadline covers the stream to its end."""
+        """Streams one assistant message during its generation. The deadline covers the whole
+        stream.
+        """
         call = calls.chat(messages, options, self._key, stream=True)
         return AsyncChatStream(self._wire.events(call))
 
     async def generate(
         self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]
     ) -> Tokens:
-        """One completion of token ids (or text) with the ids and log-probs that came of it."""
+        """One completion of token ids (or text), with its ids and log-probs."""
         return await self._wire.ask(calls.generate(prompt, options, self._key))
 
     async def reward(
@@ -103,16 +105,16 @@ class AsyncSession(SessionCalls):
         completion: ChatAnswer | Tokens | str | None = None,
         accumulate: bool = False,
     ) -> SessionInfo:
-        """Give the session, or the turn of `completion`, its reward; with `accumulate`, add to it.
+        """Sets the reward of the session, or of the turn of `completion`; with `accumulate`, adds
+        to it.
 
-        Counts once however often it is sent. Raises FailedPrecondition when there is another reward
-        already.
+        A repeated call counts once. Raises FailedPrecondition when another reward is already set.
         """
         turn = turn_of(completion)
         return await self._wire.ask(calls.reward(self.id, value, turn, accumulate, self._key))
 
     async def info(self) -> SessionInfo:
-        """Where the session stands."""
+        """State of the session."""
         return await self._wire.ask(calls.session_info(self.id, self._key))
 
     @overload
@@ -122,8 +124,8 @@ class AsyncSession(SessionCalls):
     async def export(self, form: Literal["tree", "samples"] = "tree") -> Json | tuple[Sample, ...]:
         """The session so far, in one of two forms.
 
-        "tree": every turn with tokens, log-probs, versions and rewards; "samples": what is or
-        would be trained.
+        "tree": every turn with tokens, log-probs, versions and rewards. "samples": the samples for
+        training.
         """
         if form == "tree":
             return await self._wire.ask(calls.export_tree(self.id, self._key))
@@ -132,15 +134,15 @@ class AsyncSession(SessionCalls):
         raise InvalidInput("unknown form of an export", seen=repr(form), allowed="tree, samples")
 
     async def complete(self, reward: float | None = None) -> SessionInfo:
-        """End the session: "final" with a reward, "unscored" without one."""
+        """Ends the session: "final" with a reward, "unscored" without."""
         return await self._wire.run(self._end(calls.complete(self.id, reward, self._key)))
 
     async def abort(self) -> SessionInfo:
-        """End the session; nothing of it is trained."""
+        """Ends the session; none of its tokens are trained."""
         return await self._wire.run(self._end(calls.abort(self.id, self._key)))
 
     async def fail(self, reason: Literal["infra", "data"], message: str = "") -> SessionInfo:
-        """End the session that could not be played to its end: "infra", or "data" when the task
-        itself is at fault.
+        """Ends a session that could not be completed: "infra", or "data" when the task itself is at
+        fault.
         """
         return await self._wire.run(self._end(calls.fail(self.id, reason, message, self._key)))

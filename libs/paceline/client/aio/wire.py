@@ -1,4 +1,4 @@
-"""Carries out flows over the one httpx.AsyncClient of a client."""
+"""Runs flows over the single httpx.AsyncClient of a client."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ AsyncOutcome = Awaitable[Outcome]  # only async
 
 
 class AsyncWire:
-    """Shared by a client and its sessions; a flow and a stream belong to whoever runs them."""
+    """Shared by a client and its sessions. A flow or a stream belongs to its caller."""
 
     def __init__(self, settings: ClientSettings, verify: bool | ssl.SSLContext) -> None:
         self.settings = settings
         self._http = httpx.AsyncClient(**http_options(settings, verify))
 
     async def ask(self, call: GatewayCall[T]) -> T:
-        """The call's result. Raises as `flows.ask` does."""
+        """The call's result. Raises as `flows.ask`."""
         return await self.run(ask(call, self.settings))
 
     async def run(self, flow: Flow[T]) -> T:
-        """The flow's result. Raises what it raises."""
+        """The flow's result. Raises the flow's errors."""
         return await _carry_out(flow, self._whole)
 
     async def events(self, call: GatewayCall[Any]) -> AsyncGenerator[Json]:
         """The events of the stream that the call opens.
 
         Closing the generator ends the stream at the gateway. Raises Unavailable when the stream
-        breaks off, DeadlineExceeded when its time is up, DataLoss.
+        breaks off, DeadlineExceeded at its deadline, DataLoss.
         """
         async with AsyncExitStack() as held:
             opened: list[tuple[httpx.Response, float]] = []
 
             async def begin(send: Send, end: float) -> Outcome:
-                await held.aclose()  # what an earlier attempt left
+                await held.aclose()  # left by an earlier attempt
                 head = async_exchange(self._http, send, end)
                 response = await held.enter_async_context(head)
                 if response.status_code != httpx.codes.OK:
@@ -68,13 +68,13 @@ class AsyncWire:
                     yield event
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         await self._http.aclose()
 
     async def _whole(self, send: Send, end: float) -> Outcome:
         async with async_exchange(self._http, send, end) as response:
             answer = HttpAnswer(response.status_code, response.headers, await _body(response))
-        if time.monotonic() >= end:  # a body that was cut off may look whole
+        if time.monotonic() >= end:  # a truncated body may look complete
             raise TimeoutError("the deadline passed while the answer came in")
         return answer
 
@@ -119,7 +119,7 @@ async def _events(response: httpx.Response, end: float) -> AsyncGenerator[Json]:
     broken: Exception | None = None
     try:
         while not reader.done:
-            async with async_until(end):  # never across a yield: the consumer's time is its own
+            async with async_until(end):  # never across a yield: the consumer's time does not count
                 piece = await anext(pieces, b"")
             if not piece:
                 break

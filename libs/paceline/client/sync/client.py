@@ -1,5 +1,5 @@
 # Generated from paceline/client/aio by .ci/client. Do not edit: `make client`.
-"""Opens sessions at a gateway and asks what belongs to no session."""
+"""Opens sessions at a gateway, and makes calls outside sessions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from paceline.client.sync.wire import SyncWire
 
 
 class Client:
-    """A gateway's client. One for a process is enough.
+    """A gateway's client. One client per process is enough.
 
-    Threads may share `Client` and its sessions, not a ChatStream. `AsyncClient` has the same names,
-    awaitable; it belongs to the event loop of its first call, whose tasks may share it.
+    Threads may share `Client` and its sessions, but not a ChatStream. `AsyncClient` has the same
+    names, awaitable. It belongs to the event loop of its first call, and tasks of that loop may
+    share it.
 
-    `token` is the gateway's; None is what `find_token` finds. `verify` and `ca` (a PEM file) say
-    whom TLS trusts; a context may hold a certificate of your own. Deadlines are seconds for a whole
-    call, retries and waits included.
+    `token` is the gateway's; None uses the result of `find_token`. `verify` and `ca` (a PEM file)
+    set the trusted authorities of TLS; a context may hold a client certificate. Deadlines are
+    seconds for a whole call, including retries and waits.
 
     Calls raise errors of `paceline.errors`: InvalidInput (UNAUTHENTICATED for a wrong key),
     NotFound, FailedPrecondition (SESSION_ENDED, ...), ResourceExhausted, Unavailable,
@@ -61,7 +62,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections. Sessions stay as they are."""
+        """Closes all connections. Sessions stay open."""
         self._wire.close()
 
     def session(
@@ -76,14 +77,14 @@ class Client:
         timeout_s: float | None = None,
         override_sampling: bool | None = None,
     ) -> Session:
-        """Open a session; as a context manager it also ends it.
+        """Opens a session; as a context manager it also ends the session.
 
         With asyncio: `async with client.session(...) as session:`, or `await` for the session.
 
-        `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another
-        one is opened; the first ends by that time-out, without turns and thus without anything to
-        train. `override_sampling`: draw with the run's sampling where what is asked could not be
-        trained, or refuse it; None leaves that to the gateway, as everywhere.
+        After `timeout_s` of silence the gateway ends the session. If the answer to the opening is
+        lost, another session is opened. The first then ends by that time-out, without turns and so
+        without training data. `override_sampling`: True uses the run's sampling when the requested
+        sampling cannot be trained, False refuses such requests, None uses the gateway's setting.
         """
         about = {
             "task_id": task,
@@ -98,8 +99,8 @@ class Client:
         return self._session(self._wire.ask(calls.open_session(about)))
 
     def attach(self, api_key: str) -> Session:
-        """The session that this key belongs to, e.g. in a process that was given
-        `openai_options()`. Asks nothing.
+        """The session of this key, e.g. in a process that received `openai_options()`. Makes no
+        call.
         """
         return self._session(calls.current(api_key))
 
@@ -110,7 +111,7 @@ class Client:
         session_timeout_s: float | None = None,
         override_sampling: bool | None = None,
     ) -> Session | None:
-        """A session for the next task of the training run; None when none came within `wait_s`."""
+        """A session for the next task of the training run; None if none arrives within `wait_s`."""
         opened = self._wire.ask(calls.claim(wait_s, session_timeout_s, override_sampling))
         return None if opened is None else self._session(opened)
 
@@ -121,10 +122,11 @@ class Client:
         session_timeout_s: float | None = None,
         override_sampling: bool | None = None,
     ) -> Iterator[Session]:
-        """Sessions for the tasks of the training run, until none came for `timeout_s`, which is
-        also how the end of the run shows.
+        """Sessions for the tasks of the training run, until none arrives for `timeout_s`, for
+        example at the end of the run.
 
-        Each is yours to end: its block in the loop, or in the thread or task that you hand it to.
+        The caller ends each session: by its block in the loop, or in the thread or task that
+        receives it.
         """
         settings, heard = self._wire.settings, False
         while True:
@@ -138,11 +140,11 @@ class Client:
             yield self._session(opened)
 
     def session_info(self, session_id: str) -> SessionInfo:
-        """Where any session stands; needs the gateway's token."""
+        """State of any session; needs the gateway's token."""
         return self._wire.ask(calls.session_info(session_id))
 
     def reward(self, completion_id: str, value: float, *, accumulate: bool = False) -> SessionInfo:
-        """Reward a turn by its completion's id alone; the session that it belongs to."""
+        """Rewards a turn by its completion's id alone, and returns the turn's session."""
         return self._wire.ask(calls.reward_completion(completion_id, value, accumulate))
 
     def models(self) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 # Generated from paceline/client/aio by .ci/client. Do not edit: `make client`.
-"""Carries out flows over the one httpx.AsyncClient of a client."""
+"""Runs flows over the single httpx.AsyncClient of a client."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ T = TypeVar("T")
 
 
 class SyncWire:
-    """Shared by a client and its sessions; a flow and a stream belong to whoever runs them."""
+    """Shared by a client and its sessions. A flow or a stream belongs to its caller."""
 
     def __init__(self, settings: ClientSettings, verify: bool | ssl.SSLContext) -> None:
         self.settings = settings
         self._http = httpx.Client(**http_options(settings, verify))
 
     def ask(self, call: GatewayCall[T]) -> T:
-        """The call's result. Raises as `flows.ask` does."""
+        """The call's result. Raises as `flows.ask`."""
         return self.run(ask(call, self.settings))
 
     def run(self, flow: Flow[T]) -> T:
-        """The flow's result. Raises what it raises."""
+        """The flow's result. Raises the flow's errors."""
         return _carry_out(flow, self._whole)
 
     def events(self, call: GatewayCall[Any]) -> Generator[Json]:
         """The events of the stream that the call opens.
 
         Closing the generator ends the stream at the gateway. Raises Unavailable when the stream
-        breaks off, DeadlineExceeded when its time is up, DataLoss.
+        breaks off, DeadlineExceeded at its deadline, DataLoss.
         """
         with ExitStack() as held:
             opened: list[tuple[httpx.Response, float]] = []
 
             def begin(send: Send, end: float) -> Outcome:
-                held.close()  # what an earlier attempt left
+                held.close()  # left by an earlier attempt
                 head = exchange(self._http, send, end)
                 response = held.enter_context(head)
                 if response.status_code != httpx.codes.OK:
@@ -67,13 +67,13 @@ class SyncWire:
                     yield event
 
     def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         self._http.close()
 
     def _whole(self, send: Send, end: float) -> Outcome:
         with exchange(self._http, send, end) as response:
             answer = HttpAnswer(response.status_code, response.headers, _body(response))
-        if time.monotonic() >= end:  # a body that was cut off may look whole
+        if time.monotonic() >= end:  # a truncated body may look complete
             raise TimeoutError("the deadline passed while the answer came in")
         return answer
 
@@ -118,7 +118,7 @@ def _events(response: httpx.Response, end: float) -> Generator[Json]:
     broken: Exception | None = None
     try:
         while not reader.done:
-            with until(end):  # never across a yield: the consumer's time is its own
+            with until(end):  # never across a yield: the consumer's time does not count
                 piece = next(pieces, b"")
             if not piece:
                 break

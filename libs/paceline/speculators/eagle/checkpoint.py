@@ -1,4 +1,4 @@
-"""Writes and checks what config.json of a drafter of one layer says."""
+"""Writes and checks config.json of a drafter of one layer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 
 
 def layer_config_json(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """config.json of a drafter of one layer; max_position_embeddings is the target's: loaders clamp
-    RoPE by it.
+    """config.json of a drafter of one layer; max_position_embeddings is the target's, since loaders
+    clamp RoPE by it.
     """
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind != "default":

@@ -6,15 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.models.between import parts_of
 from paceline.models.decoder import LayerWeights, project_inputs
-from paceline.models.graphs import Graph, compiled
 from paceline.models.loading import fuse_layer
 from paceline.models.products import added, linear
-from paceline.speculators.base import SpeculatorSetup
-from paceline.speculators.eagle.graph import NextDraftSpec
 from paceline.speculators.eagle.net import EagleNet
-from paceline.speculators.layer.drafter import LayerDrafter, NextDraft
+from paceline.speculators.layer.drafter import LayerDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +30,6 @@ class EagleDrafter(LayerDrafter[EagleNet]):
     net = EagleNet
     _state: EagleState
 
-    def __init__(self, setup: SpeculatorSetup) -> None:
-        """See CachedDrafter; raises ConfigError, too, where it is to be compiled: see compiled."""
-        self._compile = setup.compile
-        self._graphs: dict[NextDraftSpec, Graph | None] = {}
-        super().__init__(setup)
-
     def _fuse(self, net: EagleNet) -> None:
         device, hidden = self._device, self._config.hidden_size
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
@@ -50,28 +40,6 @@ class EagleDrafter(LayerDrafter[EagleNet]):
             fc_hidden=fc[:, hidden:].contiguous(),
             token_table=linear(self._target.embed, fc[:, :hidden], bias),
         )
-
-        self._next = self._compiled_next(net)
-
-    def _compiled_next(self, net: EagleNet) -> NextDraft | None:
-        """Compiled at the start alone: a version of another shape, for which engines would wait a
-        quarter of a minute, goes without.
-        """
-        vocab = len(self._target.head)
-        spec = NextDraftSpec.of(net.config, self._dtype, input_norm=False, vocab=vocab)
-        if self._compile and not self._graphs:
-            self._graphs[spec] = compiled(spec)
-        graph, state = self._graphs.get(spec), self._state
-        if graph is None:
-            return None
-        own = [self._target.head, state.token_table, state.fc_hidden]
-        parts = [*own, *parts_of(state.layer, state.layer)]
-
-        def following(x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            share, token, x, qkv = graph([x, attended, *parts])
-            return share, token, x, qkv
-
-        return following
 
     def _true_features(self, hidden: Tensor) -> Tensor:
         return hidden

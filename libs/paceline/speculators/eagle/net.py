@@ -1,11 +1,11 @@
 """Predicts the next feature with one decoder layer: EAGLE-1 (Li et al. 2024, arXiv 2401.15077).
 
-Engine and trainer share the network. embed_tokens and lm_head are the target's, by reference: never
-trained or exported.
+Engine and trainer share the network. embed_tokens and lm_head are the target's by reference, and
+never trained or exported.
 
 Alignment: row t = (hidden h_t, embed(token t + 1)), embed first in the concatenation, rotary
-position t. Its output predicts h_{t+1}; lm_head of it predicts token t + 2. h is the target's last
-hidden state after the final norm.
+position t. Its output predicts h_{t+1}, and lm_head of the output predicts token t + 2. h is the
+target's last hidden state after the final norm.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class EagleNet(LayerNet):
         return described | {"fc_bias": self.options.fc_bias}
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See DraftNet.own_tensors; "model." is what SGLang's loader puts before each name, so that
-        checkpoints saved from its own modules carry it.
+        """See DraftNet.own_tensors. SGLang's loader prefixes each name with "model.", so
+        checkpoints saved from its modules have that prefix.
         """
         named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         shared = ("embed_tokens.weight", "lm_head.weight")
@@ -151,7 +151,7 @@ class EagleNet(LayerNet):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Fresh weights: fc near "the next state is like this one", all other matrices normal(0,
+        """New weights: fc near "the next state equals this one", all other matrices normal(0,
         0.02).
         """
         reset_weights(self, seed)
@@ -228,11 +228,11 @@ def chain_features(
     training-time test).
 
     Step 0 is net(hidden, ...). Step i reads the features of step i - 1 and token t + 1 + i at
-    position t + i, and sees what the engine's drafter sees: true states of rows <= t and its own
+    position t + i. It sees the same as the engine's drafter: true states of rows <= t and its own
     earlier steps. lm_head of step i predicts token t + 2 + i. While all earlier drafts equal the
-    true tokens this is exactly the engine's chain. net is an EagleNet, sharded or not; arguments as
-    in its forward. Yields `steps` tensors [B, T, H]; the last i rows of step i have no true token
-    (id 0 stands in) and mean nothing.
+    true tokens, this is exactly the engine's chain. net is an EagleNet, sharded or not; arguments
+    as in its forward. Yields `steps` tensors [B, T, H]. The last i rows of step i have no true
+    token (id 0 instead) and no meaning.
     """
     chain = ChainKeys()
     features, tokens = hidden, next_tokens

@@ -1,8 +1,8 @@
-"""Holds what drafters with attention keep in the embedded engine: a KV cache that catches up with
-the target's true states, slot by slot, and the weights that fill it.
+"""The common part of drafters with attention in the embedded engine: a KV cache that follows the
+target's true states slot by slot, and the weights that fill it.
 
-What is kept of a row and how drafts come of it is each drafter's own affair. The drafter may be off
-for any number of rounds: the engine keeps the states.
+Each drafter decides the cached content and the making of drafts. A drafter may be off for any
+number of rounds, since the engine keeps the states.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.speculators.layer.parts import LayerNet
 from paceline.speculators.net_drafter import NetDrafter
 
 LAG_ROWS = 8
-"""A slot that lacks more rows than this catches up apart, so that the others do not compute its
-rows' padding.
+"""A slot that lacks more rows than this catches up separately, so that other slots need
+no padding.
 """
 
 Net = TypeVar("Net", bound=LayerNet)
@@ -33,22 +33,22 @@ Net = TypeVar("Net", bound=LayerNet)
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """R rows of each of B sequences, whose states the target has computed."""
+    """R rows of each of B sequences with states computed by the target."""
 
     index: Tensor
     """int64 [B, 1]: slots."""
     positions: Tensor
     """int64 [B, R]"""
     states: Tensor
-    """[B R, .]: those that the drafter reads."""
+    """[B R, .]: the states that the drafter reads."""
 
 
 class CachedDrafter(NetDrafter[Net]):
     """A speculator with a KV cache (see speculators/base.py for the methods)."""
 
     def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states
-        to draft from.
+        """Raises the errors of DraftNet.read and fresh, and DataLoss when the engine keeps no
+        states for it.
         """
         super().__init__(setup)
         self._layers = setup.layers
@@ -66,11 +66,11 @@ class CachedDrafter(NetDrafter[Net]):
         self._valid = [0] * setup.slots
         self._serve(self._net)
 
-    # ---- what each drafter says of itself
+    # ---- defined by each drafter
 
     @abstractmethod
     def _fuse(self, net: Net) -> None:
-        """Make the network's weights, bound to the target's, ready for inference."""
+        """Prepares the network's weights, bound to the target's, for inference."""
 
     @abstractmethod
     def _feed(
@@ -81,9 +81,9 @@ class CachedDrafter(NetDrafter[Net]):
     # ---- weights
 
     def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of kept states that it drafts from.
+        """Columns of kept states that it reads.
 
-        Raises DataLoss naming those that are not kept.
+        Raises DataLoss naming the missing ones.
         """
         return net.reads.columns(self._layers, self._target.config.hidden_size)
 
@@ -94,7 +94,7 @@ class CachedDrafter(NetDrafter[Net]):
         self._net = net
 
     def load_state(self, directory: Path) -> Net:
-        """See NetDrafter.load_state. Keys and values of the old weights stay until rows are
+        """See NetDrafter.load_state. Keys and values of the old weights stay until their rows are
         rewritten.
         """
         net = super().load_state(directory)
@@ -108,17 +108,17 @@ class CachedDrafter(NetDrafter[Net]):
     # ---- slots
 
     def free(self, slot: int) -> None:
-        """Forget a slot."""
+        """Clears a slot."""
         self._valid[slot] = 0
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """Copy what is kept of a sequence to another slot."""
+        """Copies the cached content of a sequence to another slot."""
         self._cache.move(source, destination, length)
         self._valid[destination] = self._valid[source]
         self._valid[source] = 0
 
     def catch_up(self, batch: DraftBatch) -> None:
-        """Slots that lack more than LAG_ROWS rows get them."""
+        """Fills slots that lack more than LAG_ROWS rows."""
         late = [
             (slot, n)
             for slot, n in zip(batch.slots, batch.lengths, strict=True)
@@ -129,16 +129,16 @@ class CachedDrafter(NetDrafter[Net]):
             self._feed(batch, slots, lengths, self._lacking(slots, lengths))
 
     def _lacking(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
-        """Rows with a true state that the cache of some slot has not been given, at most."""
+        """Largest number of rows with a true state that a slot's cache lacks."""
         return max(n - 1 - self._valid[slot] for slot, n in zip(slots, lengths, strict=True))
 
     def _known_rows(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> KnownRows:
-        """Rows n - 1 - rows .. n - 2 of every slot, which count as given from now on.
+        """Rows n - 1 - rows .. n - 2 of every slot, which count as cached from now on.
 
-        Slots that lack fewer rows have some again, with the same result: no padding and no masks
-        of padding. A sequence shorter than `rows` repeats row 0 at its front.
+        Slots that lack fewer rows repeat some, with the same result, so padding and its masks are
+        unnecessary. A sequence shorter than `rows` repeats row 0 at its front.
         """
         device = self._device
         last = torch.tensor(lengths, device=device) - 2

@@ -1,16 +1,14 @@
 """Drafts chains and trees with a network of one decoder layer.
 
-What the layer reads and how its output becomes logits is each drafter's own affair. What drafting
-writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows
-with rows from true hidden states.
+Each drafter defines the layer's input and the logits of its output. Drafting fills the cache from
+the drafter's own features; the next catch-up overwrites those rows from true hidden states.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,26 +27,17 @@ from paceline.models.decoder import (
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape
 from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.layer.cached import CachedDrafter, Net
-from paceline.speculators.net_drafter import chained, logprobs
-
-NextDraft: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""From what the layer adds to [N, H] and what its attention gave [N, Nq D]: the most likely token's
-share of probability [N] and id int64 [N], and of that what the layer adds to [N, H] and its
-queries, keys and values [N, .].
-"""
+from paceline.speculators.net_drafter import logprobs
 
 
 class LayerDrafter(CachedDrafter[Net]):
     """A speculator of one layer (see speculators/base.py for the methods)."""
 
-    _next: NextDraft | None = None
-    """From one draft to the next as a compiled graph, for the version that serves."""
-
     # ---- what each drafter says of itself
 
     @abstractmethod
     def _true_features(self, hidden: Tensor) -> Tensor:
-        """Features [N, H] of the target's states [N, W] that it reads."""
+        """Features [N, H] of the target's states [N, W]."""
 
     @abstractmethod
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +48,7 @@ class LayerDrafter(CachedDrafter[Net]):
     @property
     @abstractmethod
     def _layer(self) -> LayerWeights:
-        """Of the version that serves."""
+        """The serving version's layer."""
 
     @abstractmethod
     def _logits(self, features: Tensor) -> Tensor:
@@ -73,8 +62,6 @@ class LayerDrafter(CachedDrafter[Net]):
         lacking = self._lacking(batch.slots, batch.lengths)
         entered = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
         blocks = self._chain_blocks(batch, 1 if shape.topk > 1 else shape.steps)
-        if self._next is not None and shape.topk == 1 and batch.sampler is None:
-            return chained(self._compiled_chain(self._next, *entered, blocks), shape)
         features = self._leave(*entered, blocks[0])
         if shape.topk > 1:
             return self._tree(batch, features, shape)
@@ -86,17 +73,6 @@ class LayerDrafter(CachedDrafter[Net]):
 
         return self._chain(batch, shape, self._logits(features), advance)
 
-    def _compiled_chain(
-        self, graph: NextDraft, x: Tensor, queries: Tensor, blocks: Sequence[Block]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Drafts and their shares, of what the layer adds to [B, H] and its queries [B, Nq, D]."""
-        qkv: Tensor | None = None
-        for block in blocks:
-            if qkv is not None:
-                queries = self._store(qkv, block.rotation, block.cells)
-            share, token, x, qkv = graph(x, attend(self._config, queries, self._cache, 0, block))
-            yield token, share
-
     def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
         """One forward of the layer: the next features [N, H] from token ids int64 [N] and features
         [N, H].
@@ -105,7 +81,7 @@ class LayerDrafter(CachedDrafter[Net]):
         return self._leave(x, self._store(qkv, block.rotation, block.cells), block)
 
     def _store(self, qkv: Tensor, rotation: Tensor, cells: Tensor) -> Tensor:
-        """Queries [N, Nq, D]; keys and values are in the cache then."""
+        """Writes keys and values to the cache; returns queries [N, Nq, D]."""
         return store(self._config, self._layer, qkv, self._cache, 0, rotation, cells)
 
     def _leave(self, x: Tensor, queries: Tensor, block: Block) -> Tensor:
@@ -114,7 +90,7 @@ class LayerDrafter(CachedDrafter[Net]):
         return finish_layer(self._layer, x, attended, self._config.rms_norm_eps)
 
     def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
-        """EAGLE-2's tree. A beam's rows stand in the cache behind those of the beams before it."""
+        """EAGLE-2's tree. A beam's rows are cached after those of earlier beams."""
         count = len(batch.slots)
         bases = torch.tensor(batch.lengths, device=self._device) - 1
         known = features[:, None]
@@ -139,8 +115,8 @@ class LayerDrafter(CachedDrafter[Net]):
         return replace(drafts, tokens=self._token_ids(drafts.tokens))
 
     def _beam_block(self, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:
-        """One row for each node of a beam; seen bool [B, k, W]: the drafted rows each node sees,
-        its own included.
+        """One row for each node of a beam; seen bool [B, k, W]: drafted rows visible to each node,
+        including its own.
         """
         width, drafted = beam.tokens.shape[1], seen.shape[2]
         length = max(batch.lengths) - 1 + drafted
@@ -173,7 +149,7 @@ class LayerDrafter(CachedDrafter[Net]):
         return x[rows - 1 :: rows], queries[rows - 1 :: rows]
 
     def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
-        """Blocks of one token each at positions n - 2, n - 1, ...: planned together, since small
+        """Blocks of one token each at positions n - 2, n - 1, ..., planned together, since small
         operations dominate.
         """
         device, length = self._device, max(1, max(batch.lengths) - 2 + steps)

@@ -1,6 +1,6 @@
-"""Computes the parts of one decoder layer as a drafter trains it, and the attention of a chain.
+"""The parts of one decoder layer in a drafter's training, and the attention of a chain.
 
-What a layer reads and what its output means is each network's own affair.
+Each network defines the layer's input and the meaning of its output.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class LayerNet(DraftNet):
     config: ModelConfig
     """Shape of a layer."""
     depth = 1
-    """Its layers."""
+    """Number of its layers."""
     ahead = 0
-    """Positions behind those of the engine's longest sequence and drafts that it may write."""
+    """Positions that it may write after the engine's longest sequence with drafts."""
 
     @property
     def reads(self) -> CaptureSpec:
-        """The states it drafts from."""
+        """The states that it reads."""
         return self.capture
 
     def attention(self) -> dict[str, object]:
-        """What a cache and a rotation for this network are made for."""
+        """Shape of the cache and the rotation for this network."""
         return {name: getattr(self.config, name) for name in _ATTENTION} | {
             "layers": self.depth,
             "ahead": self.ahead,
         }
 
     def states_read(self, row: PackedRow) -> Tensor:
-        """The states [T, .] it drafts from, of captured rows.
+        """The states [T, .] that it reads, from captured rows.
 
-        Raises DataLoss when they lack one.
+        Raises DataLoss when the rows lack one.
         """
         hidden, names = self.config.hidden_size, row.layers.split(",")
         if row.states.shape[1] != len(names) * hidden:
@@ -62,8 +62,8 @@ _ATTENTION = (
 
 @dataclass(slots=True)
 class ChainKeys:
-    """Keys and values of the chain steps so far, [B, kv_heads, T, head_dim] each; the first is that
-    of true states.
+    """Keys and values of the chain steps so far, [B, kv_heads, T, head_dim] each; the first step
+    has true states.
     """
 
     keys: list[Tensor] = field(default_factory=list)
@@ -84,7 +84,7 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; biases and head norms are those of the config's family."""
+    """Grouped-query attention, with biases and head norms of the config's family."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         """width: numbers of an input, C."""
@@ -142,11 +142,11 @@ class Attention(nn.Module):
 
 
 def chain_attention(queries: Tensor, chain: ChainKeys, mask: Tensor | None) -> Tensor:
-    """Attention of a later chain step: the rows of true states up to its own, then its own earlier
+    """Attention of a later chain step: rows of true states up to its own, then its own earlier
     steps.
 
-    queries [B, heads, T, D]; mask bool [B, 1, T, T] over the rows of true states or None for
-    causal. Query t sees keys of step 0 at rows <= t and, of every later step, only row t. Returns
+    queries [B, heads, T, D]; mask bool [B, 1, T, T] over the rows of true states, or None for
+    causal. Query t sees keys of step 0 at rows <= t and, of every later step, row t only. Returns
     [B, heads, T, D].
     """
     group, dim = queries.shape[1] // chain.keys[0].shape[1], queries.shape[-1]
@@ -188,9 +188,7 @@ def rotary_angles(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def reset_weights(net: nn.Module, seed: int) -> None:
-    """Fresh weights: matrices normal(0, 0.02), norms 1, biases 0; in the order of the
-    parameters.
-    """
+    """New weights: matrices normal(0, 0.02), norms 1, biases 0, in the order of the parameters."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in net.named_parameters():
         if name.endswith("bias"):

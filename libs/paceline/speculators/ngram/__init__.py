@@ -1,1 +1,1 @@
-"""Drafts looked up in what was said before: by prompt, then in all (Oliaro et al. 2024)."""
+"""Drafts found in earlier text: by prompt, then in all sequences (Oliaro et al. 2024)."""

@@ -1,9 +1,9 @@
-"""Keeps the answers to each prompt, by the policy version they ended under, and counts those of the
-prompts that are being answered.
+"""Keeps the answers to each prompt by their last policy version, and counts contexts for prompts
+being answered.
 
-Kept as numbers an answer costs 4 bytes a token, counted 200 to 400; so all prompts of a data set's
-epoch may be kept, and what a prompt's answers say is counted when it is asked again. After Shao et
-al. 2025 (DAS, arXiv 2511.13841), where a suffix tree per prompt takes the place of the counts.
+A kept answer costs 4 bytes a token, a counted one 200 to 400. So all prompts of an epoch may be
+kept, and a prompt's answers are counted when it is asked again. After Shao et al. 2025 (DAS, arXiv
+2511.13841), which uses a suffix tree per prompt instead of counts.
 """
 
 from __future__ import annotations
@@ -17,41 +17,39 @@ from hashlib import blake2b
 from paceline.speculators.ngram.contexts import ANSWER_CONTEXTS, AnswerContexts
 
 KEPT_BYTES = 1 << 25
-"""Of all kept answers at most: some 25,000 answers of 200 tokens."""
+"""Most bytes of kept answers: some 25,000 answers of 200 tokens."""
 ANSWER_BYTES = 512
-"""Counted for an answer besides its tokens: the objects that hold it and its prompt's key."""
+"""Bytes counted for an answer besides its tokens: its objects and its prompt's key."""
 COUNTED_TOKENS = 1 << 17
-"""Tokens of ended answers that are counted at most, over all prompts; those of running sequences
-come on top.
+"""Most counted tokens of ended answers, over all prompts; tokens of running sequences are
+additional.
 """
 PROMPT_TOKENS = 1 << 13
-"""Tokens of a prompt's kept answers at most, the newest: 40 of 200 tokens. Counting them when the
-prompt is asked again takes some 15 ms.
+"""Most tokens of a prompt's kept answers, the newest: 40 answers of 200 tokens. Counting them again
+takes some 15 ms.
 """
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
-    """What a prompt's answers are kept under."""
+    """Key of a prompt's answers."""
     return blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class EndedAnswer:
-    """An answer, and the policy that drew its last token."""
+    """An answer, and the policy version that drew its last token."""
 
     tokens: array[int]
     version: int
 
 
 class KeptAnswers:
-    """Answers by prompt, oldest first; beyond the budget the prompts that were asked longest ago
-    go.
-    """
+    """Answers by prompt, oldest first. Beyond the budget, prompts asked longest ago are dropped."""
 
     def __init__(
         self, versions: int, most_bytes: int = KEPT_BYTES, prompt_tokens: int = PROMPT_TOKENS
     ) -> None:
-        """versions: policy versions after which an answer is forgotten."""
+        """versions: policy versions after which an answer is dropped."""
         self._versions, self._most = versions, most_bytes
         self._prompt_tokens = prompt_tokens
         self._answers: OrderedDict[bytes, list[EndedAnswer]] = OrderedDict()
@@ -61,7 +59,7 @@ class KeptAnswers:
         return len(self._answers)
 
     def keep(self, prompt: bytes, tokens: Sequence[int], version: int) -> None:
-        """One more answer, the front of one that is too long."""
+        """Adds an answer; only the beginning of one that is too long."""
         answer = EndedAnswer(array("i", tokens[: self._prompt_tokens]), version)
         self._put(prompt, [*self._answers.get(prompt, ()), answer], version)
         while self.held_bytes > self._most:
@@ -69,7 +67,7 @@ class KeptAnswers:
             self.held_bytes -= _bytes(oldest)
 
     def of(self, prompt: bytes, version: int) -> list[EndedAnswer]:
-        """The prompt's answers that the policy of `version` has not outlived, oldest first."""
+        """The prompt's answers still valid under policy `version`, oldest first."""
         if prompt not in self._answers:
             return []
         return self._put(prompt, self._answers[prompt], version)
@@ -79,7 +77,9 @@ class KeptAnswers:
         return version - drawn > self._versions
 
     def _put(self, prompt: bytes, answers: list[EndedAnswer], version: int) -> list[EndedAnswer]:
-        """Those of the answers that stay; the prompt was asked last."""
+        """Stores the answers within the budget and returns them; the prompt counts as
+        asked last.
+        """
         self.held_bytes -= _bytes(self._answers.pop(prompt, []))
         fresh = [one for one in answers if not self.outlived(one.version, version)]
         kept = newest(fresh, self._prompt_tokens)
@@ -91,33 +91,35 @@ class KeptAnswers:
 
 @dataclass(eq=False, slots=True)
 class PromptAnswers:
-    """What the answers to one prompt say; of running sequences as far as they have told."""
+    """Context counts of the answers to one prompt, including running sequences as far as they were
+    read.
+    """
 
     contexts: AnswerContexts
     ended: int  # tokens of ended answers in it
-    oldest: int  # policy version of the oldest of these; of none, the version it was made under
+    oldest: int  # policy version of the oldest answer; without answers, the version at its creation
 
 
 class AnswerStore:
-    """Counts of the prompts that are being answered, or were last, from the kept answers."""
+    """Context counts, from the kept answers, of prompts being answered or answered last."""
 
     def __init__(self, kept: KeptAnswers, tokens: int = COUNTED_TOKENS) -> None:
         self._kept, self._most = kept, tokens
         self._counted: OrderedDict[bytes, PromptAnswers] = OrderedDict()
-        self._running: Counter[bytes] = Counter()  # sequences that answer a prompt
+        self._running: Counter[bytes] = Counter()  # running sequences by prompt
         self.tokens = 0
 
     def begin(self, prompt: bytes) -> None:
-        """One more sequence answers a prompt."""
+        """Registers one more running sequence of a prompt."""
         self._running[prompt] += 1
 
     def counted(
         self, prompt: bytes, tokens: Sequence[int], length: int, version: int
     ) -> PromptAnswers:
-        """The counts of a prompt, the first `length` of the tokens, without answers that the policy
-        of `version` has outlived.
+        """The counts of a prompt (the first `length` tokens), without answers too old for policy
+        `version`.
 
-        Another object than last time when they were made anew: running sequences are not in it yet.
+        After a recount this is a new object, without the running sequences.
         """
         found = self._counted.get(prompt)
         if found is not None and self._kept.outlived(found.oldest, version):
@@ -129,7 +131,9 @@ class AnswerStore:
         return self._count(prompt, front, version)
 
     def end(self, prompt: bytes, answer: Sequence[int], version: int) -> None:
-        """A sequence of the prompt is complete; what is counted of the prompt holds all of it."""
+        """Adds a finished sequence of the prompt to the kept answers; the counts contain it
+        already.
+        """
         self._stop(prompt)
         if answer:
             self._kept.keep(prompt, answer, version)
@@ -145,7 +149,7 @@ class AnswerStore:
             self.discard(prompt)
 
     def leave(self, prompt: bytes) -> None:
-        """A sequence of the prompt will be read again from its start; it is in the counts."""
+        """Unregisters a sequence that will be read again from its start; it stays in the counts."""
         self._stop(prompt)
         self.discard(prompt)
 
@@ -155,7 +159,7 @@ class AnswerStore:
             del self._running[prompt]
 
     def discard(self, prompt: bytes) -> None:
-        """The prompt's answers are counted anew when they are asked for."""
+        """Drops the prompt's counts; they are made anew on the next request."""
         found = self._counted.pop(prompt, None)
         if found is not None:
             self.tokens -= found.ended
@@ -163,7 +167,8 @@ class AnswerStore:
     def _count(self, prompt: bytes, front: list[int], version: int) -> PromptAnswers:
         answers = self._kept.of(prompt, version)
         self._make_room(_extent(answers))
-        # What others that run have counted stays: taking turns would count all anew each round.
+        # Counts of other running prompts stay: dropping them in turn would recount all in each
+        # round.
         answers = newest(answers, self._most - self.tokens)
         contexts = AnswerContexts()
         for one in answers:
@@ -174,7 +179,7 @@ class AnswerStore:
         return self._counted[prompt]
 
     def _make_room(self, tokens: int) -> None:
-        """Discards prompts that nobody answers, those that ended longest ago first."""
+        """Drops prompts without running sequences, the longest ended ones first."""
         if self.tokens + tokens <= self._most:
             return
         for prompt in [one for one in self._counted if one not in self._running]:
@@ -184,7 +189,7 @@ class AnswerStore:
 
 
 def newest(answers: Sequence[EndedAnswer], tokens: int) -> list[EndedAnswer]:
-    """The last of the answers, as many as hold that many tokens together."""
+    """The last answers that together have at most that many tokens."""
     first, room = len(answers), tokens
     while first > 0 and len(answers[first - 1].tokens) <= room:
         first -= 1

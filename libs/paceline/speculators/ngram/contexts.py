@@ -1,7 +1,8 @@
-"""Counts which token came after which last tokens.
+"""Counts the next tokens after contexts of previous tokens.
 
-Two tables: of all that an engine has seen, bounded by forgetting its older half; and of the answers
-to one prompt, made anew from those that are kept (answers.py).
+There are two tables. One covers everything that an engine has seen, and is bounded by dropping its
+older half. The other covers the answers to one prompt, counted anew from the kept answers
+(answers.py).
 """
 
 from __future__ import annotations
@@ -10,28 +11,26 @@ import heapq
 from collections.abc import Sequence
 
 CONTEXTS = (6, 4, 2)
-"""Lengths looked up among all sequences, longest first."""
+"""Context lengths over all sequences, longest first."""
 ANSWER_CONTEXTS = (16, 8, 4, 2)
-"""Lengths looked up among the answers to one prompt, longest first; answers to one prompt share
-longer passages.
+"""Context lengths over the answers to one prompt, longest first; answers to one prompt share longer
+passages.
 """
 ANSWERS_FIRST = 4
-"""From this length on, what the answers to the prompt say comes before what all sequences say;
-shorter, the longer of the two contexts decides, since two tokens of a prompt's own are followed by
-chance where the policy is not sure.
+"""From this length on, the prompt's answers precede all sequences. Below it, the longer of the two
+contexts decides: after two tokens of a prompt's answers, the next one is by chance if the policy is
+unsure.
 """
 TABLE_CONTEXTS = 1 << 18
-"""Contexts of all sequences remembered at most; some 300 bytes each."""
+"""Most remembered contexts over all sequences; some 300 bytes each."""
 PRIOR = 1.0
-"""Occurrences of "something else" that every context is given, so that one sighting is no
-certainty.
-"""
+"""Occurrences of "another token" added to every context, so that one occurrence is no certainty."""
 
 Counts = dict[int, int]
 
 
 class ContextTable:
-    """Context -> how often each token came next, in all sequences."""
+    """Context -> number of occurrences of each next token, over all sequences."""
 
     def __init__(self, capacity: int = TABLE_CONTEXTS) -> None:
         self._half = max(capacity // 2, 1)
@@ -42,7 +41,7 @@ class ContextTable:
         return len(self._young) + len(self._old)
 
     def learn(self, tokens: list[int], start: int) -> None:
-        """Count the tokens from index `start` on, each after the contexts before it."""
+        """Counts the tokens from index `start` on, each after its previous contexts."""
         for end in range(max(start, CONTEXTS[-1]), len(tokens)):
             token = tokens[end]
             for size in CONTEXTS:
@@ -51,8 +50,8 @@ class ContextTable:
                     counts[token] = counts.get(token, 0) + 1
 
     def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
-        """Counts after the longest suffix of `context` that occurred, and its length; ({}, 0) when
-        none did.
+        """Counts after the longest known suffix of `context`, and its length; ({}, 0)
+        without one.
         """
         for size in CONTEXTS:
             if size <= len(context):
@@ -72,17 +71,18 @@ class ContextTable:
 
 
 class AnswerContexts:
-    """Context -> how often each token came next, in the answers to one prompt; 200 to 400 bytes a
-    token, the less the more the answers are alike.
+    """Context -> number of occurrences of each next token, in the answers to one prompt. It takes
+    200 to 400 bytes a token, fewer for similar answers.
     """
 
     def __init__(self) -> None:
-        # By the hash of the context, which a tuple would hold four times over (a collision of 64
-        # bits is a wrong draft). A token alone came once: most long contexts occur once.
+        # Keyed by the hash of the context, since a tuple would store it four times (a collision of
+        # 64 bits yields a wrong draft). A single token means one occurrence: most long contexts
+        # occur once.
         self._next: dict[int, int | Counts] = {}
 
     def learn(self, tokens: list[int], start: int) -> None:
-        """Count the tokens from index `start` on, each after the contexts before it."""
+        """Counts the tokens from index `start` on, each after its previous contexts."""
         table = self._next
         for end in range(max(start, ANSWER_CONTEXTS[-1]), len(tokens)):
             token = tokens[end]
@@ -110,7 +110,9 @@ class AnswerContexts:
 
 
 def likeliest(counts: Counts, topk: int, prior: float = PRIOR) -> list[tuple[int, float]]:
-    """Tokens and their estimated probability, most frequent first; of equals the newer one."""
+    """Tokens and their estimated probability, most frequent first; of equal ones the
+    newer first.
+    """
     if not counts:
         return []
     total = sum(counts.values()) + prior
@@ -124,8 +126,8 @@ def likeliest(counts: Counts, topk: int, prior: float = PRIOR) -> list[tuple[int
 
 
 def answer_prior(size: int) -> float:
-    """Occurrences of "something else" after a context of `size` tokens of the same prompt's
-    answers: as much as PRIOR after the shortest, and the less the longer, since a long one is
-    seldom there by chance.
+    """Occurrences of "another token" after a context of `size` tokens in the same prompt's answers.
+    It equals PRIOR for the shortest context and falls with length, since a long context is seldom
+    repeated by chance.
     """
     return PRIOR * ANSWER_CONTEXTS[-1] / size

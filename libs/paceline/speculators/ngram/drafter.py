@@ -1,12 +1,11 @@
-"""Drafts by looking up how the last tokens went on before: in the answers to the same prompt, then
-in all that this engine has seen.
+"""Drafts the earlier continuations of the last tokens: in the answers to the same prompt, then in
+everything that this engine has seen.
 
 Prompt lookup (Saxena 2023), suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) and its form for
-RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts: how often which
-token came after the last 16, 8, 4 or 2 tokens in the answers to this prompt, earlier ones and those
-of siblings that run, and after the last 6, 4 or 2 tokens in all sequences. The longest context that
-occurred proposes; from four tokens on the prompt's own come first. Both are bounded (contexts.py,
-answers.py).
+RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts. Contexts are the
+last 16, 8, 4 or 2 tokens in the answers to this prompt, earlier and running ones, and the last 6, 4
+or 2 tokens in all sequences. The longest known context proposes; from four tokens on, the prompt's
+own contexts are first. Both are bounded (contexts.py, answers.py).
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from paceline.speculators.ngram.contexts import (
 
 @dataclass(eq=False, slots=True)
 class ReadSequence:
-    """What has been read of the sequence in a slot."""
+    """The part read so far of the sequence in a slot."""
 
     tokens: list[int] = field(default_factory=list)
-    prompt: int = 0  # tokens
-    key: bytes = b""  # of the prompt; empty: no answer is counted
-    answers: PromptAnswers | None = None  # what holds this answer as far as it was read
+    prompt: int = 0  # number of prompt tokens
+    key: bytes = b""  # of the prompt; empty: answers are not counted
+    answers: PromptAnswers | None = None  # counts with this answer as far as it was read
 
 
 class NgramSpeculator:
@@ -62,7 +61,7 @@ class NgramSpeculator:
         self.flush()
 
     def catch_up(self, batch: DraftBatch) -> None:
-        """Takes in the tokens that came since the last call."""
+        """Reads the tokens since the last call."""
         known = batch.token_ids.cpu().numpy()
         prompts = batch.prompts or [0] * len(batch.slots)
         for slot, n, prompt in zip(batch.slots, batch.lengths, prompts, strict=True):
@@ -85,7 +84,7 @@ class NgramSpeculator:
         answers.contexts.learn(one.tokens, max(start, prompt))
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """The most frequent continuations; -1 where none was seen."""
+        """The most frequent continuations; -1 without one."""
         self.catch_up(batch)
         rows, nodes = len(batch.slots), shape.drafts
         tokens = np.full((rows, nodes), -1, dtype=np.int64)
@@ -101,7 +100,7 @@ class NgramSpeculator:
         first.
         """
         longest = ANSWER_CONTEXTS[0]
-        # (-score, age, token, parent, context): ties go to the older node.
+        # (-score, age, token, parent, context): the older node wins a tie.
         heap: list[tuple[float, int, int, int, tuple[int, ...]]] = []
         node, age, context, score, level = 0, 0, tuple(one.tokens[-longest:]), 1.0, 0
         levels = {0: 0}
@@ -121,7 +120,7 @@ class NgramSpeculator:
     def _next(
         self, answers: PromptAnswers | None, context: tuple[int, ...], topk: int
     ) -> list[tuple[int, float]]:
-        """The likeliest tokens after a context and their shares."""
+        """The likeliest tokens after a context, with their probabilities."""
         own, size = ({}, 0) if answers is None else answers.contexts.follow(context)
         if size < ANSWERS_FIRST:
             counts, length = self._table.follow(context)
@@ -130,7 +129,7 @@ class NgramSpeculator:
         return likeliest(own, topk, answer_prior(size)) if own else []
 
     def ended(self, batch: DraftBatch) -> None:
-        """Counts the tokens that came since the last call, and keeps the answers."""
+        """Counts the tokens since the last call, and keeps the answers."""
         self.catch_up(batch)
         for slot in batch.slots:
             one, self._read[slot] = self._read[slot], ReadSequence()
@@ -138,27 +137,27 @@ class NgramSpeculator:
                 self._answers.end(one.key, one.tokens[one.prompt :], batch.policy_version)
 
     def flush(self) -> None:
-        """Empties the table and forgets all answers."""
+        """Clears the table and all answers."""
         self._table = ContextTable()
         self._answers = AnswerStore(KeptAnswers(self._versions))
         for one in self._read:
             one.key, one.answers = b"", None
 
     def free(self, slot: int) -> None:
-        """Another sequence comes; of this one, if it has not ended, the table alone keeps what it
-        counted.
+        """Clears the slot. If its sequence has not ended, only the common table keeps its
+        counts.
         """
         one, self._read[slot] = self._read[slot], ReadSequence()
         if one.key:
             self._answers.leave(one.key)
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """Hand a sequence's tokens to another slot."""
+        """Moves a sequence's tokens to another slot."""
         self.free(destination)
         self._read[destination], self._read[source] = self._read[source], ReadSequence()
 
     def bind(self, target: DecoderWeights) -> None:
-        """Reads no weights; what an older policy wrote is still the best guess."""
+        """No effect: it reads no weights, and text of an older policy is still the best guess."""
 
     def load_state(self, directory: Path) -> object:
         """Raises MissingCapability: there is nothing to train."""

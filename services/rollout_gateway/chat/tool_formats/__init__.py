@@ -1,4 +1,4 @@
-"""How models spell tool calls: one file each, named in the table."""
+"""The forms of tool calls by model family: one file each, listed in the table."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TOOL_FORMATS: dict[str, Callable[[str], ToolFormat]] = {
     "kimi_k2": lambda template_source: KimiK2(),
     "harmony": lambda template_source: Harmony(),
 }
-"""Formats by name, each made from the source of the chat template."""
+"""Formats by name, each built from the source of the chat template."""
 
 
 def tool_format(name: str, template_source: str) -> ToolFormat | None:
-    """The format of that name; "none" has none, "auto" asks the template. Raises NotFound."""
+    """The format of that name; "none" is None, "auto" depends on the template. Raises NotFound."""
     if name == "none":
         return None
     if name == "auto":
@@ -57,11 +57,11 @@ def tool_format(name: str, template_source: str) -> ToolFormat | None:
 
 
 def guess_format(template_source: str) -> ToolFormat | None:
-    """The format that a chat template writes past calls in; None when it knows no tools, or another
+    """The format in which a chat template writes past calls; None without tools, or for an unknown
     format.
     """
     source = template_source.replace('\\"', '"')  # quotes inside strings of the template
-    if "<tool_call>" in source:  # Qwen3-Coder and GLM write XML between the tags of Hermes
+    if "<tool_call>" in source:  # Qwen3-Coder and GLM write XML between Hermes' tags
         if "<function=" in source:
             return Qwen3Coder()
         return Glm45(template_source) if "<arg_key>" in source else Hermes()

@@ -1,4 +1,4 @@
-"""Declares what a spelling of tool calls is."""
+"""Declares a format of tool calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import GrowingT
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules, Vocabulary
 
 IdSource = Callable[[int], str]
-"""That many hexadecimal digits, different ones with every call."""
+"""Returns that many hexadecimal digits, different ones with every call."""
 
 
 class SpelledCall(NamedTuple):
-    """A call as the model spelled it."""
+    """A call in the model's own form."""
 
     name: str
     arguments: str  # JSON text
-    call_id: str = ""  # where the spelling has one that its templates want back
+    call_id: str = ""  # if the form has an id that its templates need back
 
 
 class Offered(NamedTuple):
@@ -31,7 +31,7 @@ class Offered(NamedTuple):
 
 
 Piece = str | Lark
-"""Of a spelled call: text as it stands, or a grammar's expression for what varies."""
+"""Part of a call: fixed text, or a grammar's expression for variable text."""
 
 
 Calls = Callable[[Rules, str], Lark]
@@ -39,17 +39,17 @@ Calls = Callable[[Rules, str], Lark]
 
 
 class CallFrame(NamedTuple):
-    """What stands around calls that are made together."""
+    """Text around calls in one response."""
 
     before: str = ""
-    between: str | None = None  # None: a response holds one call
+    between: str | None = None  # None: a response has one call
     after: str = ""
 
 
 def framed_calls(
     text: GrowingText, before: str, after: str, one: Callable[[GrowingText], Reading[SpelledCall]]
 ) -> Reading[list[SpelledCall]]:
-    """All calls between two marks, or none: raises Deviation where they do not end."""
+    """All calls between two marks; raises Deviation if they do not end."""
     yield from text.expect(before)
     calls: list[SpelledCall] = []
     while True:
@@ -61,45 +61,44 @@ def framed_calls(
 
 
 class ToolFormat(ABC):
-    """How a family of models spells its wishes to call tools."""
+    """The form in which a family of models calls tools."""
 
     name: str
     special_tokens: tuple[str, ...]
-    """Texts that mark calls and are special tokens in some tokenizers: decoding must not drop them.
-    """
+    """Marks of calls that are special tokens in some tokenizers, so decoding must keep them."""
     markers: tuple[str, ...]
     """One of these begins calls, anywhere in the content."""
     at_start: tuple[str, ...] = ()
-    """One of these begins calls where nothing but white space precedes it."""
+    """One of these begins calls if only white space precedes it."""
     after_calls: tuple[str, ...] = ()
-    """One of these begins calls where nothing but white space lies between it and other calls."""
+    """One of these begins calls if only white space separates it from earlier calls."""
 
     @abstractmethod
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
-        """Takes calls from their marker to their end.
+        """Reads calls from their marker to their end.
 
-        Raises Deviation, having taken the marker, when they are none.
+        Raises Deviation after the marker if they are not calls.
         """
 
     channels: bool = False
-    """Whether every response is written in it, with tools or without."""
+    """Whether every response has this form, with tools or without."""
     ends: tuple[str, ...] = ()
-    """Tokens that end a response, where the model's own list of them is shorter."""
+    """Tokens that end a response, in addition to the model's own list."""
     content_beginning: str = ""
-    """What stands before content; where it is forced, it begins the response."""
+    """Text before content; if forced, it begins the response."""
     frame: CallFrame = CallFrame(between="\n")
-    """Around calls that follow a grammar."""
+    """Frame of calls that follow a grammar."""
 
     @abstractmethod
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         """One call of a tool with arguments that match its schema, as the pieces of a grammar.
 
-        What `beginning` returns begins the frame and the text of the first pieces. Raises
-        InvalidInput for a schema that this spelling cannot hold to.
+        The result of `beginning` starts the frame and the text of the first pieces. Raises
+        InvalidInput for a schema that this form cannot enforce.
         """
 
     def written(self, calls: Sequence[SpelledCall]) -> str:
-        """Calls as the model writes them, so that `read` returns them."""
+        """Calls in the model's form, so that `read` returns them."""
         between = self.frame.between or ""
         spelled = between.join(self._written(call, index) for index, call in enumerate(calls))
         return f"{self.frame.before}{spelled}{self.frame.after}"
@@ -110,7 +109,7 @@ class ToolFormat(ABC):
         return "".join(one if isinstance(one, str) else call.arguments for one in pieces)
 
     def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
-        """Free text with calls in it; with a form for the answer calls alone or that."""
+        """Free text with calls in it; with a form for the answer, only calls or that answer."""
         if answer is not None:
             return rules.either([calls(rules, ""), answer])
         free = rules.free_text(self.markers)
@@ -119,26 +118,28 @@ class ToolFormat(ABC):
         return rules.sequence([Lark(f"({called.text})*"), free.whole])
 
     def offering(self, tools: Sequence[Offered]) -> ToolFormat:
-        """The format as it reads calls of these tools: where arguments are text, their schemas
-        tell the types.
+        """The format for calls of these tools; if arguments are text, the schemas give
+        their types.
         """
         return self
 
     @abstractmethod
     def beginning(self, name: str = "") -> str:
-        """What to put before the response so that it calls the tool `name`, or some tool.
+        """Text before the response that makes it call the tool `name`, or any tool.
 
-        It ends where a tokenizer would cut as well: after a colon, not after the space that belongs
-        to the next token.
+        It ends where a tokenizer would also cut: after a colon, not after the space of the next
+        token.
         """
 
     def call_id(self, digits: IdSource) -> str:
-        """A new id in the form that the chat templates of these models accept: any, so OpenAI's."""
+        """A new id in a form that the chat templates of these models accept; by default
+        OpenAI's.
+        """
         return "call_" + digits(24)
 
 
 NAME = re.compile(r"[\w.:/-]+")
-"""Name of a tool where no quotes stand around it."""
+"""Name of a tool without quotes around it."""
 
 
 def call_pieces(tool: Offered, rules: Rules, arguments: str = "arguments") -> list[Piece]:
@@ -148,6 +149,6 @@ def call_pieces(tool: Offered, rules: Rules, arguments: str = "arguments") -> li
 
 
 def call_beginning(name: str, arguments: str = "arguments") -> str:
-    """The beginning of a call as a JSON object; with a name up to its arguments."""
+    """The beginning of a call as a JSON object; with a name, up to its arguments."""
     named = f' {json.dumps(name, ensure_ascii=False)}, "{arguments}":' if name else ""
     return f'{{"name":{named}'

@@ -1,5 +1,5 @@
-"""Grammars by which a response has to call tools, or may: one of the tools offered, with arguments
-that match its schema, in the model's own spelling.
+"""Grammars for responses that must or may call tools: an offered tool, with arguments that match
+its schema, in the model's own form.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from paceline.services.rollout_gateway.chat.tool_formats.base import (
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules, Vocabulary
 
 MORE_CALLS = 15
-"""Calls behind the first one in a response at most."""
+"""Most calls after the first one in a response."""
 
 
 def offered(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
-    """Tools as requests carry them."""
+    """Tools from their form in requests."""
     functions = (tool["function"] for tool in tools)
     return [Offered(str(one["name"]), one.get("parameters") or {}) for one in functions]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolGrammar:
-    """What calls of these tools look like to one model."""
+    """Grammars for calls of these tools by one model."""
 
     tool_format: ToolFormat
     tools: Sequence[Offered]
     vocabulary: Vocabulary
-    several: bool = True  # whether a response may hold more than one call
+    several: bool = True  # whether a response may have more than one call
 
     def __post_init__(self) -> None:
         for tool in self.tools:
@@ -47,16 +47,16 @@ class ToolGrammar:
                 )
 
     def required(self, begun: str) -> str:
-        """A call and nothing else; `begun` is how the prompt begins it."""
+        """A call and nothing else; `begun` is its beginning in the prompt."""
         rules = Rules(self.vocabulary)
         return rules.grammar(self._calls(rules, begun))
 
     def allowed(self, strict: Collection[str], after: str = "", answer: str = "") -> str:
-        """Any text with calls in it, of which those of `strict` tools match their schemas and the
-        others have any object.
+        """Any text with calls in it. Calls of `strict` tools match their schemas; other calls have
+        any object.
 
-        after: text up to which the model reasons first. answer: a JSON schema that a response
-        without calls has to match; calls then stand at its beginning.
+        `after`: text up to which the model reasons first. `answer`: a JSON schema for a response
+        without calls; calls are then at its beginning.
         """
         tools = [
             tool if tool.name in strict else tool._replace(parameters={}) for tool in self.tools
@@ -70,7 +70,7 @@ class ToolGrammar:
         return rules.grammar(start)
 
     def _calls(self, rules: Rules, begun: str) -> Lark:
-        """Calls up to the end of their frame, without the text that has been said of them."""
+        """Calls up to the end of their frame, without the text already in the prompt."""
         frame = self.tool_format.frame
         spelled = [self.tool_format.spelled(tool, rules) for tool in self.tools]
         first = rules.either([_spelled(rules, [frame.before, *one], begun) for one in spelled])
@@ -82,7 +82,7 @@ class ToolGrammar:
 
     @property
     def _begun(self) -> str:
-        """How a call of any tool begins: what is longer names one."""
+        """The common beginning of any tool's call; a longer beginning names a tool."""
         return self.tool_format.beginning()
 
 

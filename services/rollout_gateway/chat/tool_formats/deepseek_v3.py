@@ -27,7 +27,7 @@ _FENCE, _FENCE_END = "```json", "```"
 
 
 class DeepSeekV3(ToolFormat):
-    """Reads both spellings; the template tells which one a grammar writes."""
+    """Reads both forms; the template decides which one a grammar writes."""
 
     name = "deepseek_v3"
     special_tokens = (_ALL, _ALL_END, _ONE, _ONE_END, _SEPARATOR)
@@ -58,7 +58,7 @@ def _one(text: GrowingText) -> Reading[SpelledCall]:
     name = yield from text.run(NAME)
     yield from text.expect(_SEPARATOR)
     fenced = (yield from text.peek()) not in ("{", '"', " ", "\n")
-    if fenced:  # what stood before the separator is the type
+    if fenced:  # text before the separator is the type
         name = yield from text.run(NAME)
         yield from text.blanks()
         yield from text.expect(_FENCE)

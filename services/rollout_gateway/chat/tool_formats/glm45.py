@@ -30,7 +30,7 @@ _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
 class Glm45(ToolFormat):
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`, with line
-    breaks between the tags up to GLM-4.6; the template tells which a grammar writes.
+    breaks between the tags up to GLM-4.6; the template decides which one a grammar writes.
     """
 
     name = "glm45"

@@ -1,8 +1,8 @@
-"""Text that comes in pieces, read once from left to right. Owns waiting for more; knows no marker
-and no format.
+"""Text that arrives in pieces, read once from left to right. It waits for more text and contains no
+marker and no format.
 
-A reader is a generator that yields when it needs more text. Written as straight code, it gives the
-same result however the text is cut, and looks at every character a bounded number of times.
+A reader is a generator that yields when it needs more text. Straight code then gives the same
+result for any cuts, and reads every character a bounded number of times.
 """
 
 from __future__ import annotations
@@ -13,47 +13,45 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
-"""What reads growing text and returns a value; each yield is a wait for more."""
+"""A reader of growing text that returns a value; each yield waits for more text."""
 
 BLANK = " \t\r\n"
 _BLANKS = re.compile(f"[{BLANK}]+")
 
 
 class Deviation(Exception):
-    """The text is not what was looked for.
+    """The text does not match.
 
-    Never leaves this package and the parser: the text is content then.
+    It never leaves this package and the parser: the text then counts as content.
     """
 
 
 class GrowingText:
-    """A text whose end is not known yet.
+    """A text with an unknown end.
 
-    What is taken is kept until `forget`, so that a call that turns out to be none can be given out
-    as it stands.
+    Read text is kept until `forget`, so that an invalid call can be returned as content.
     """
 
     def __init__(self) -> None:
         self._piece = ""
         self._at = 0
-        self._kept: list[str] = []  # a list, as one growing string would be copied with every piece
+        self._kept: list[str] = []  # a list: a growing string would be copied with every piece
         self.ended = False
 
     def push(self, piece: str) -> None:
-        """More text. What has not been taken yet is at most the beginning of a marker."""
+        """Adds text. Unread text is at most the beginning of a marker."""
         self._piece = self._piece[self._at :] + piece
         self._at = 0
 
     def peek(self) -> Reading[str]:
-        """The next character, or "" at the end. Takes nothing."""
+        """The next character, or "" at the end, without reading it."""
         while self._at == len(self._piece) and not self.ended:
             yield
         return self._piece[self._at : self._at + 1]
 
     def at(self, word: str) -> Reading[bool]:
-        """Whether `word` comes next; waits only while the text may still become it.
-
-        Takes nothing.
+        """Whether `word` is next, without reading it. Waits only while the text may still become
+        `word`.
         """
         while (
             not self.ended
@@ -64,16 +62,16 @@ class GrowingText:
         return self._piece.startswith(word, self._at)
 
     def take(self, count: int = 1) -> None:
-        """Takes characters that `peek` or `at` have seen."""
+        """Reads characters checked by `peek` or `at`."""
         self._keep(self._at + count)
 
     def take_known(self, pattern: re.Pattern[str]) -> None:
-        """Takes what `pattern` matches of the text that is known by now; may be nothing."""
+        """Reads the match of `pattern` in the available text, which may be empty."""
         if match := pattern.match(self._piece, self._at):
             self._keep(match.end())
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Takes and returns the longest run of characters of a class; `pattern` is that class with
+        """Reads and returns the longest run of characters of a class; `pattern` is that class with
         a plus.
         """
         start = self.mark()
@@ -87,20 +85,20 @@ class GrowingText:
             yield from self.run(_BLANKS)
 
     def expect(self, word: str) -> Reading[None]:
-        """Takes `word`. Raises Deviation, having taken nothing, when something else comes next."""
+        """Reads `word`. Raises Deviation without reading if other text is next."""
         if not (yield from self.at(word)):
             raise Deviation
         self.take(len(word))
 
     def expect_end(self) -> Reading[None]:
-        """Raises Deviation when anything comes."""
+        """Raises Deviation if there is more text."""
         if (yield from self.peek()):
             raise Deviation
 
     def until(self, word: str) -> Reading[str]:
-        """Takes text up to `word` and the word; returns what stands before it.
+        """Reads text up to and including `word`; returns the text before it.
 
-        Raises Deviation when it does not come.
+        Raises Deviation if `word` is absent.
         """
         start, plain = self.mark(), re.compile(f"[^{re.escape(word[0])}]+")
         while not (yield from self.at(word)):
@@ -113,15 +111,15 @@ class GrowingText:
         return found
 
     def mark(self) -> int:
-        """A place for `since`."""
+        """A position for `since`."""
         return len(self._kept)
 
     def since(self, mark: int) -> str:
-        """Text taken since a mark."""
+        """Text read since a mark."""
         return "".join(self._kept[mark:])
 
     def forget(self) -> str:
-        """Text taken since the last call of `forget`, no longer kept from here on."""
+        """Text read since the last call of `forget`, which is no longer kept."""
         text = "".join(self._kept)
         self._kept.clear()
         return text

@@ -1,8 +1,8 @@
-"""The messages of gpt-oss: reasoning, content and calls of tools in channels, each message with a
-header of its own.
+"""The messages of gpt-oss: reasoning, content and tool calls in channels, each message with its own
+header.
 
-A response begins behind `<|start|>assistant`. Written here and not taken from openai-harmony: that
-reads tokens by a vocabulary which it downloads when it starts, and nothing else.
+A response begins after `<|start|>assistant`. openai-harmony is not used: it reads tokens only, with
+a vocabulary that it downloads at start.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]+)")
 _PLAIN = re.compile(r"[^<]+")
 _NEXT = f"{_END}{_START}assistant"
 Told = Callable[[str, str], None]
-"""Takes what kind of text comes, "reasoning" or "content", and the text."""
+"""Receives the kind of the next text, "reasoning" or "content", and the text."""
 
 
 class Harmony(ToolFormat):
-    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; channel
-    analysis is reasoning, every other text content.
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Channel
+    analysis is reasoning; all other text is content.
     """
 
     name = "harmony"
@@ -61,9 +61,9 @@ class Harmony(ToolFormat):
         return [(yield from _call(text, named[1]))]
 
     def messages(self, text: GrowingText, told: Told) -> Reading[list[SpelledCall]]:
-        """Text up to the next call, and the call; at the end of the response none.
+        """Text up to the next call, and the call; at the end of the response no call.
 
-        What has no header, or is no call after all, is content as it stands.
+        Text without a header, or that is no call, is content unchanged.
         """
         before = ""
         while (yield from text.peek()):
@@ -93,7 +93,7 @@ class Harmony(ToolFormat):
         return "".join(f"{self.beginning(one.name)}{one.arguments}{_CALL}" for one in calls)
 
     def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
-        """Thoughts and preambles, then a call or the answer."""
+        """Reasoning and preambles, then a call or the answer."""
         said = rules.either(
             rules.sequence([rules.text(f"{_CHANNEL}{name}{_MESSAGE}"), rules.until(_NEXT, _END)])
             for name in ("analysis", "commentary")
@@ -104,14 +104,14 @@ class Harmony(ToolFormat):
         return rules.sequence([Lark(f"({said.text})*"), last])
 
     def beginning(self, name: str = "") -> str:
-        """The end of the header only with a name: without one the model is to write it."""
+        """The header, including its end if a name is given; otherwise the model writes the name."""
         head = f"{_CHANNEL}commentary to=functions.{name}"
         return f"{head} {_CONSTRAIN}json{_MESSAGE}" if name else head
 
 
 def _call(text: GrowingText, name: str) -> Reading[SpelledCall]:
-    """Arguments and the end of the message, which may be the response's: what ends that is no text
-    for every engine.
+    """Arguments and the end of the message. The response may end there, and not every engine
+    returns that end as text.
     """
     yield from text.blanks()
     arguments = yield from json_arguments(text)
@@ -126,7 +126,7 @@ def _call(text: GrowingText, name: str) -> Reading[SpelledCall]:
 
 
 def _body(text: GrowingText, told: Callable[[str], None]) -> Reading[None]:
-    """Text up to the end of its message, told as it comes."""
+    """Text up to the end of its message, passed on as it arrives."""
     while (yield from text.peek()):
         for end in _ENDS:
             if (yield from text.at(end)):

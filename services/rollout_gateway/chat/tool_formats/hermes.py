@@ -1,4 +1,4 @@
-"""Hermes' tool calls, those of Qwen2.5 and Qwen3 as well: a JSON object between <tool_call> and
+"""Hermes' tool calls, also used by Qwen2.5 and Qwen3: a JSON object between <tool_call> and
 </tool_call>.
 """
 

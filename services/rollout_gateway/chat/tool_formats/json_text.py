@@ -1,7 +1,7 @@
-"""JSON read from growing text, strictly and without recursion. Owns what is JSON and where it ends.
+"""Reads JSON from growing text, strictly and without recursion.
 
-Values are returned as the exact text the model wrote: parsing and writing them anew would change
-numbers and spaces.
+Values are returned as the model's exact text: parsing and writing them anew would change numbers
+and spaces.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
 from paceline.whole_text import is_whole
 
 DEEPEST = 100
-"""Objects and arrays inside each other at most: what reads the arguments later (clients, templates)
-recurses.
+"""Deepest nesting of objects and arrays, since later readers of the arguments (clients, templates)
+recurse.
 """
 
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]+")
@@ -32,12 +32,12 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def json_value(text: GrowingText) -> Reading[str]:
-    """Takes one JSON value and returns its text.
+    """Reads one JSON value and returns its text.
 
     Raises Deviation at the first character that cannot be JSON.
     """
     start = text.mark()
-    open_: list[str] = []  # closing brackets that are due, the outermost first
+    open_: list[str] = []  # closing brackets still needed, the outermost first
     while True:
         opened = yield from text.peek()
         if opened in ("{", "["):
@@ -57,10 +57,10 @@ def json_value(text: GrowingText) -> Reading[str]:
 
 
 def json_members(text: GrowingText) -> Reading[dict[str, str]]:
-    """Takes one JSON object and returns the texts of its members; of equal keys the last counts, as
+    """Reads one JSON object and returns the texts of its members; of equal keys the last counts, as
     in `json`.
 
-    Raises Deviation at the first character that cannot be one.
+    Raises Deviation at the first character that cannot be JSON.
     """
     yield from text.expect("{")
     members: dict[str, str] = {}
@@ -83,7 +83,7 @@ def json_members(text: GrowingText) -> Reading[dict[str, str]]:
 
 
 def json_arguments(text: GrowingText) -> Reading[str]:
-    """Takes the arguments of a call: a JSON object, or a JSON string that holds one.
+    """Reads the arguments of a call: a JSON object, or a JSON string that contains one.
 
     Returns the text of the object. Raises Deviation for every other value.
     """
@@ -94,8 +94,7 @@ def json_arguments(text: GrowingText) -> Reading[str]:
 
 def arguments_object(written: str) -> str:
     """The object of a call's arguments, from the text of a JSON value; a string is unwrapped.
-
-    Raises Deviation for a value that is no object and holds none.
+    Raises Deviation for any other value.
     """
     if written.startswith('"'):
         written = _held_object(str(json.loads(written)))
@@ -105,13 +104,13 @@ def arguments_object(written: str) -> str:
 
 
 def _held_object(inner: str) -> str:
-    """The JSON object that a string consists of. Raises Deviation for every other string."""
+    """The JSON object inside a string. Raises Deviation for every other string."""
     check_json(inner.strip(BLANK))
     return _sendable(inner.strip(BLANK))
 
 
 def check_json(whole: str) -> None:
-    """Raises Deviation for a text that is not one JSON value, no deeper than DEEPEST."""
+    """Raises Deviation for a text that is not one JSON value of depth at most DEEPEST."""
     text = GrowingText()
     text.push(whole)
     text.ended = True
@@ -126,11 +125,11 @@ def _only_value(text: GrowingText) -> Reading[None]:
 def call_object(
     text: GrowingText, argument_keys: Sequence[str], *, required: bool = False
 ) -> Reading[SpelledCall]:
-    """Takes a call written as an object with "name" and one of `argument_keys`; other members mean
-    nothing.
+    """Reads a call written as an object with "name" and one of `argument_keys`; other members are
+    ignored.
 
-    Without arguments they are `{}`, unless `required`. Raises Deviation when it is no call, and
-    for arguments that are no object.
+    Absent arguments are `{}`, unless `required`. Raises Deviation when it is no call, and for
+    arguments that are no object.
     """
     members = yield from json_members(text)
     arguments = next((members[key] for key in argument_keys if key in members), None)
@@ -141,9 +140,9 @@ def call_object(
 
 
 def _comma(text: GrowingText, open_: list[str]) -> Reading[bool]:
-    """After a value: closes what ends here.
+    """After a value, closes finished objects and arrays.
 
-    True when a comma and what precedes the next value have been taken.
+    Returns True when a comma and the key of the next value have been read.
     """
     while open_:
         yield from text.blanks()
@@ -196,7 +195,7 @@ def _string(text: GrowingText) -> Reading[str]:
 
 
 def _name(written: str) -> str:
-    """Name of a tool from its JSON text. Raises Deviation when it is none that could be sent."""
+    """Name of a tool from its JSON text. Raises Deviation for a name that cannot be sent."""
     if not written.startswith('"'):
         raise Deviation
     name = _sendable(str(json.loads(written)))
@@ -206,7 +205,7 @@ def _name(written: str) -> str:
 
 
 def _sendable(text: str) -> str:
-    """The text itself. Raises Deviation when UTF-8 cannot spell it."""
+    """The text itself. Raises Deviation when UTF-8 cannot encode it."""
     if not is_whole(text):
         raise Deviation
     return text

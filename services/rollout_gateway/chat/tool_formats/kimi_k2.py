@@ -1,6 +1,4 @@
-"""Tool calls of Kimi-K2: between tokens of their own, each with an id that holds the name of the
-function and a number.
-"""
+"""Tool calls of Kimi-K2: between special tokens, each with an id of function name and number."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 class KimiK2(ToolFormat):
-    """`functions.NAME:NUMBER` and an object for each call; the template writes that id before a
-    tool's result, so it is the id that clients get.
+    """`functions.NAME:NUMBER` and an object for each call. The template writes that id before a
+    tool's result, so clients receive it as the call's id.
     """
 
     name = "kimi_k2"

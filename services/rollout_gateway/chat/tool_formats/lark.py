@@ -1,9 +1,8 @@
-"""Grammars in llguidance's Lark, written rule by rule. Owns how text, special tokens and JSON are
-spelled in one; knows no format of calls.
+"""Grammars in llguidance's Lark, built rule by rule: text, special tokens and JSON, without any
+call format.
 
-A tokenizer may have a token of its own for a marker such as <tool_call>. A grammar of text alone
-would keep the model from it, so text is spelled with the token beside its characters. Imports no
-llguidance.
+A tokenizer may have a token for a marker such as <tool_call>. A grammar of text alone would exclude
+that token, so text may also be written as the token. Imports no llguidance.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple
 from paceline.services.rollout_gateway.engines.requests.json_schema import FORM
 
 _JSON_WORDS = re.compile(r'"[^"]*"|[{}:,\[\]]| +|[^"{}:,\[\] ]+|"')
-"""Text in the words of JSON: where an object may be a call or an answer, words of both have to end
-at the same places, for none is read twice.
+"""Text in the words of JSON. If an object may be a call or an answer, words of both must end at the
+same places, since no text is read twice.
 """
 _GUIDANCE = "x-guidance"
 ANY_TEXT = "(?s:.*)"
@@ -31,20 +30,20 @@ class Lark(NamedTuple):
 
 
 class FreeText(NamedTuple):
-    """Text in which nothing is asked for."""
+    """Unconstrained text."""
 
-    before: Lark  # of it what ends in a token, so that a text may begin behind it
+    before: Lark  # the part that ends in a token, after which a text may begin
     whole: Lark
-    never: str  # what that may not hold, as the end of a terminal
+    never: str  # text that it may not contain, as the end of a terminal
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a model that are added to those of its text: markers, and what ends texts."""
+    """A model's added tokens: markers, and ends of texts."""
 
     added: Mapping[str, int]  # by text
 
     def split(self, text: str) -> list[str]:
-        """The text cut around added tokens, each a part of its own."""
+        """The text cut around added tokens; each added token is a part."""
         found = [token for token in self.added if token in text]
         if not found:
             return [text] if text else []
@@ -54,20 +53,18 @@ class Vocabulary(NamedTuple):
 
 
 class Rules:
-    """One grammar as it grows. Its rules are named by number."""
+    """One growing grammar, with numbered rules."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._lines: list[str] = []
 
     def text(self, text: str) -> Lark:
-        """Exactly this text; where a token is added for a part of it, as that token or as its
-        characters.
-        """
+        """Exactly this text; a part with an added token may be that token or its characters."""
         return Lark(" ".join(self._part(part) for part in self._vocabulary.split(text)))
 
     def json(self, schema: Mapping[str, Any]) -> Lark:
-        """JSON of a schema; {}: any object. Its own "x-guidance" is overridden."""
+        """JSON of a schema; {}: any object. A schema's "x-guidance" is overridden."""
         plain = {key: value for key, value in schema.items() if key != _GUIDANCE}
         if not {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"} & plain.keys():
             plain["type"] = "object"
@@ -75,15 +72,17 @@ class Rules:
         return self.rule(f"%json {json.dumps(plain)}")
 
     def regex(self, expression: str) -> Lark:
-        """What a regular expression matches, which is not nothing."""
+        """Any non-empty match of a regular expression."""
         return Lark(_slashed(expression))
 
     def space(self) -> Lark:
-        """White space, a little or none."""
+        """Optional white space of limited length."""
         return Lark(r"(/[ \t\r\n]{1,20}/)?")
 
     def until(self, end: str, without: str, *bodies: str) -> Lark:
-        """Text that matches all of `bodies` and does not hold `without`, up to and with `end`."""
+        """Text that matches all of `bodies` and does not contain `without`, up to and including
+        `end`.
+        """
         first, *rest = self._vocabulary.split(end)
         never = _slashed(f"{ANY_TEXT}{_escaped(without)}{ANY_TEXT}")
         body_name = self._name("TEXT")
@@ -98,8 +97,8 @@ class Rules:
         return self.sequence([found, self.text("".join(rest))])
 
     def free_text(self, markers: Sequence[str]) -> FreeText:
-        """Any text, with the added tokens that are no markers. Only the first marker can be come
-        to; the others do not stand in the text.
+        """Any text, with added tokens that are no markers. Only the first marker may follow it; the
+        remaining markers do not occur in it.
         """
         closed = {self._vocabulary.added.get(marker) for marker in markers}
         tokens = sorted(set(self._vocabulary.added.values()) - closed)
@@ -108,12 +107,12 @@ class Rules:
         )
         name = self._name("TEXT")
         self._lines.append(f"{name}: /(?s:.+)/{never}")
-        # A text is never cut but by a token: behind a cut it might go on to what it may not hold.
+        # A text is cut only by a token: after another cut it could continue to a forbidden text.
         before = self.rule(f"({name}? <[{','.join(map(str, tokens))}]>)*") if tokens else Lark("")
         return FreeText(before, self.sequence([before, Lark(f"{name}?")]), never)
 
     def behind(self, marker: str, body: str) -> Lark:
-        """A marker, behind text that matches or nothing."""
+        """A marker after text that matches, or after nothing."""
         ended = self._name("ended")
         self._lines.append(f"{ended}[lazy]: /({_slashed(body)[1:-1]})?/ {_quoted(marker)}")
         found = [Lark(ended)]
@@ -123,7 +122,7 @@ class Rules:
         return self.either(found)
 
     def up_to(self, marker: str, free: FreeText) -> Lark:
-        """Free text up to and with a marker, spelled either way."""
+        """Free text up to and including a marker, as token or characters."""
         body = self._name("TEXT")
         self._lines.append(f"{body}: /{ANY_TEXT}/{free.never}")
         ended = self._name("ended")
@@ -135,21 +134,21 @@ class Rules:
         return self.either(found)
 
     def rule(self, body: str) -> Lark:
-        """A rule of its own."""
+        """A new rule."""
         name = self._name("part")
         self._lines.append(f"{name}: {body}")
         return Lark(name)
 
     def sequence(self, parts: Iterable[Lark]) -> Lark:
-        """One behind the other."""
+        """The parts in sequence."""
         return Lark(" ".join(part.text for part in parts if part.text))
 
     def either(self, parts: Iterable[Lark]) -> Lark:
-        """One of them."""
+        """Any of the parts."""
         return self.rule(" | ".join(part.text or '""' for part in parts))
 
     def grammar(self, start: Lark) -> str:
-        """The whole of it."""
+        """The whole grammar."""
         return "\n".join([f"start: {start.text}", *self._lines])
 
     def _name(self, kind: str) -> str:

@@ -26,8 +26,7 @@ _NO_BRACE = r"[ \t\r\n]*[^{ \t\r\n](?s:.*)"
 class Llama3Json(ToolFormat):
     """`{"name": ..., "parameters": {...}}` at the start of the response or after `<|python_tag|>`.
 
-    Parameters are required: without a marker of its own, `{"name": "Ada"}` may as well be an answer
-    in JSON.
+    Parameters are required: without a marker, `{"name": "Ada"}` may also be a JSON answer.
     """
 
     name = "llama3_json"
@@ -48,7 +47,7 @@ class Llama3Json(ToolFormat):
         return call_pieces(tool, rules, "parameters")
 
     def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
-        """A response that begins with a brace is calls, behind the tag are calls as well."""
+        """Calls if the response begins with a brace or has the tag."""
         called = rules.sequence([rules.space(), calls(rules, "")])
         if answer is not None:
             return rules.either([called, answer])

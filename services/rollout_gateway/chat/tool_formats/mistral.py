@@ -30,7 +30,7 @@ _MARKER, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class Mistral(ToolFormat):
-    """Reads both spellings; the template tells which one a forced beginning has."""
+    """Reads both forms; the template decides the form of a forced beginning."""
 
     name = "mistral"
     special_tokens = (_MARKER, _ID, _ARGUMENTS)
@@ -47,7 +47,7 @@ class Mistral(ToolFormat):
         yield from text.blanks()
         if (yield from text.at("[")):
             return (yield from _array(text))
-        if (yield from text.at("{")):  # one call without the array around it
+        if (yield from text.at("{")):  # one call without an array around it
             return [(yield from call_object(text, ("arguments", "parameters")))]
         return [(yield from _named(text))]
 
@@ -67,7 +67,7 @@ class Mistral(ToolFormat):
 
 
 def _array(text: GrowingText) -> Reading[list[SpelledCall]]:
-    """All calls or none: an array that is never closed is no call."""
+    """All calls or none: an unclosed array is no call."""
     calls: list[SpelledCall] = []
     closing = "["
     while closing != "]":
@@ -86,7 +86,7 @@ def _named(text: GrowingText) -> Reading[SpelledCall]:
     name = yield from text.run(NAME)
     if not name:
         raise Deviation
-    if (yield from text.at(_ID)):  # an id that the model made up; calls get theirs from the gateway
+    if (yield from text.at(_ID)):  # an id invented by the model; the gateway gives calls their ids
         text.take(len(_ID))
         yield from text.run(NAME)
     if (yield from text.at(_ARGUMENTS)):

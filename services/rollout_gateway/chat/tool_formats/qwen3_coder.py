@@ -1,5 +1,5 @@
-"""Tool calls of Qwen3-Coder: the tags hold the names of function and parameters, between them stand
-values as text.
+"""Tool calls of Qwen3-Coder: the tags hold the names of function and parameters, with values as
+text between them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TAGS = Tags("<parameter={}>\n", _PARAMETER_END, f"\n{_PARAMETER_END}\n")
 
 
 class Qwen3Coder(ToolFormat):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, on lines
-    of their own. These models leave out the outer tags now and then; a whole function counts
-    without them.
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, on
+    separate lines. These models sometimes omit the outer tags; a whole function counts without
+    them.
     """
 
     name = "qwen3_coder"
@@ -78,8 +78,8 @@ class Qwen3Coder(ToolFormat):
 
 
 def _parameters(text: GrowingText) -> Reading[dict[str, str]]:
-    """Up to and with the end of the function. Of the line breaks around a value one each belongs to
-    its tags.
+    """Reads up to and including the end of the function. One line break on each side of a value
+    belongs to its tags.
     """
     written: dict[str, str] = {}
     while True:

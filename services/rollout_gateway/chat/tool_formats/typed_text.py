@@ -1,8 +1,8 @@
-"""Arguments of a call that stand as text between tags: which JSON they are, by the tool's schema,
-and which text they may be for their JSON to match it.
+"""Arguments of a call as text between tags: their JSON by the tool's schema, and the permitted
+texts for JSON that matches the schema.
 
-The spelling writes a string as it is and every other value as JSON, so that only the schema tells
-"42" from 42. Where it leaves that open, JSON wins.
+This form writes a string unchanged and every other value as JSON, so only the schema distinguishes
+"42" from 42. If the schema leaves it open, the text is read as JSON.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ _KINDS: dict[type, str] = {
 }
 _FIRSTS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""How templates in Jinja spell what is no string, and models after them."""
+"""Non-string values in the form of Jinja templates, which models imitate."""
 _UNIONS = ("anyOf", "oneOf")
 _SCALARS = {"string", "boolean", "null", "integer", "number"}
 _ABOUT = {"type", "title", "description", "default", "examples", "deprecated"}
-"""Keywords that narrow no scalar further than to its type."""
+"""Keywords that restrict a scalar no further than its type."""
 _BEYOND = (
     *_UNIONS,
     *("allOf", "not", "if", "patternProperties", "propertyNames", "minProperties"),
     *("maxProperties", "dependentRequired", "dependentSchemas"),
 )
-"""Keywords of an object that such a spelling cannot hold to."""
+"""Keywords of an object that this form cannot enforce."""
 _DEEPEST_REFERENCE = 20
 _DEFINITIONS = ("$defs", "definitions")
 
 
 class Tags:
-    """How a spelling writes a parameter: text before its value, and behind it."""
+    """Text before and after a parameter's value."""
 
     def __init__(self, before: str, close: str, after: str = "") -> None:
-        """`before` holds a {} for the name; `close` ends the value wherever it stands, together
-        with `after`, which begins with it or with what precedes it.
+        """`before` contains a {} for the name. `close`, together with `after`, ends the value
+        anywhere; `after` begins with `close` or with the text before it.
         """
         self._before = before
         self.close = close
         self.end = after or close
 
     def open(self, name: str) -> str:
-        """What stands before the value of a parameter."""
+        """Text before the value of a parameter."""
         return self._before.replace("{}", name)
 
     def holds(self, name: str) -> bool:
-        """Whether a name can stand there."""
+        """Whether a tag can contain the name."""
         return bool(name) and not set("<>\n\0") & set(name) and name == name.strip()
 
 
 def written_arguments(arguments: str, tags: Tags) -> str:
-    """A JSON object of arguments as text between tags; other text stays as it is."""
+    """A JSON object of arguments as text between tags; other text stays unchanged."""
     try:
         members = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -80,7 +80,7 @@ def written_arguments(arguments: str, tags: Tags) -> str:
 
 
 class Parameters:
-    """What the arguments of one tool are."""
+    """The arguments of one tool."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._root = schema
@@ -109,9 +109,9 @@ class Parameters:
     # ---- grammar
 
     def pieces(self, rules: Rules, tags: Tags) -> Lark:
-        """All arguments in the order of the schema, those that are not required perhaps.
+        """All arguments in the order of the schema; optional ones may be absent.
 
-        Raises InvalidInput for a schema that cannot be held to in this spelling.
+        Raises InvalidInput for a schema that this form cannot enforce.
         """
         for keyword in _BEYOND:
             if keyword in self._object:
@@ -173,7 +173,7 @@ class Parameters:
         return rules.until(tags.end, tags.close, *bodies)
 
     def _check_union(self, name: str, schema: Mapping[str, Any], kinds: set[str]) -> None:
-        """Any text is fine where each type may be anything of its kind."""
+        """Accepts any text if each type of the union is unrestricted."""
         branches = [self._resolved(one) for key in _UNIONS for one in schema.get(key, ())]
         narrowed = any(one.keys() - _ABOUT for one in branches or [schema])
         if branches and schema.keys() - _ABOUT - set(_UNIONS):
@@ -203,7 +203,9 @@ class Parameters:
         return None
 
     def _resolved(self, schema: object) -> Mapping[str, Any]:
-        """The schema behind references to definitions of the same document; {} behind others."""
+        """The schema after references to definitions of the same document; {} after other
+        references.
+        """
         for _ in range(_DEEPEST_REFERENCE):
             if not isinstance(schema, Mapping):
                 return {}
@@ -215,8 +217,8 @@ class Parameters:
 
 
 def _kind_of(text: str) -> str:
-    """Type of a JSON text; empty for no JSON. Read as calls in JSON are: no deeper, no more
-    lenient.
+    """Type of a JSON text; empty for no JSON. Equal rules as for calls in JSON: same depth, same
+    strictness.
     """
     try:
         check_json(text)
@@ -231,7 +233,7 @@ def _kind_of(text: str) -> str:
 def _fits(kind: str, kinds: set[str] | None) -> bool:
     if kinds is None or kind in kinds:
         return True
-    if kind == "number":  # 1.0 is an integer as well
+    if kind == "number":  # 1.0 also counts as an integer
         return "integer" in kinds and "string" not in kinds
     return kind == "integer" and "number" in kinds
 
@@ -247,8 +249,8 @@ def _at(root: Mapping[str, Any], path: str) -> object:
 
 
 def _matching(name: str, pattern: str) -> str:
-    """A regular expression of the whole text for a pattern that is looked for in it."""
-    inner = re.sub(r"\\.", "", pattern, flags=re.DOTALL)  # without what is escaped
+    """A regular expression for the whole text, from a pattern that may match anywhere in it."""
+    inner = re.sub(r"\\.", "", pattern, flags=re.DOTALL)  # without escaped characters
     first, last = pattern.startswith("^"), inner.endswith("$")
     if (first or last) and "|" in inner:
         raise _beyond(f"{name}: a pattern with anchors and alternatives", "a pattern without one")

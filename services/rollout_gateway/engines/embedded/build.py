@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from paceline.arm_names import ArmName
 from paceline.local.processes import usable_cores
-from paceline.models.adapters import hash_of_start
-from paceline.models.between import compiled_between
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel
@@ -88,8 +85,7 @@ def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> Ser
         config,
         DTYPES[spec.dtype],
         positions,
-        chosen_profile(spec.profile, config, partial(hash_of_start, Path(spec.model_dir))),
-        between=compiled_between(config, DTYPES[spec.dtype]) if spec.compile else None,
+        chosen_profile(spec.profile),
         start=Path(spec.model_dir),
     )
 
@@ -109,7 +105,6 @@ def _drafters(
         policy.head.dtype,
         spec.seed,
         layers=CaptureSpec(inner).layers,
-        compile=spec.compile,
         answer_versions=spec.answer_versions,
     )
     used: dict[str, int] = {}

@@ -10,59 +10,51 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from paceline.config import Config
-from paceline.errors import ConfigError
-from paceline.models.profiles import check_profile_name
+from paceline.errors import InvalidInput
+from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
 
 
 def _checked(value: str) -> str:
     try:
-        return check_profile_name(value)
-    except ConfigError as error:  # pydantic adds where the setting stands
+        return check_profile(value)
+    except InvalidInput as error:  # pydantic adds where the setting stands
         raise ValueError(str(error)) from error
 
 
 class EmbeddedConfig(Config):
-    """What only the embedded engine has."""
+    """Settings of the embedded engine."""
 
     more_drafters: tuple[str, ...] = ()
-    """Trained kinds besides gateway.drafter of which a version may be committed; one serves at a
-    time.
+    """Trained kinds with committable versions besides gateway.drafter; one kind serves at a time.
     """
     profile: Annotated[str, AfterValidator(_checked)] = ""
-    """Round the layers' matrices to eight bits, every version at its Prepare: "int8" | "int8_w8a8"
-    | "fp8_channel" | "fp8_tensor" (models/profiles.py), or a file that `paceline profile` wrote for
-    this model; "": they stay in `dtype`. The first two need the extra `int8`. Draws follow the
-    rounded weights: same seed, same tokens holds in float32 as without it, but where int8_w8a8
-    rounds an activation that lies between two numbers; in bfloat16 not between batch shapes.
-    """
-    compile: bool = False
-    """Compile what is between two attentions of the policy and of an EAGLE drafter
-    (models/graphs.py): a quarter of a minute for each and a C++ compiler once for each shape of a
-    model, kept in ~/.cache/paceline/graphs (XDG_CACHE_HOME). Faster in small batches of small
-    models; a policy in eight bits goes without.
+    """Number format of the layers' matrices: "int8" | "int8_w8a8" | "fp8_channel" | "fp8_tensor"
+    (models/profiles.py), or "" for `dtype`. Every version is rounded at its Prepare. The first two
+    need the extra `int8`. A seed still gives the same tokens in float32, except where int8_w8a8
+    rounds an activation between two numbers. In bfloat16 tokens may depend on batch shapes.
     """
     memory_saver: bool = False
-    """Free keys, values and the policy's weights while a worker's slot is lent out; the weights are
-    read again from their files. Else nothing is freed: fresh pages cost a small model's step more.
+    """Whether keys, values and the policy's weights are freed while a worker's slot is lent.
+    Weights are then read again from their files. For small models, fresh memory pages cost more
+    than this saves.
     """
     prefix_slots: int = Field(default=32, ge=0)
-    """Ended requests kept for prompts that begin alike, each as large as a running one; 0: no
-    reuse.
+    """Number of ended requests kept for prompts with the same beginning, each as large as a running
+    request; 0: none.
     """
-    speculate_rows: int = Field(default=0, ge=0)
-    """Above so many rows nothing is drafted; 0: the bandit alone decides."""
     answer_versions: int = Field(default=128, ge=0)
-    """Policy versions after which the n-gram drafter forgets an answer to a prompt: a prompt comes
-    again an epoch later, some 30 to 100 versions in sets of 7,500 to 12,000 tasks; 0: only answers
-    of the serving policy draft.
+    """Policy versions for which the n-gram drafter keeps an answer. A prompt returns after an
+    epoch, 30 to 100 versions for 7,500 to 12,000 tasks. 0: only answers of the serving policy.
     """
     verify_budget: bool = True
-    """Verify only drafts likely enough to pay; false: every draft of the arm."""
+    """Whether unlikely drafts are left out of the verification; false: every draft of the arm is
+    verified.
+    """
     verification: Literal["same_draw", "rejection"] = "same_draw"
-    """How drafts are accepted. "same_draw": a seed's tokens do not depend on drafts. "rejection":
-    chains drawn from the drafter, accepted with min(1, p/q): more is accepted at high temperatures,
-    and a seed's tokens depend on the arm.
+    """Acceptance of drafts. "same_draw": tokens of a seed do not depend on drafts. "rejection":
+    drafts are sampled from the drafter and accepted with min(1, p/q); more drafts are accepted at
+    high temperatures, and tokens of a seed depend on the arm.
     """
 
 

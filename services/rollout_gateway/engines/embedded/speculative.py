@@ -71,7 +71,6 @@ class Speculation:
         self.served = self._served()
         self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
         self.bandit = self._build_bandit()
-        self._most_rows = spec.speculate_rows or spec.max_batch
         self.rejection = spec.verification == "rejection"
         # Drafts that were drawn may not be left out afterwards: that would bias what is emitted.
         self.budget = Budget() if spec.verify_budget and not self.rejection else None
@@ -100,8 +99,7 @@ class Speculation:
     def choose(self, rows: Sequence[RunningSequence]) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        A forced arm drafts nothing while its kind rests or while the arm is barred. Above
-        `speculate_rows` rows nothing is drafted; each round decides anew.
+        A forced arm drafts nothing while its kind rests or while the arm is barred.
         """
         situation = situation_of(rows)
         if self.forced:
@@ -114,9 +112,6 @@ class Speculation:
         for resting in [name for name in arms if name not in self.served]:
             arms.setdefault(OFF, []).extend(arms.pop(resting))
         if not free:
-            return RoundPlan(arms, situation)
-        if len(rows) > self._most_rows:
-            arms.setdefault(OFF, []).extend(free)
             return RoundPlan(arms, situation)
         choice = self.bandit.choose(situation, self.served)
         arms.setdefault(choice.arm, []).extend(free)

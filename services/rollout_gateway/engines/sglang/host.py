@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+import paceline
 from paceline.addresses import loopback
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.heartbeat import answer_beats
@@ -38,7 +39,8 @@ from paceline.services.rollout_gateway.engines.worker.spec import (
 )
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 
-CPU_KERNELS = Path(__file__).parents[2] / "testing" / "cpu_kernels"
+CPU_KERNELS = Path(paceline.__file__).resolve().parents[2] / "tests/sglang/cpu_kernels"
+"""SGLang's kernels in plain torch, for machines without a GPU; part of a checkout alone."""
 CONTEXT_MARGIN = 8
 """Positions SGLang keeps free beyond the longest request."""
 KV_MARGIN = 64
@@ -64,7 +66,7 @@ def check_installed() -> str:
 
 
 def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
-    """Variables for SGLang and its children."""
+    """Variables for SGLang and its children. Raises ConfigError without kernels for a CPU."""
     values = {
         "SGLANG_PLUGINS": "paceline",
         # else a policy that computes no finite number draws as if all were well, also for a canary
@@ -73,6 +75,12 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if not cuda:
+        if not CPU_KERNELS.is_dir():
+            raise ConfigError(
+                "engine.kind=sglang without a GPU needs the kernels of a checkout",
+                seen=f"no {CPU_KERNELS}",
+                allowed="a machine with a GPU, or git clone and make setup-sglang",
+            )
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(spec.tensor_parallel_size)
         path = [str(CPU_KERNELS), *filter(None, [os.environ.get("PYTHONPATH", "")])]

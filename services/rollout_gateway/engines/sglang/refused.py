@@ -1,8 +1,8 @@
-"""Names the arguments of SGLang's server that a worker cannot have, and what stands for them.
+"""Refuses arguments of SGLang's server that a worker cannot have, and names the alternatives.
 
-A worker is one scheduler and its tensor-parallel ranks: what it is told between two rounds reaches
-all of them there, so that they serve one version set, and a request has one policy version at each
-position. SGLang's other layouts have schedulers that nobody tells.
+A worker is one scheduler and its tensor-parallel ranks. A command reaches all ranks between the
+same two rounds, so they serve one version set, and each token has one policy version. SGLang's
+other layouts have further schedulers, which a command would not reach.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class Refusal(NamedTuple):
 
 _SERVERS = Refusal(
     ("null",),
-    "prefill and decode servers are two schedulers with a transfer of keys and values on CUDA "
-    "between them: a version set would have to change on both at one place of every request, and "
-    "hidden rows of the prompt would stay behind",
-    "workers that do both (gateway.engine.workers), short prefills (gateway.engine.prefill_tokens)",
+    "prefill and decode servers are two schedulers that exchange keys and values on CUDA: both "
+    "would have to change the version set at the same token of each request, and the prompt's "
+    "hidden rows would stay on the prefill server",
+    "workers for both (gateway.engine.workers), short prefills (gateway.engine.prefill_tokens)",
 )
 _SCHEDULERS = Refusal(
     (1, False),
-    "it starts schedulers of their own, or parts of them, that a version set would not reach "
-    "between the same two rounds",
+    "it starts further schedulers, which would not receive a version set between the same two "
+    "rounds",
     "more workers (gateway.engine.workers)",
 )
 _HOSTS = Refusal(
     (0, 1, ""),
-    "the ranks of a worker meet at a file of their host",
-    "a worker a host (gateway.engine.workers), of as many GPUs as that has",
+    "the ranks of a worker rendezvous through a file on one host",
+    "one worker per host (gateway.engine.workers) with all GPUs of the host",
 )
 _MOVING = Refusal(
     (0, False, "none"),
-    "experts then move between GPUs while versions are loaded, which nothing here waits for",
-    "gateway.engine.sglang.expert_parallel_size, with every expert once",
+    "experts would move between GPUs during a load of a version",
+    "gateway.engine.sglang.expert_parallel_size, with one copy of each expert",
 )
-_OWN = "it has a setting, which the plan of memory and the leases of slots go by"
+_OWN = "it has its own setting, which the memory plan and the slot leases use"
 REFUSED: Mapping[str, Refusal] = {
     "disaggregation_mode": _SERVERS,
     **dict.fromkeys(

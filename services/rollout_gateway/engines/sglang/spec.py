@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,37 +26,35 @@ _SHORT = {"bfloat16": "bf16"}
 
 
 class SGLangConfig(Config):
-    """What only the SGLang engine has."""
+    """Settings of the SGLang engine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto: on CUDA when there is one."""
+    """Device of the model; auto: CUDA if available."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs of one worker."""
+    """Number of GPUs per worker."""
     expert_parallel_size: int = Field(default=1, ge=1)
-    """Groups that these GPUs form, each with a share of a model's experts; it divides
-    tensor_parallel_size.
+    """Number of expert groups of these GPUs, a divisor of tensor_parallel_size. Each group holds a
+    share of the experts.
     """
     memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Share of each GPU for weights and KV cache."""
     memory_saver: bool = False
-    """Weights and KV cache can be released between steps (GPU)."""
+    """Whether weights and KV cache are released between steps (GPU)."""
     drafter_swap: Literal["in_place", "retract"] = "in_place"
-    """What a new drafter does to running requests."""
+    """Effect of a new drafter on running requests."""
     profile: Literal["", "int8_w8a8"] = ""
-    """Round the decoder layers' matrices to int8, the first policy's and every version's, and
-    activations per token, as SGLang's method w8a8_int8 does; sets then have this profile, which
-    stays until the engine is started anew. Needs engine.dtype=bfloat16 and the extra `int8`. "":
-    they stay in `dtype`.
+    """Number format: the decoder layers' matrices in int8 and activations rounded per token, as
+    SGLang's method w8a8_int8, for the first policy and every version. Sets keep this profile until
+    the engine restarts. Needs engine.dtype=bfloat16 and the extra `int8`. Empty: `dtype`.
     """
     router: str = Field(default="", pattern=r"^(https?://\S+)?$")
-    """URL of an SGLang router whose list the gateway stands in while it serves; empty: none."""
-    router_key_env: str = "PACELINE_ROUTER_KEY"
-    """Environment variable with the router's key for its list; empty or not set: it has none."""
+    """URL of an SGLang router at which the gateway registers while it serves; empty: none."""
+    router_key_env: ClassVar[str] = "PACELINE_ROUTER_KEY"
+    """Environment variable with the router's control-plane key; empty or unset: none."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
-    """Further arguments of SGLang's server, by its own names; they come last. Its quantization and
-    kv_cache_dtype are what spans of tokens are told to be computed with; weights that SGLang rounds
-    itself after loading, such as fp8, take a run's versions, a checkpoint that is stored rounded
-    does not.
+    """Further arguments of SGLang's server by its own names; they override. Its quantization and
+    kv_cache_dtype name the number format of token spans. Weights that SGLang rounds after loading,
+    such as fp8, can receive versions; a checkpoint stored in a rounded format cannot.
     """
 
     @model_validator(mode="after")

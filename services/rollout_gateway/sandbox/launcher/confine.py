@@ -1,7 +1,7 @@
-"""From the launcher to the shut-in interpreter: broker, guard, code. Owns the order of the steps.
+"""From the launcher to the confined interpreter: broker, guard, code, in this order.
 
-Each step that fails ends its process with a line on the report pipe; the code never runs with a
-layer missing.
+Each failing step ends its process with a line on the report pipe; the code never runs without a
+layer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Ends:
 
 
 class Confinement:
-    """One program's walls.
+    """The isolation layers of one program.
 
-    Made in the launcher before the first fork, so that a broken setting shows there.
+    Built in the launcher before the first fork, so that a broken setting appears there.
     """
 
     def __init__(self, request: RunRequest, ends: Ends) -> None:
@@ -49,7 +49,7 @@ class Confinement:
         self._others = self._others_counted()
 
     def start(self) -> int:
-        """Fork; the process id of the child whose end is the end of everything. Raises OSError."""
+        """Forks. Returns the process id of the child that ends last. Raises OSError."""
         if not self._spaces:
             return _forked(self._guard, self._ends.report)
         asking, asked = os.pipe()
@@ -57,7 +57,7 @@ class Confinement:
         child = _forked(lambda: self._broker(asked, answered), self._ends.report)
         os.close(asked)
         os.close(answered)
-        if os.read(asking, 1):  # nothing: it failed and has said why
+        if os.read(asking, 1):  # nothing: it failed and has reported the reason
             with _layer("namespaces"):
                 self._map_ids(child)
             os.write(answer, b"m")
@@ -66,7 +66,7 @@ class Confinement:
         return child
 
     def sweep(self) -> None:
-        """Kill every process of the run's own user id at once; nothing without one."""
+        """Kills every process of the run's own user id at once; no effect without such an id."""
         if self._own_id is None:
             return
         user = self._own_id
@@ -97,7 +97,7 @@ class Confinement:
 
     def _guard(self) -> None:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-        linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody of the same user attaches to it
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)  # no process of the same user may attach to it
         box, request = self._request.box, self._request
         if self._spaces:
             characters = len(request.code) + sum(map(len, request.files.values()))
@@ -110,7 +110,7 @@ class Confinement:
         child = _forked(lambda: self._code(box), self._ends.report)
         for end in (self._ends.stdin, self._ends.stdout, self._ends.stderr):
             os.close(end)
-        while True:  # in a pid namespace it also inherits what the code leaves behind
+        while True:  # in a pid namespace it also inherits the code's orphans
             pid, status, used = os.wait4(-1, 0)
             if pid == child:
                 break
@@ -125,7 +125,7 @@ class Confinement:
         for name, text in {**self._request.files, CODE_FILE: self._request.code}.items():
             path = Path(box, name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            # a model's text may not be text
+            # a model's text may be invalid text
             path.write_text(text, encoding="utf-8", errors="replace", newline="")
         user = self._inner_id()
         if user is not None:
@@ -146,7 +146,7 @@ class Confinement:
         hidden = not self._spaces and (self._python.private() or not python_files.enterable(box))
         identity.become(self._inner_id(), read_everything=hidden)
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of ids clears it
-        # most of a huge page can be given back without the kernel's taking it
+        # most of a huge page can be returned without the kernel's reclaiming it
         linux.prctl(linux.PR_SET_THP_DISABLE, 1)
         scoped = False
         if "landlock" in self._request.layers:
@@ -166,7 +166,7 @@ class Confinement:
         return [*rules, (box, landlock.EVERYTHING)]
 
     def _others_counted(self) -> int:
-        """Processes besides the code's that count for the limit of its user."""
+        """Other processes that count for the limit of the code's user."""
         if self._own_id is not None:
             return 0
         ours = 1 + self._spaces  # guard and broker
@@ -184,7 +184,7 @@ class Confinement:
             (resource.RLIMIT_NOFILE, OPEN_FILES, 0),
             (resource.RLIMIT_FSIZE, request.file_bytes, 0),
             (resource.RLIMIT_NPROC, request.processes + self._others, 0),
-            (resource.RLIMIT_CPU, request.cpu_s, 1),  # first SIGXCPU, a second later SIGKILL
+            (resource.RLIMIT_CPU, request.cpu_s, 1),  # SIGXCPU first, SIGKILL a second later
             (resource.RLIMIT_AS, request.memory_bytes, 0),
         ):
             resource.setrlimit(kind, (limit, limit + more))
@@ -192,7 +192,7 @@ class Confinement:
 
 @contextlib.contextmanager
 def _layer(name: str) -> Iterator[None]:
-    """What fails inside says which layer cannot be had."""
+    """Names the layer of a failure inside the block."""
     try:
         yield
     except OSError as error:
@@ -204,7 +204,7 @@ def _report(report: int, line: Mapping[str, object]) -> None:
 
 
 def _forked(body: Callable[[], None], report: int) -> int:
-    """Run `body` in a child, which ends with it and says what went wrong; the child's process
+    """Runs `body` in a child, which then ends and reports a failure; returns the child's process
     id.
     """
     child = os.fork()

@@ -1,8 +1,8 @@
-"""Whom the code runs as. Owns user ids and capabilities; not files.
+"""User ids and capabilities of the code.
 
-A gateway that runs as root gives each run a user id of its own, which no other process has: then
-nothing but the run's processes can be signalled, none of root's files written, and the limit of
-processes counts the run's alone. Any other gateway has no id to give; the code keeps the gateway's.
+A root gateway gives each run a user id that no other process has. Only the run's processes can then
+be signalled, no file of root can be written, and the process limit counts the run alone. Any other
+gateway has no id to give, and the code keeps the gateway's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 from . import linux
 
 _OWN_IDS = 0x7000_0000
-_NEWEST_ID = 1 << 22  # process ids of Linux lie below
+_NEWEST_ID = 1 << 22  # Linux process ids are below
 
 
 def own_id() -> int | None:
-    """A user id for this run alone, from the number of this process; None where none can be had."""
+    """A user id for this run alone, from this process's number; None if none is available."""
     if os.geteuid() != 0:
         return None
     with open("/proc/self/uid_map") as table:
@@ -28,16 +28,16 @@ def own_id() -> int | None:
     ):
         return wanted
     start, _, count = max(ranges, key=lambda one: one[2])
-    # A container with a small map: its upper half, so that runs side by side seldom share an id.
+    # A container with a small map: its upper half, so that parallel runs seldom share an id.
     return start + count // 2 + os.getpid() % (count // 2 - 1) if count > 4096 else None
 
 
 def become(user: int | None, *, read_everything: bool) -> None:
-    """Take that user and group, without other groups, and give up every capability and every way to
+    """Takes that user and group, without other groups, and drops every capability and every way to
     gain one.
 
-    `read_everything` keeps one capability: reading files regardless of their owner. Landlock still
-    decides which. Raises OSError.
+    `read_everything` keeps one capability: reading files of any owner. Landlock still selects the
+    files. Raises OSError.
     """
     kept = 1 << linux.CAP_DAC_READ_SEARCH if read_everything and user is not None else 0
     linux.shrink_bounding_set(kept)
@@ -58,16 +58,16 @@ def become(user: int | None, *, read_everything: bool) -> None:
 
 
 def id_map(user: int | None, own: int) -> str:
-    """Lines of a namespace's map: 0 is the launcher where it is root, 1 is the code."""
+    """Lines of a namespace's map: 0 is a root launcher, 1 is the code."""
     return f"0 0 1\n1 {user} 1\n" if user is not None else f"1 {own} 1\n"
 
 
 def tasks_of(user: int) -> int:
-    """Threads that run under a user id now; the limit of processes counts them."""
+    """Number of threads under a user id now; the process limit counts them."""
     total = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended meanwhile
                 if os.stat(f"/proc/{name}").st_uid == user:
                     total += len(os.listdir(f"/proc/{name}/task"))
     return total

@@ -1,7 +1,4 @@
-"""The last step: the process becomes a fresh interpreter that runs main.py.
-
-Owns its arguments and environment.
-"""
+"""The last step: the process becomes a fresh interpreter that runs main.py."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import sys
 
 from .request import CODE_FILE, MEMORY_EXIT
 
-# No file of the gateway can be read any more, so what runs first is handed over as text. The
-# program sees itself as `__main__` with its own traceback; exit() works although `site` did not
-# run, for it would look for packages.
+# No file of the gateway is readable any more, so the first code is passed as text. The program sees
+# itself as `__main__` with its own traceback. exit() works although `site` did not run, since
+# `site` would search for packages.
 _FIRST = f"""
 def first():
     import os, site, sys, types
@@ -54,7 +51,7 @@ def replace_process() -> None:
         "PATH": "",
         "LANG": "C.UTF-8",
         "PYTHONUTF8": "1",
-        "PYTHONHASHSEED": "0",  # the order of a set is the same in every run, so a score is too
+        "PYTHONHASHSEED": "0",  # sets have the same order in every run, so scores are reproducible
     }
     executable = os.path.realpath(sys.executable)
     os.execve(executable, [executable, "-S", "-s", "-P", "-B", "-c", _FIRST], environment)  # noqa: S606

@@ -1,7 +1,4 @@
-"""Landlock: which files a process and its children may touch.
-
-Owns rights by ABI version; not the list of files.
-"""
+"""Landlock: the files that a process and its children may access, with rights by ABI version."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _MAKE_DEVICE_OR_SOCKET = 1 << 6 | 1 << 9 | 1 << 11
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
-_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # the lowest so many bits are handled
+_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # the number of handled lowest bits
 _NETWORK_ABI, _SCOPE_ABI = 4, 6
 _BIND_AND_CONNECT = 3
 _ABSTRACT_SOCKETS_AND_SIGNALS = 3
@@ -29,23 +26,23 @@ READ = _READ_FILE | _READ_DIR
 EXECUTE = _EXECUTE | _READ_FILE
 READ_WRITE = _READ_FILE | _WRITE_FILE
 EVERYTHING = (1 << 16) - 1 & ~_EXECUTE & ~_MAKE_DEVICE_OR_SOCKET
-"""What the code may do in its own directory: all but run programs from there and make devices and
+"""Rights of the code in its own directory: all except running programs and making devices and
 sockets.
 """
 
 
 def abi() -> int:
-    """Version of Landlock in this kernel. Raises OSError where there is none."""
+    """Version of Landlock in this kernel. Raises OSError without Landlock."""
     return syscall("landlock", _CREATE_RULESET, 0, 0, _VERSION)
 
 
 def scopes_signals(version: int) -> bool:
-    """Whether a restricted process can signal none but its own kind."""
+    """Whether a restricted process can signal restricted processes only."""
     return version >= _SCOPE_ABI
 
 
 def restrict(rules: Sequence[tuple[str, int]]) -> None:
-    """Refuse this process every file but those beneath the paths, each with its rights.
+    """Denies this process every file except those beneath the paths, each with its rights.
 
     Raises OSError.
     """

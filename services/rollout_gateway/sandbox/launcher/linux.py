@@ -1,7 +1,4 @@
-"""Calls of Linux that Python does not offer, by ctypes.
-
-Owns constants and errors; not who calls what and when.
-"""
+"""Linux calls that Python lacks, by ctypes, with constants and errors."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def pivot_root(root: str) -> None:
-    """Make `root`, a mount point, the whole file system; what was there before is gone.
+    """Makes `root`, a mount point, the whole file system; the former one is gone.
 
     Raises OSError.
     """
@@ -109,7 +106,7 @@ def pivot_root(root: str) -> None:
 
 
 def set_capabilities(kept: int) -> None:
-    """Permitted, effective and inheritable capabilities become the set of bits `kept`.
+    """Sets permitted, effective and inheritable capabilities to the bits `kept`.
 
     Raises OSError.
     """
@@ -119,8 +116,8 @@ def set_capabilities(kept: int) -> None:
 
 
 def shrink_bounding_set(kept: int) -> None:
-    """Nothing but `kept` can be gained again by exec; without CAP_SETPCAP there is nothing to
-    gain.
+    """Limits capabilities gained by exec to `kept`; without CAP_SETPCAP there is nothing
+    to gain.
     """
     for capability in range(_LAST_CAPABILITY + 1):
         if not kept >> capability & 1:
@@ -128,5 +125,5 @@ def shrink_bounding_set(kept: int) -> None:
                 prctl(PR_CAPBSET_DROP, capability)
             except (
                 OSError
-            ):  # no such capability on this kernel, or not allowed: then no_new_privs alone stands
+            ):  # none on this kernel, or not permitted: then no_new_privs alone applies
                 continue

@@ -1,7 +1,4 @@
-"""The launcher's own loop: output, wall clock, end.
-
-Owns what is answered; walls are built in confine.py.
-"""
+"""The launcher's own loop: output, wall clock and end. The layers are built in confine.py."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class _Output:
         self.truncated = False
 
     def read(self) -> bool:
-        """Take what is there; False at the end."""
+        """Reads the available bytes; returns False at the end."""
         piece = os.read(self.reader, _PIECE)
         room = self._limit - len(self._kept)
         self._kept += piece[:room]
@@ -67,7 +64,9 @@ class _Launcher:
         self._stopped_by = ""
 
     def run(self) -> SandboxResult:
-        """Start, watch, kill what is left, drain. Raises OSError before the start."""
+        """Starts, watches, kills remaining processes and drains output. Raises OSError before the
+        start.
+        """
         stdin = _stdin(self._request.stdin.encode("utf-8", "replace"))
         out, err = (output.writer for output in self._outputs.values())
         confinement = Confinement(self._request, Ends(stdin, out, err, self._report_writer))
@@ -82,7 +81,9 @@ class _Launcher:
         return self._answer()
 
     def _watch(self, child: int) -> None:
-        """Until the child has ended, the time is over, it takes too much or somebody says stop."""
+        """Returns when the child has ended, its time is over, it exceeds a limit, or a stop is
+        requested.
+        """
         usage = BoxUsage(self._request, child)
         usage.look()
         ended = os.pidfd_open(child)
@@ -107,8 +108,8 @@ class _Launcher:
         os.close(ended)
 
     def _patience(self, usage: BoxUsage) -> float | None:
-        """Seconds until the next look at the run or the end of its time, whichever it is that stops
-        it; None before the code has begun.
+        """Seconds until the next check or the end of the run's time, whichever is first; None
+        before the code has begun.
         """
         if self._began is None:
             return None
@@ -120,7 +121,7 @@ class _Launcher:
         left = self._began + self._request.wall_s - now
         if left <= 0:
             self._stopped_by = "timeout"
-        return max(0.0, min(left, self._next_look - now))  # poll takes less for: ever
+        return max(0.0, min(left, self._next_look - now))  # negative: for ever
 
     def _take(self, fd: int) -> bool:
         if fd in self._outputs:
@@ -132,7 +133,7 @@ class _Launcher:
         return bool(piece)
 
     def _drain(self) -> None:
-        """What still lies in the pipes; their ends close with the last process."""
+        """Reads the rest of the pipes, which close with the last process."""
         until = time.monotonic() + _DRAIN_S
         open_ = {*self._outputs, self._report_reader}
         while open_:
@@ -176,7 +177,7 @@ class _Launcher:
 
 
 def _stdin(text: bytes) -> int:
-    """A file in memory that can be read alone: the code may not make it larger."""
+    """A read-only file in memory, so that the code cannot enlarge it."""
     whole = os.memfd_create("stdin")
     with open(whole, "wb") as file:
         file.write(text)
@@ -185,9 +186,9 @@ def _stdin(text: bytes) -> int:
 
 
 def main() -> None:
-    """Request as JSON on stdin, answer as JSON on stdout."""
-    os.closerange(3, 1 << 20)  # whatever the gateway may have left open
-    # so that it can still kill what it has started
+    """Reads the request as JSON from stdin, writes the answer as JSON to stdout."""
+    os.closerange(3, 1 << 20)  # descriptors that the gateway may have left open
+    # so that it can still kill its processes
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
     request = RunRequest(**json.loads(sys.stdin.buffer.read()))
     if os.getppid() != request.parent:
@@ -198,8 +199,8 @@ def main() -> None:
     except OSError as error:
         answer = SandboxResult(failed=f"{type(error).__name__}: {error}")
 
-    with contextlib.suppress(OSError):  # the gateway, if it is still there, tries again and tells
+    with contextlib.suppress(OSError):  # the gateway, if it still exists, tries again and reports
         remove_tree(request.box)
-    with contextlib.suppress(BrokenPipeError):  # the gateway has gone; nobody wants to know
+    with contextlib.suppress(BrokenPipeError):  # the gateway has gone
         sys.stdout.buffer.write(encode(answer))
         sys.stdout.buffer.flush()

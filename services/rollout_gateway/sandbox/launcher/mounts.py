@@ -1,9 +1,7 @@
-"""The file system of a sandbox in namespaces of its own. Owns what is mounted; the namespaces exist
-already.
+"""The file system of a sandbox in existing namespaces.
 
-A read-only root holds Python's files and a few devices, each a read-only bind mount, and one
-writable directory of a bounded size. Nothing else of the host has a name there, and there is no
-/proc.
+A read-only root contains Python's files and a few devices, each a read-only bind mount, and one
+writable directory of bounded size. No other host path is visible, and there is no /proc.
 """
 
 from __future__ import annotations
@@ -15,17 +13,17 @@ from .python_files import DEVICES, PythonFiles
 
 BOX = "/box"
 _MAX_FILES = 10_000
-_FILES_OF_FULL_SIZE = 4  # the directory holds so many files of the largest size
-_ROOM_BYTES = 1 << 20  # and this for names and small files
+_FILES_OF_FULL_SIZE = 4  # number of files of the largest size that fit in the directory
+_ROOM_BYTES = 1 << 20  # plus room for names and small files
 _KEPT_FLAGS = ("NOSUID", "NODEV", "NOEXEC", "NOATIME", "NODIRATIME", "RELATIME")
 
 
 def build(root: str, python: PythonFiles, file_bytes: int, input_bytes: int) -> None:
-    """Make `root`, any directory, the whole file system of this mount namespace. Raises OSError.
+    """Makes `root`, any directory, the whole file system of this mount namespace. Raises OSError.
 
-    `input_bytes` is what will be put into the writable directory before the code starts.
+    `input_bytes` is the size of the files put into the writable directory before the code starts.
     """
-    os.umask(0o022)  # the code's user is to enter the folders; the gateway's own may keep all out
+    os.umask(0o022)  # the code's user must enter the folders; the gateway's umask may forbid it
     linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
     os.chmod(root, 0o755)  # noqa: S103  (it is read-only below)
@@ -61,7 +59,7 @@ def _bind(path: str, target: str) -> None:
     if not is_folder:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     linux.mount(path, target, "", linux.MS_BIND | linux.MS_REC)
-    # Flags of the host's mount are locked in a user namespace: a remount has to repeat them.
+    # Mount flags of the host are locked in a user namespace: a remount must repeat them.
     there = os.statvfs(target).f_flag
     flags = linux.MS_NOSUID
     for name in _KEPT_FLAGS:
@@ -70,12 +68,14 @@ def _bind(path: str, target: str) -> None:
 
 
 def _link(path: str, target: str) -> None:
-    if not os.path.lexists(path):  # one inside a mounted directory is there already
+    if not os.path.lexists(path):  # a path inside a mounted directory exists already
         os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
         os.symlink(target, path)
 
 
 def _forbid_more_namespaces() -> None:
-    """A namespace made by the code would give it capabilities, and the kernel more to get wrong."""
+    """Forbids further namespaces: one made by the code would give it capabilities, and enlarge the
+    kernel's attack surface.
+    """
     with open("/proc/sys/user/max_user_namespaces", "w") as limit:
         limit.write("0")

@@ -1,7 +1,6 @@
-"""Which files of the host a bare Python needs. Owns the finding; not how others are kept away.
+"""Finds the host files that a bare Python needs.
 
-The launcher runs under the same interpreter as the code will, so its own memory map names the
-libraries.
+The launcher runs under the code's interpreter, so its own memory map names the libraries.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")  # not zero: mapped, it is hidden memory
-_LIBRARY_CACHE = "/etc/ld.so.cache"  # names of the installed libraries, nothing else
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")  # /dev/zero mapped is hidden memory
+_LIBRARY_CACHE = "/etc/ld.so.cache"  # only the names of installed libraries
 _PT_INTERP = 3
 
 
 @dataclass(frozen=True)
 class PythonFiles:
-    """Real paths, and the symbolic links by which they are asked for."""
+    """Real paths, and the symbolic links that lead to them."""
 
     executables: tuple[str, ...]  # the interpreter and the dynamic loader
     readable: tuple[str, ...]  # directories and files
-    links: dict[str, str]  # link: what it holds
+    links: dict[str, str]  # link -> its target
 
     def private(self) -> bool:
         """Whether an unrelated user of this machine could not read them."""
@@ -33,12 +32,12 @@ class PythonFiles:
 
 
 def enterable(path: str) -> bool:
-    """Whether anybody may pass through the directories above."""
+    """Whether every user may pass through the directories above."""
     return all(os.stat(above).st_mode & stat.S_IXOTH for above in Path(path).parents)
 
 
 def find() -> PythonFiles:
-    """What this interpreter needs. Raises OSError when its own files cannot be read."""
+    """The files of this interpreter. Raises OSError when its own files cannot be read."""
     links: dict[str, str] = {}
     executables = [_real(sys.executable, links)]
     loader = _loader(executables[0])
@@ -52,7 +51,7 @@ def find() -> PythonFiles:
 
 
 def _outermost(paths: set[str]) -> tuple[str, ...]:
-    """Without those that lie beneath another one."""
+    """The paths that are not beneath another one."""
     return tuple(
         sorted(
             path for path in paths if not any(str(above) in paths for above in Path(path).parents)
@@ -67,7 +66,7 @@ def _library_folders() -> set[str]:
 
 
 def _real(path: str, links: dict[str, str]) -> str:
-    """The path without symbolic links; those met on the way are noted."""
+    """The path without symbolic links; links on the way are recorded."""
     walked = "/"
     parts = [part for part in os.path.abspath(path).split("/") if part]
     while parts:
@@ -83,7 +82,7 @@ def _real(path: str, links: dict[str, str]) -> str:
 
 
 def _loader(executable: str) -> str:
-    """Path of the dynamic loader that an ELF file (64 bits) asks for; empty for a static one."""
+    """Path of the dynamic loader of an ELF file (64 bits); empty for a static file."""
     with open(executable, "rb") as file:
         head = file.read(64)
         if head[:5] != b"\x7fELF\x02":

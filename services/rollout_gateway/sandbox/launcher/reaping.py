@@ -1,7 +1,6 @@
-"""The end of every process that code has begun, however it hid. Owns the killing of descendants.
+"""Kills every process that the code has started, however it hid.
 
-The launcher is a subreaper: a process whose parents have ended becomes its child and cannot get
-lost.
+The launcher is a subreaper: a process without living parents becomes its child and cannot escape.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from . import linux
 
 
 def adopt_orphans() -> None:
-    """From now on orphaned descendants become children of this process.
+    """Makes this process the parent of orphaned descendants.
 
-    Raises OSError, also where the kernel does not tell whose children processes are.
+    Raises OSError, also if the kernel does not report children of processes.
     """
     os.stat("/proc/thread-self/children")
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_all(group: int, sweep: Callable[[], None]) -> None:
-    """Kill and wait for every descendant; `group` is a process group to kill first, `sweep` kills
-    what else it can.
+    """Kills and reaps every descendant. `group` is a process group to kill first; `sweep` kills
+    further processes.
 
-    A group dies at once, and so does what `sweep` knows. What has left its group, which only code
-    without a system-call filter can, is found by descent, again and again until nothing is left.
+    A group dies at once, and so do the processes of `sweep`. A process outside its group, possible
+    only without a system-call filter, is found by descent, repeatedly until none is left.
     """
     while _has_children():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -42,7 +41,7 @@ def kill_all(group: int, sweep: Callable[[], None]) -> None:
 
 
 def _has_children() -> bool:
-    """Reaps what has ended already."""
+    """Whether this process has children; reaps finished ones."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

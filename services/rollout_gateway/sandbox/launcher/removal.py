@@ -1,4 +1,4 @@
-"""The end of a directory that untrusted code has filled. Owns nothing else."""
+"""Removes a directory that untrusted code has filled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory of the code's with all that is in it. Raises OSError.
+    """Removes a directory of the code with all its content. Raises OSError.
 
-    Everything is named by the descriptor of its directory, so that no link leads outside, even one
-    made meanwhile. Directories are moved up before they are emptied: no depth is too deep and no
-    path too long.
+    All names are relative to the descriptor of their directory, so no link leads outside, even one
+    made meanwhile. Directories are moved up before they are emptied, so no depth or path length is
+    too large.
     """
     numbers = itertools.count()
     top = _opened(path, None)
@@ -35,7 +35,7 @@ def remove_tree(path: str) -> None:
 
 
 def _opened(name: str, parent: int | None) -> int:
-    """A directory to be read and changed, whatever its mode was."""
+    """Opens a directory for reading and changes, for any mode."""
     handle = os.open(name, _FOLDER | os.O_PATH, dir_fd=parent)
     os.chmod(f"/proc/self/fd/{handle}", stat.S_IRWXU)
     os.close(handle)
@@ -43,7 +43,7 @@ def _opened(name: str, parent: int | None) -> int:
 
 
 def _empty(folder: int, top: int, numbers: itertools.count[int]) -> list[str]:
-    """Remove what is no directory, move directories to the top; their new names."""
+    """Removes files, moves directories to the top, and returns the directories' new names."""
     with os.scandir(folder) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     moved = []
@@ -51,7 +51,7 @@ def _empty(folder: int, top: int, numbers: itertools.count[int]) -> list[str]:
         if not is_folder:
             os.unlink(name, dir_fd=folder)
             continue
-        os.close(_opened(name, folder))  # a directory that cannot be written cannot be moved
+        os.close(_opened(name, folder))  # an unwritable directory cannot be moved
         moved.append(f".emptied-{next(numbers)}-{os.urandom(4).hex()}")
         os.rename(name, moved[-1], src_dir_fd=folder, dst_dir_fd=top)
     return moved

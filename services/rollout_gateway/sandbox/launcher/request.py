@@ -1,6 +1,6 @@
-"""What the launcher is asked and what it answers, as JSON. Owns the two shapes; not what is done.
+"""The launcher's request and answer, as JSON.
 
-The gateway's side imports this module too.
+The gateway imports this module too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 MEMORY_EXIT = 112
-"""Exit code of the runner when nothing caught a MemoryError."""
+"""Exit code of the runner after an uncaught MemoryError."""
 CODE_FILE = "main.py"
 
 
@@ -19,8 +19,8 @@ class RunRequest:
     """One program to run. Sizes in bytes, times in seconds."""
 
     parent: int  # process id of the gateway
-    box: str  # an empty directory made for this run
-    layers: Sequence[str]  # of "namespaces", "landlock", "seccomp"; each must hold or nothing runs
+    box: str  # an empty directory for this run
+    layers: Sequence[str]  # of "namespaces", "landlock", "seccomp"; each one is required
     code: str
     stdin: str
     files: Mapping[str, str]
@@ -34,22 +34,22 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What came of a run.
+    """Result of a run.
 
-    `failed` is set when the sandbox itself could not do its work; the rest means nothing then.
+    `failed` is set when the sandbox itself failed; the other fields then have no meaning.
     """
 
     stdout: str = ""  # undecodable bytes replaced
     stderr: str = ""
     truncated: bool = False  # whether output was cut
-    exit_code: int = 0  # minus the signal's number where one ended it
-    # "exit", "timeout", "cpu", "memory": nothing caught a MemoryError, or all processes together
-    # held too much, or "killed": a signal that no limit of ours sent.
+    exit_code: int = 0  # minus the signal's number, if a signal ended it
+    # "exit", "timeout", "cpu", "memory" (an uncaught MemoryError, or too much by all processes
+    # together), or "killed": by a signal that no limit of ours sent.
     reason: str = "exit"
-    wall_s: float = 0.0  # seconds, without the building of the walls
+    wall_s: float = 0.0  # seconds, without building the layers
     failed: str = ""
 
 
 def encode(value: RunRequest | SandboxResult) -> bytes:
-    """JSON, whose object is the arguments of the class."""
+    """JSON of an object with the class's arguments."""
     return json.dumps(asdict(value)).encode()

@@ -1,8 +1,7 @@
-"""The system-call filter: what the code may not ask the kernel. Owns the BPF program; the lists are
-in syscalls.py.
+"""The system-call filter as a BPF program; its lists are in syscalls.py.
 
-It refuses what is known to reach outside and lets the rest pass, so that any Python runs; files are
-Landlock's matter.
+It refuses calls known to reach outside and permits the rest, so that any Python runs. Landlock
+governs files.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _AF_UNIX = _SOCK_STREAM = 1
 _SOCKET_TYPE = 0xF
 _SHARED_ANONYMOUS, _HUGE_PAGES = 0x21, 0x40000
 _FILE_COMMANDS = (8, 15, 1024, 1026, 1031)
-"""F_SETOWN and F_SETOWN_EX (then a pipe signals whom one likes), F_SETLEASE, F_NOTIFY,
+"""F_SETOWN and F_SETOWN_EX (they let a pipe signal any process), F_SETLEASE, F_NOTIFY,
 F_SETPIPE_SZ.
 """
 _SOCKET_OWNERS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP: the same by ioctl
@@ -50,7 +49,7 @@ def _return_error(number: int) -> Instruction:
 
 
 def _check(number: int, *conditions: list[Instruction]) -> list[Instruction]:
-    """The call passes when every condition on its arguments holds."""
+    """Permits the call when every condition on its arguments holds."""
     body = [*(one for condition in conditions for one in condition), (_RETURN, 0, 0, _ALLOW)]
     return [(_JUMP_EQUAL, 0, len(body), number), *body]
 
@@ -64,33 +63,33 @@ def _is_none_of(argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) ->
 
 
 def _masked(argument: int, mask: int) -> list[Instruction]:
-    """Load the low word (of a little-endian long) of the argument with that index."""
+    """Loads the low word (of a little-endian long) of the argument with that index."""
     return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (_AND, 0, 0, mask)]
 
 
 def _conditions(known: Mapping[str, int]) -> list[Instruction]:
     checks: Mapping[str, list[list[Instruction]]] = {
         "clone": [_is(0, 0, mask=ALL_NAMESPACES)],
-        # a datagram socket of a pair can still be sent from to any address
+        # a datagram socket of a pair can still send to any address
         "socketpair": [_is(0, _AF_UNIX), _is(1, _SOCK_STREAM, mask=_SOCKET_TYPE)],
         "prlimit64": [_is(0, 0)],
-        # both are memory that stays, uncounted, when all but a page of it is unmapped
+        # both leave uncounted memory when all but one page is unmapped
         "mmap": [
             _is_none_of(3, [_SHARED_ANONYMOUS], mask=_SHARED_ANONYMOUS),
             _is(3, 0, mask=_HUGE_PAGES),
         ],
         "fcntl": [_is_none_of(1, _FILE_COMMANDS)],
         "ioctl": [_is_none_of(1, _SOCKET_OWNERS)],
-        # its size and its huge pages stay as they are set
+        # its size and its huge pages stay unchanged
         "prctl": [_is_none_of(0, [PR_SET_DUMPABLE, PR_SET_THP_DISABLE])],
     }
     return [one for name, asked in checks.items() for one in _check(known[name], *asked)]
 
 
 def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) -> list[Instruction]:
-    """The filter. `alone`: in namespaces of its own; `pid`: of the process that becomes the code.
+    """The filter. `alone`: in its own namespaces; `pid`: of the process that becomes the code.
 
-    Raises OSError for an architecture that is not known.
+    Raises OSError for an unknown architecture.
     """
     refused = dict(syscalls.ALWAYS)
     if not alone:
@@ -109,7 +108,7 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
     ]
     for number in syscalls.numbers(machine, refused).values():
         filter_ += _refuse(number)
-    # its flags lie in memory; libc then falls back to clone
+    # its flags are in memory; libc then uses clone
     filter_ += _refuse(known["clone3"], errno.ENOSYS)
     filter_ += _conditions(known)
     if not alone and not signals_are_scoped:
@@ -119,12 +118,12 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
 
 
 def install(*, alone: bool, signals_are_scoped: bool) -> None:
-    """Filter this process and its children from now on; needs no_new_privs. Raises OSError."""
+    """Filters this process and its children from now on; needs no_new_privs. Raises OSError."""
     apply(program(MACHINE, alone=alone, signals_are_scoped=signals_are_scoped, pid=os.getpid()))
 
 
 def apply(instructions: Sequence[Instruction]) -> None:
-    """Put a filter before the system calls of this process and its children. Raises OSError."""
+    """Installs a filter for this process and its children. Raises OSError."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))

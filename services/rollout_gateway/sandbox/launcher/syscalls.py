@@ -1,12 +1,10 @@
-"""Numbers of the system calls that code is refused, for x86_64 and aarch64. Owns the lists; not the
-filter.
-"""
+"""Numbers of refused system calls, for x86_64 and aarch64."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-Table = Mapping[str, tuple[int, int]]  # name: (x86_64, aarch64); 0 where there is no such call
+Table = Mapping[str, tuple[int, int]]  # name: (x86_64, aarch64); 0 if the call does not exist
 
 ALWAYS: Table = {
     "socket": (41, 198),
@@ -30,7 +28,7 @@ ALWAYS: Table = {
     "splice": (275, 76),
     "tee": (276, 77),
     "vmsplice": (278, 75),
-    "io_setup": (206, 0),  # 0 on aarch64 indeed, which this table cannot say
+    "io_setup": (206, 0),  # really 0 on aarch64, which this table cannot express
     "io_submit": (209, 2),
     "inotify_init": (253, 0),
     "inotify_init1": (294, 26),
@@ -100,8 +98,9 @@ ALWAYS: Table = {
     "mount_setattr": (442, 442),
     "quotactl_fd": (443, 443),
 }
-"""Refused everywhere: sockets, memory of other processes, memory and files that no process's size
-shows, mounts, namespaces, kernel modules, clock, lasting IPC, waking and stalling the whole host.
+"""Refused everywhere: sockets, memory of other processes, memory and files outside of any process's
+size, mounts, namespaces, kernel modules, clock, lasting IPC, and calls that wake or stall the whole
+host.
 """
 
 SHARED_SYSTEM: Table = {
@@ -138,9 +137,8 @@ SHARED_SYSTEM: Table = {
     "truncate": (76, 45),
     "file_setattr": (469, 469),
 }
-"""Refused without namespaces only: Landlock does not govern who may change modes, owners and times
-of a file that can be named, nor what is done to processes of the same user; without a new session
-one signal reaches all of the code.
+"""Refused without namespaces only. Landlock does not govern changes of modes, owners and times, nor
+actions on processes of the same user. Without a new session, one signal reaches all of the code.
 """
 
 SIGNALS: Table = {
@@ -150,8 +148,7 @@ SIGNALS: Table = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }
-"""Refused where neither a pid namespace nor Landlock keeps signals among the code's own processes.
-"""
+"""Refused if neither a pid namespace nor Landlock confines signals to the code's own processes."""
 
 WITH_CONDITIONS: Table = {
     "socketpair": (53, 199),
@@ -167,13 +164,13 @@ WITH_CONDITIONS: Table = {
 """Refused with some arguments."""
 
 UNKNOWN = 470
-"""Numbers from here on are newer than these lists: refused as a kernel without them would."""
+"""Numbers from here on are newer than these lists: refused as by a kernel without them."""
 
 
 def numbers(machine: str, table: Table) -> dict[str, int]:
-    """Numbers by name, of the calls that the architecture has.
+    """Numbers by name, for the calls of the architecture.
 
-    Raises OSError for one that is not known.
+    Raises OSError for an unknown architecture.
     """
     columns = {"x86_64": 0, "aarch64": 1}
     if machine not in columns:

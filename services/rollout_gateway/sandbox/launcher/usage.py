@@ -1,8 +1,8 @@
-"""What a run takes of the machine, all its processes together: memory, and disk where its directory
-lies on the host's. Owns the counting; not who is stopped for it.
+"""Counts a run's use of the machine over all its processes: memory, and disk if its directory is on
+the host's disk.
 
-RLIMIT_AS bounds one process. Memory that no process's size shows (files in memory, segments, shared
-mappings given back but for a page, pages left in pipes) is refused by the system-call filter.
+RLIMIT_AS bounds one process. The system-call filter refuses memory outside of any process's size:
+files in memory, segments, mostly unmapped shared mappings, pages left in pipes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import os
 from .reaping import children, descendants
 from .request import RunRequest
 
-_FILL_BYTES_PER_S = 2 << 30  # what one core can fill with pages of 4 KiB
+_FILL_BYTES_PER_S = 2 << 30  # bytes that one core can fill in pages of 4 KiB
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1
 _FREE_BYTES, _FREE_FILES = 1 << 30, 10_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class BoxUsage:
-    """One run's."""
+    """Usage of one run."""
 
     def __init__(self, request: RunRequest, child: int) -> None:
-        """`child`: what the launcher has begun; the broker where there are namespaces."""
+        """`child`: the launcher's child; the broker if there are namespaces."""
         self._limit = request.memory_bytes
         self._spaces = "namespaces" in request.layers
         self._box = request.box
@@ -30,13 +30,12 @@ class BoxUsage:
         self._fill = _FILL_BYTES_PER_S * min(os.cpu_count() or 1, request.processes)
 
     def look(self) -> tuple[bool, float]:
-        """Whether the run holds more memory than it may, and seconds after which to look again:
-        the nearer to the limit the sooner.
+        """Whether the run exceeds its memory, and seconds until the next check, fewer near the
+        limit.
 
-        Raises OSError when the disk of its directory is nearly full; whose fault that is, nobody
-        can tell.
+        Raises OSError when the disk of its directory is nearly full, from any cause.
         """
-        if not self._spaces:  # else it is a file system of its own, of a bounded size
+        if not self._spaces:  # otherwise it is a separate file system of bounded size
             _check_disk(self._box)
         room = self._room()
         if room < 0:  # a process that forked between two readings was counted twice
@@ -44,11 +43,11 @@ class BoxUsage:
         return room < 0, min(_LONGEST_S, max(_SHORTEST_S, room / self._fill))
 
     def _room(self) -> int:
-        """Bytes of memory that the run may still take."""
+        """Bytes of memory that the run may still use."""
         ours = {self._child, *(children(self._child) if self._spaces else ())}  # broker and guard
         pids = [pid for pid in descendants(os.getpid()) if pid not in ours]
         resident = sum(_resident(pid) for pid in pids)
-        if resident > self._limit:  # pages that several share count once then
+        if resident > self._limit:  # then shared pages count once
             resident = sum(_proportional(pid) for pid in pids)
         return self._limit - resident
 
@@ -62,8 +61,8 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Resident bytes, of shared ones a share; all of them where a root without CAP_SYS_PTRACE may
-    not know.
+    """Resident bytes with shares of shared pages; all of them if a root without CAP_SYS_PTRACE
+    cannot read shares.
     """
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:

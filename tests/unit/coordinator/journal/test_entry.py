@@ -71,7 +71,7 @@ LOST: dict[str, Any] = JournalEntry(
 
 def test_an_entry_is_plain_json_that_reports_read() -> None:
     assert LOST == {
-        "v": 5,
+        "v": 6,
         "at_s": 1.5,
         "event": "ServiceLost",
         "data": {"service": "gateway", "message": "away"},
@@ -84,7 +84,7 @@ def test_an_entry_is_plain_json_that_reports_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"v": 1}, "another version; seen: 1; allowed: 5"),
+        ({"v": 1}, "another version; seen: 1; allowed: 6"),
         ({"event": "Vanished"}, "names an event that is not known here; seen: Vanished"),
         ({"event": None}, "names an event"),
         ({"event": ["ServiceLost"]}, "names an event"),

@@ -48,15 +48,6 @@ WORKER_TABLE = {
     ("completed", "PolicyStepped"): "released",
     ("completed", "Committed"): "released",
     ("suspended", "ShareDone"): "released",
-    **dict.fromkeys(
-        [
-            (one, "DrainRequested")
-            for one in ("idle", "generating", "suspended", "released", "completed")
-        ],
-        "leaving",
-    ),
-    ("leaving", "WorkersLeft"): "absent",
-    ("absent", "WorkersJoined"): "idle",
 }
 WHOLE = (Portion(0),)
 """A batch of all groups of step 0."""
@@ -323,20 +314,6 @@ def test_a_drafter_that_is_done_gets_the_slots_that_were_released_meanwhile() ->
     assert [one.slots for one in issued if isinstance(one, commands.ActivateDrafter)] == [(1,)]
     failed = events.TrainerFailed(4, 2, Service.DRAFTER_TRAINER, "died")
     assert step(two_released(), failed)[1] == (), "not before the next share"
-
-
-@pytest.mark.parametrize(("least", "leased"), [(1, [(2,)]), (2, [])])
-def test_slots_of_workers_on_other_hosts_are_never_the_drafters(
-    least: int, leased: list[tuple[int, ...]]
-) -> None:
-    """Its ranks are on one host, which is the gateway's."""
-    settings = replace(TWO, workers=4, max_drafter_slots=2, min_workers_for_training=least)
-    far = begun(replace(settings, elsewhere=0b1010))
-    shares = (events.ShareDone(2 + turn, 1, worker) for turn, worker in enumerate((1, 3, 2)))
-    state, issued = run(far, *shares)
-    found = [one.slots for one in issued if isinstance(one, commands.ActivateDrafter)]
-    assert found == leased
-    assert state.workers[1] is state.workers[3] is WorkerState.RELEASED
 
 
 THREE = replace(TWO, workers=3, max_drafter_slots=2)

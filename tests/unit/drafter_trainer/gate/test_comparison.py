@@ -163,12 +163,9 @@ def test_a_difference_far_beyond_the_noise_is_decided_before_the_rest_is_measure
 
 
 def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> None:
-    settings = GateConfig(
-        draft_steps=4, verify_cost=0.125, draft_cost={"lstm": 0.0625}, other_draft_cost=0.25
-    )
-    table = MeasuredCosts(settings)
-    configured = [SizeGroup(1.0, {1: 1.1875, 2: 1.375, 3: 1.5625, 4: 1.75})]
-    assert table.size_groups(["lstm"]) == ({"lstm": configured}, False)
+    table = MeasuredCosts(GateConfig(draft_steps=4))
+    configured = {n: pytest.approx(1 + 0.15 * n) for n in (1, 2, 3, 4)}
+    assert table.size_groups(["lstm"]) == ({"lstm": [SizeGroup(1.0, configured)]}, False)
     costs = {"eagle:3_1_4": 1.5, "eagle:2_4_8": 9.0, "eagle:9_1_10": 2.0, "eagle:1_1_2": 0.0}
     table.take(
         [

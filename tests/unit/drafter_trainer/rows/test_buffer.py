@@ -41,9 +41,10 @@ def buffer(
     seed: int = 0,
     **settings: Any,
 ) -> FeatureBuffer:
-    budgets = {"samples": samples, "byte_budget": byte_budget, "judged_samples": fresh}
-    config = {**BufferConfig().model_dump(), "judged_every": EVERY, **budgets, **settings}
-    return FeatureBuffer(BufferConfig.model_construct(**config), seed)
+    budgets = {"samples": samples, "byte_budget": byte_budget, "judged_every": EVERY}
+    config = BufferConfig.model_construct(**{**BufferConfig().model_dump(), **budgets})
+    vars(config).update(settings, judged_samples=fresh)  # constants of a run
+    return FeatureBuffer(config, seed)
 
 
 def steps_of(lengths: dict[int, Sequence[int]]) -> list[FeatureSample]:

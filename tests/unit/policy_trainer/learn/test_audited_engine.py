@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from audited import drawn, prompts
+from inexact import InexactSpec, build_inexact
 from random_models import save_random
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +23,6 @@ from paceline.services.policy_trainer.config import (
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.nouns import PauseMode, Withheld
-from paceline.services.rollout_gateway.testing.inexact import InexactSpec, build_inexact
 from paceline.trajectory import Target, Trajectory, VersionSet
 
 ARM = "ngram:4_1_5"

@@ -555,11 +555,10 @@ def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(
-    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = PolicyTrainerConfig(
-        model=str(model_dir), run=RunConfig(dir=str(tmp_path)), checkpoint_keep=1
-    )
+    monkeypatch.setattr(PolicyTrainerConfig, "checkpoint_keep", 1)
+    config = PolicyTrainerConfig(model=str(model_dir), run=RunConfig(dir=str(tmp_path)))
     own = PolicyTrainer(config, learner(model_dir, mesh), None)
 
     def numbers() -> list[int]:

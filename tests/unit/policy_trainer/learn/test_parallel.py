@@ -10,7 +10,6 @@ from paceline.errors import ConfigError
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn import parallel
 from paceline.services.policy_trainer.learn.parallel import form_mesh
-from paceline.training import DEVICE_VARIABLE
 
 
 @pytest.fixture
@@ -36,12 +35,3 @@ def test_ranks_that_may_choose_stay_on_the_cpu_then(
     monkeypatch.setattr(parallel, "init_device_mesh", lambda kind, *_, **__: mesh)
     form_mesh(PolicyTrainerConfig(device="auto"))
     assert joined == ["cpu"]
-
-
-@pytest.mark.usefixtures("ranks_of_a_host")
-def test_ranks_that_were_started_for_a_kind_of_device_choose_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
-    with pytest.raises(ConfigError, match="allowed: at most 1"):
-        form_mesh(PolicyTrainerConfig(device="auto"))

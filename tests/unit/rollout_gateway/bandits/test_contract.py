@@ -204,15 +204,6 @@ def test_a_drafter_that_is_as_good_as_the_one_before_changes_no_choice_at_first(
 
 
 @every_kind
-def test_without_inherited_rounds_a_new_drafter_is_tried_anew(kind: str) -> None:
-    bandit, told = (make(kind, window=1000, inherited_rounds=0) for _ in range(2))
-    for one, shift in ((bandit, None), (told, BETTER_A)):
-        play(one, 300)
-        one.renew({"a:7_1_8", "a:3_1_4"}, Target.DRAFTER, shift)
-    assert play(bandit, 100, seed=4) == play(told, 100, seed=4)
-
-
-@every_kind
 def test_a_world_that_changes_unannounced_is_followed_once_the_window_has_turned_over(
     kind: str,
 ) -> None:

@@ -76,13 +76,6 @@ class World:
         self.loop.run_until_complete(self._inside.pop(number).aclose())
         self.loop.settle()
 
-    def lead_to(self, running: int) -> None:
-        async def lead() -> None:
-            self.queue.lead_to(running)
-
-        self.loop.run_until_complete(lead())
-        self.loop.settle()
-
     def leave_and_cancel(self, leaving: int, cancelled: int, *, cancel_first: bool) -> None:
         """Both before any other task runs: leaving does not wait for anything."""
 
@@ -136,18 +129,6 @@ def test_the_configured_number_of_places_goes_before_the_engines(worlds: list[Wo
     for _ in range(3):
         worlds[0].come("a")
     assert worlds[0].queue.running == 2
-
-
-def test_more_enter_when_workers_join_and_fewer_when_some_have_left(worlds: list[World]) -> None:
-    world = make(worlds, running=1)
-    numbers = [world.come(key) for key in "abcde"]
-    world.lead_to(3)
-    assert (world.entered, world.queue.waiting) == (numbers[:3], 2)
-    world.lead_to(2)
-    world.leave(numbers[0])
-    assert (world.queue.running, world.queue.waiting) == (2, 2)
-    world.leave(numbers[1])
-    assert (world.entered, world.queue.running) == (numbers[:4], 2)
 
 
 def test_a_queue_without_a_place_is_refused() -> None:

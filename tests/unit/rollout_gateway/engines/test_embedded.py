@@ -17,7 +17,6 @@ from paceline.models.config import read_config
 from paceline.models.loading import load_model
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
-from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
@@ -183,54 +182,6 @@ def test_rounds_of_a_drafter_with_weights_are_counted_apart(
     assert counted == ((stats.drafted_rounds, stats.drafted_round_tokens) if trained else (0, 0))
     assert stats.arm_drafted_rounds == {arm: stats.drafted_rounds}
     assert stats.arm_round_tokens == {arm: stats.drafted_round_tokens}
-
-
-def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Path) -> None:
-    """Both ways, within requests that run on: nothing is cached again and no token changes."""
-    save_random(tmp_path, "llama", sharpness=6.0)
-    limits = (6, 12, 50, 60)
-    batch = [
-        Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=n, ignore_eos=True))
-        for i, n in enumerate(limits)
-    ]
-    late = [
-        Request(9 + i, (8, 9, 7 + i), Sampling(seed=i, max_tokens=4, ignore_eos=True))
-        for i in range(3)
-    ]
-    expected, _ = generate(build(tmp_path, drafter="off"), [*batch, *late])
-    engine = build(
-        tmp_path,
-        arms=("eagle:3_1_4",),
-        bandit={"kind": "epsilon_greedy", "epsilon": 1.0},
-        speculate_rows=2,
-        verify_budget=False,
-    )
-    assert isinstance(engine, EmbeddedEngine)
-    tokens, drafted = {}, []
-    for one in batch:
-        engine.enqueue(one)
-    while engine.has_work:
-        if len(drafted) == 24:
-            for one in late:
-                engine.enqueue(one)
-        before = engine.load
-        tokens |= {chunk.request_id: chunk.token_ids for chunk in engine.step() if chunk.finish}
-        rows = engine.load.speculation.target_steps - before.speculation.target_steps
-        drafted.append(
-            (rows, engine.load.speculation.drafted_rounds > before.speculation.drafted_rounds)
-        )
-        running = engine._scheduler.running
-        assert all(sequence.lacking <= 0 for sequence in running), (
-            "a running request is never cached again"
-        )
-    assert {number: said for number, said in tokens.items() if said} == expected
-    assert not any(drafts for rows, drafts in drafted if rows > 2)
-    below = [drafts for rows, drafts in drafted if rows <= 2]
-    assert sum(below) > 0
-    sizes = [rows for rows, _ in drafted]
-    assert [sizes[0] > 2, min(sizes[:24]) <= 2, max(sizes[24:]) > 2, sizes[-1] <= 2] == [
-        True
-    ] * 4  # down, up, down
 
 
 @pytest.mark.parametrize("inner", [(), (1, 2)])

@@ -5,7 +5,6 @@ refuses.
 from __future__ import annotations
 
 import random
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,6 @@ from random_models import save_random
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
-from paceline.models import graphs
-from paceline.models.between import BetweenSpec
-from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
 from paceline.models.profiles import Profile
 from paceline.models.quantised import QuantisedMatrix, quantised
@@ -208,115 +204,3 @@ def test_int8_without_torchao_is_refused_at_the_start(
 def test_other_quantisations_are_refused() -> None:
     with pytest.raises(ValidationError, match="profile"):
         EmbeddedSpec.model_validate({"model_dir": "m", "profile": "int4"})
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "paceline" / "graphs"
-
-
-@pytest.fixture(scope="module")
-def kept_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled once for all tests here."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.mark.slow
-def test_tokens_of_the_compiled_engine_are_the_plain_ones_and_a_graph_serves_the_next_start(
-    tmp_path: Path, kept_graphs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept_graphs))
-    assert not EmbeddedSpec.model_validate({"model_dir": "m"}).compile
-    save_random(tmp_path, "qwen2", sharpness=6.0)  # with every bias that may be
-    batch = requests(12)
-    expected = generate(build(tmp_path), batch, "off")
-    assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, (
-        "choose other seeds: a near-tie may flip"
-    )
-    kept: list[list[Path]] = []
-    for _ in range(2):
-        engine = build(tmp_path, compile=True)
-        for arm in ARMS:
-            assert said(generate(engine, batch, arm)) == said(expected), arm
-        alone = said(generate(engine, batch[:1], "off"))
-        assert alone == {number: said(expected)[number] for number in alone}
-        kept.append(sorted((kept_graphs / "paceline" / "graphs").glob("*.pt2")))
-    assert len(kept[0]) == 2  # of the policy and of the drafter
-    assert kept[0] == kept[1]
-
-
-@pytest.mark.slow
-def test_a_graph_that_is_damaged_is_not_loaded(
-    tmp_path: Path,
-    kept_graphs: Path,
-    own_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    save_random(tmp_path, "qwen2")
-    spec = BetweenSpec.of(read_config(tmp_path), torch.float32)
-    with monkeypatch.context() as there:
-        there.setenv("XDG_CACHE_HOME", str(kept_graphs))
-        assert graphs.compiled(spec) is not None
-    [graph] = (kept_graphs / "paceline" / "graphs").glob(f"{spec.name}-*.pt2")
-    own_cache.mkdir(parents=True, mode=0o700)
-    copy = Path(shutil.copy(graph, own_cache))
-    monkeypatch.setattr(graphs, "COMPILE_S", 0.05)
-    assert graphs.compiled(spec) is not None
-    damaged = bytearray(graph.read_bytes())
-    damaged[len(damaged) // 2] ^= 1  # torch would load that as it is
-    copy.write_bytes(damaged)
-    assert graphs.compiled(spec) is None
-    assert "a compiled graph is damaged; it is removed" in "".join(capsys.readouterr())
-    assert not copy.exists()
-
-
-@pytest.mark.parametrize("failure", ["fails", "takes too long"])
-def test_a_compiler_that_does_not_compile_leaves_the_plain_engine_and_is_told(
-    failure: str,
-    tmp_path: Path,
-    own_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    save_random(tmp_path, "llama")
-    if failure == "fails":
-        monkeypatch.setenv("CXX", "false")
-    else:
-        monkeypatch.setattr(graphs, "COMPILE_S", 0.05)
-    expected = said(generate(build(tmp_path), requests(2), "off"))
-    assert said(generate(build(tmp_path, compile=True), requests(2), "off")) == expected
-    assert "not compiled; the engine is as without" in "".join(capsys.readouterr())
-    assert not list(own_cache.glob("*.pt2"))
-
-
-def test_graphs_that_others_may_write_are_refused(tmp_path: Path, own_cache: Path) -> None:
-    save_random(tmp_path, "llama")
-    own_cache.mkdir(parents=True)
-    own_cache.chmod(0o777)
-    with pytest.raises(ConfigError, match="others may write where compiled graphs are kept"):
-        build(tmp_path, compile=True)
-
-
-def test_another_shape_dtype_or_bias_is_another_graph(tmp_path: Path) -> None:
-    names = set()
-    for family, options in (("llama", {}), ("qwen2", {}), ("llama", {"hidden_size": 96})):
-        folder = tmp_path / f"{family}{len(names)}"
-        folder.mkdir()
-        save_random(folder, family, **options)
-        for dtype in (torch.float32, torch.bfloat16):
-            names.add(BetweenSpec.of(read_config(folder), dtype).name)
-    assert len(names) == 6
-
-
-@pytest.mark.parametrize("named", ["", "no-such-compiler"])
-def test_compile_without_a_compiler_is_refused_at_the_start(
-    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_random(tmp_path, "llama")
-    monkeypatch.setenv("CXX", named)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"C\+\+ compiler"):
-        build(tmp_path, compile=True)
-    build(tmp_path)

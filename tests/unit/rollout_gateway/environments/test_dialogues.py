@@ -10,10 +10,12 @@ import pytest
 from unit.rollout_gateway.environments.test_tool_use import Script, calls, says, task
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
 from paceline.services.rollout_gateway.environments.interactions import Interactions
 from paceline.services.rollout_gateway.environments.tool_use import ToolUse
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.sandbox import Sandbox
 
 OWN = '''
 import asyncio
@@ -143,8 +145,9 @@ async def test_what_is_no_tool_is_refused_before_the_run(
 
 
 async def test_a_tool_with_the_name_of_another_is_refused(own: Callable[[str], str]) -> None:
-    with pytest.raises(ConfigError, match="two tools have the same name; seen: calculator"):
-        await ToolUse(None, Toolbox(own={"calculator": own("price")})).prepare([{}])
+    toolbox = Toolbox(Sandbox(SandboxConfig()), own={"python": own("price")})
+    with pytest.raises(ConfigError, match="two tools have the same name; seen: python"):
+        await ToolUse(None, toolbox).prepare([{}])
 
 
 def dialogue(own: Callable[[str], str], **names: str) -> ToolUse:
@@ -155,7 +158,7 @@ async def test_a_user_answers_scores_turns_and_ends_the_dialogue(
     own: Callable[[str], str],
 ) -> None:
     asked = EpisodeTask("t", "6*7?", "42")
-    model = Script(says("41"), calls(("calculator", '{"expression": "6*7"}')), says("It is 42."))
+    model = Script(says("41"), calls(("price", "{}")), says("It is 42."))
     episode = await dialogue(own, teacher="Teacher").run(asked, model)
     assert (episode.text, episode.finish, model.rewards) == ("It is 42.", "stop", [0.0, 1.0])
     roles = [message.role for message in episode.messages]

@@ -186,9 +186,9 @@ async def test_tools_of_a_server_are_called(shop: Shop) -> None:
     assert "price" in told[1]
     assert told[2] == "error: the arguments must be a JSON object"
     names = [tool["function"]["name"] for tool in model.tools]
-    assert names == ["calculator", "price"]
-    assert model.tools[1]["function"]["description"] == "What an item costs."
-    assert model.tools[1]["function"]["parameters"]["required"] == ["item"]
+    assert names == ["price"]
+    assert model.tools[0]["function"]["description"] == "What an item costs."
+    assert model.tools[0]["function"]["parameters"]["required"] == ["item"]
 
 
 async def test_calls_that_are_made_together_are_each_answered(shop: Shop) -> None:

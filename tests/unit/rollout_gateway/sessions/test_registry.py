@@ -40,10 +40,10 @@ def clock() -> Clock:
 
 
 def registered(clock: Callable[[], float], **config: float) -> Sessions:
-    return Sessions(
-        SessionsConfig.model_validate({"timeout_s": 10.0, "implicit_timeout_s": 4.0, **config}),
-        clock,
-    )
+    implicit_timeout_s = config.pop("implicit_timeout_s", 4.0)
+    settings = SessionsConfig.model_validate({"timeout_s": 10.0, **config})
+    vars(settings)["implicit_timeout_s"] = implicit_timeout_s  # a constant of the class
+    return Sessions(settings, clock)
 
 
 def ended(sessions: Sessions, session: Session, **how: FailReason) -> None:

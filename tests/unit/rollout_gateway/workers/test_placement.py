@@ -179,9 +179,3 @@ async def test_who_stops_waiting_for_idleness_is_forgotten() -> None:
         await watcher
     seat.clear()
     await asyncio.wait_for(seat.idle_for(0), patient(5))
-
-
-def test_a_place_whose_host_is_away_is_chosen_only_where_there_is_no_other() -> None:
-    away, lent = Seat(0, host=1, away=True), Seat(1, released=True)
-    assert choose([away, lent], None) is None, "it waits until the lent one is back"
-    assert choose([away, Seat(1, vacant=True)], None) is away

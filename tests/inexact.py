@@ -1,0 +1,91 @@
+"""An embedded engine that is inexact on one path on purpose, to see an audit find it.
+
+What it serves is real but for the damage, which is done to keys and values, or to rounded weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from paceline.models.profiles import ROUNDED
+from paceline.services.rollout_gateway.engines import EngineKind
+from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.rows import layout_of_settings
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.trajectory import VersionSet
+
+DAMAGE = 2.0
+"""Factor of what is damaged."""
+
+
+class InexactSpec(EmbeddedSpec):
+    """An embedded engine's settings, and what is broken."""
+
+    fault: Literal["", "reused", "drafted", "quantised"] = ""
+    """Keys and values that are copied, those of accepted drafts, or rounded weights."""
+
+
+def build_inexact(spec: InexactSpec, sink: RowSink | None = None) -> Engine:
+    """An engine with the fault that is asked for."""
+    engine = build_embedded(spec, sink)
+    assert isinstance(engine, EmbeddedEngine)
+    if spec.fault:
+        _FAULTS[spec.fault](engine)
+    return engine
+
+
+def _damage_copies(engine: EmbeddedEngine) -> None:
+    store, copy = engine._store, engine._store.copy
+
+    def damaged(source: int, destination: int, start: int, stop: int) -> None:
+        copy(source, destination, start, stop)
+        store.kv.data[:, destination, :, start:stop] *= DAMAGE
+
+    store.copy = damaged  # type: ignore[method-assign]
+
+
+def _damage_drafts(engine: EmbeddedEngine) -> None:
+    decoder, keep = engine._decoder, engine._decoder._keep
+
+    def damaged(one: Any, verdict: Any, taken: Sequence[int]) -> None:
+        keep(one, verdict, taken)
+        for part in one.parts:
+            for row in part.members:
+                slot, root = int(one.slots[row]), int(one.roots[row])
+                engine._store.kv.data[:, slot, :, root + 1 : root + taken[row]] *= DAMAGE
+
+    decoder._keep = damaged  # type: ignore[method-assign]
+
+
+def _damage_rounding(engine: EmbeddedEngine) -> None:
+    weights, commit = engine._weights, engine._weights.commit
+
+    def damaged(versions: VersionSet) -> bool:
+        changed = commit(versions)
+        if changed and weights.number_format in ROUNDED:
+            weights.policy.norm.div_(DAMAGE)
+        return changed
+
+    weights.policy.norm.div_(DAMAGE)
+    weights.commit = damaged  # type: ignore[method-assign]
+
+
+def layout_of_inexact(settings: Mapping[str, Any]) -> RowLayout:
+    """As of the embedded engine, whose own settings an engine by import path is not given."""
+    return layout_of_settings({"more_drafters": (), "capture_inner": (), **settings})
+
+
+_FAULTS: dict[str, Callable[[EmbeddedEngine], None]] = {
+    "reused": _damage_copies,
+    "drafted": _damage_drafts,
+    "quantised": _damage_rounding,
+}
+INEXACT = EngineKind(
+    f"{__file__}:InexactSpec",
+    f"{__file__}:build_inexact",
+    f"{__file__}:layout_of_inexact",
+)
