@@ -69,12 +69,13 @@ class Run:
 
     def __init__(self, place: Path, model: Path) -> None:
         self.place, self.happenings = place, Happenings()
+        self._rule = (place / "length").with_suffix(".py")
         self._address = f"127.0.0.1:{free_port()}"
         models = {f"{one}.model": model for one in ("gateway", "policy_trainer", "drafter_trainer")}
         files = {
             "run.dir": place / "run",
             "coordinator.tasks_path": place / "tasks.jsonl",
-            "gateway.rewards.own": f'{{ length = "{place}/length.py:Length" }}',
+            "gateway.rewards.own": f'{{ length = "{self._rule}:Length" }}',
         }
         address = {"addresses.policy_trainer": self._address}
         self._words = [
@@ -86,7 +87,7 @@ class Run:
         """Starts the run; afterwards no process of it is left."""
         tasks = ({"prompt": f"What is {one} + 3?", "answer": str(one + 3)} for one in range(40))
         (self.place / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-        (self.place / "length.py").write_text(_REWARD)
+        self._rule.write_text(_REWARD)
         environment = {**os.environ, _MARK: str(self.place)}
         for variable in ("REDIS_URL", VARIABLE):
             environment.pop(variable, None)
