@@ -21,7 +21,7 @@ class Capability(StrEnum):
     PENALTIES = "penalties"  # changes of logits before the draw: penalties, bias, min_tokens
     PROMPT_LOGPROBS = "prompt_logprobs"  # log-probs of the prompt, also without any generated token
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
-    GRAMMARS = "grammars"  # responses in the form of a regex, a choice or a grammar; such tool calls
+    GRAMMARS = "grammars"  # responses by a regex, a choice or a grammar; such tool calls
     RELEASE_MEMORY = "release_memory"
     PROFILES = "profiles"  # a new set may have a different profile
     REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and rejected
