@@ -63,7 +63,7 @@ class Sampling:
     choice: tuple[str, ...] = ()  # allowed responses
     grammar: str = ""  # Lark or GBNF, for the whole response
     tool_grammar: str = ""  # Lark, made from the offered tools: tool calls follow it
-    free_until: str = ""  # the requirements above apply to the text after this text
+    free_until: str = ""  # the requirements above apply after this text
 
     @property
     def scored(self) -> bool:

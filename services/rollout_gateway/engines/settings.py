@@ -30,8 +30,8 @@ class ModelSettings(BatchSettings):
     dtype: Precision = "float32"
     """Element type of weights and computation."""
     threads: int = Field(default=1, ge=0)
-    """Compute threads per worker. 0: all of the worker's share of the host's cores; the embedded
-    engine measures the fastest number within the share when it starts.
+    """Compute threads per worker. 0: all of the worker's share of the host's cores. The embedded
+    engine then measures the fastest number within the share when it starts.
     """
     prefill_tokens: int = Field(default=2048, ge=1)
     """Maximum prompt tokens of one prefill."""
@@ -41,7 +41,7 @@ class RunValues(Config):
     """Values that an engine takes from other sections of the gateway's settings."""
 
     arms: tuple[str, ...] = ()
-    """Arms available to the bandit; empty: the engine's default for its drafter."""
+    """Arms to choose from; empty: the engine's default for its drafter."""
     bandit: BanditSettings = BanditSettings()
     seed: int = 0
     """Seed of fresh drafters and of the bandit."""

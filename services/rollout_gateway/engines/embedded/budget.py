@@ -6,9 +6,9 @@ tokens, and chooses the nodes. Drafts are left out before anything is drawn. The
 on drafters' scores and past rounds, so the emitted tokens do not change.
 
 Nodes are sorted by their probability p of being accepted. The first k are verified, with the k that
-maximises the rate (B + p_1 + ... + p_k) / (F + c(B + k)). The rate is the tokens of a round over
-its seconds. c gives the forward's seconds by its number of tokens, and F the seconds of drafting
-and all other work. p falls along a path, so the chosen nodes of a row form a tree.
+maximises (B + p_1 + ... + p_k) / (F + c(B + k)). This rate is the tokens of a round over its
+seconds. c gives the forward's seconds by its number of tokens. F is the seconds of drafting and all
+other work. As p falls along a path, the chosen nodes of a row form a tree.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class Calibration:
 
 
 class ForwardCost:
-    """Measured seconds of a target forward and its draws by number of tokens, linear between sizes.
-    """
+    """Measured seconds of a target forward and its draws by tokens, linear between sizes."""
 
     def __init__(self) -> None:
         self._sizes = np.empty(0)
@@ -203,8 +202,7 @@ class Budget:
         return count
 
     def learn(self, speculator: str, became: Iterable[tuple[RowDrafts, Set[int]]]) -> None:
-        """Record the outcome of drafts: per row the drawn nodes, 0 for its root, i + 1 for draft i.
-        """
+        """Record the outcome of drafts: drawn nodes per row, 0 for its root, i + 1 for draft i."""
         calibration = self._calibrations.setdefault(speculator, Calibration())
         for (tokens, scores, parents), drawn in became:
             score_of = [1.0, *scores]

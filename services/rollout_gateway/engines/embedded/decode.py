@@ -89,8 +89,7 @@ class Decoder:
         self.tokens_emitted = 0
 
     def round(self, slots: Sequence[int], rows: Sequence[RunningSequence]) -> None:
-        """Run one decode round: it appends tokens to every row and sets `finish` on rows that end.
-        """
+        """Run one decode round: append tokens to every row, and set `finish` on rows that end."""
         stopwatch, speculation = self._stopwatch, self._speculation
         plan = speculation.choose(rows)
         version = self._weights.versions.policy
@@ -220,8 +219,8 @@ class Decoder:
         return origins
 
     def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:
-        """Store tokens, states and cache of the accepted path as after single steps. Rejected
-        drafts are captured together with the rows of their parents.
+        """Store tokens, states and cache of the accepted path, as if its tokens were decoded one by
+        one. Rejected drafts are captured together with the rows of their parents.
         """
         store, nodes, path, length = self._store, one.nodes, verdict.path, verdict.tokens.shape[1]
         cells = store.cells(one.slots, one.roots, length)

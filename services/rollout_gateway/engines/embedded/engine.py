@@ -1,4 +1,4 @@
-"""The embedded PyTorch engine: requests, control, and the loop of admission, prefill and decode.
+"""The embedded PyTorch engine: requests, control, and the loop admit, prefill, decode, emit.
 
 It implements engines/base.py and fixes the order of the steps; decode.py holds the decode round.
 """

@@ -62,7 +62,7 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
         named = [find_kind(spec.drafter), *more]
 
     if spec.drafter != OFF:
-        named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any other kind
+        named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any kind
     kinds: dict[str, SpeculatorKind] = {}
     for kind in named:
         if kinds.setdefault(kind.name, kind) is not kind:

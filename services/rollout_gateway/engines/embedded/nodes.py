@@ -15,8 +15,8 @@ from paceline.models.decoder import Layout, tree_visible
 from paceline.speculators.base import Drafts
 
 DENSE = 0.8
-"""Share of existing nodes from which a block is forwarded whole; omitting nodes costs two copies a
-layer.
+"""Share of existing nodes from which a block is forwarded whole; omitting nodes costs two copies
+per layer.
 """
 
 
