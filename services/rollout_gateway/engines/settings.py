@@ -31,7 +31,7 @@ class ModelSettings(BatchSettings):
     """Element type of weights and computation."""
     threads: int = Field(default=1, ge=0)
     """Compute threads per worker. 0: all of the worker's share of the host's cores. The embedded
-    engine then measures the fastest number within the share when it starts.
+    engine then uses the fastest number within the share, measured when it starts.
     """
     prefill_tokens: int = Field(default=2048, ge=1)
     """Maximum prompt tokens of one prefill."""
