@@ -1,6 +1,6 @@
-"""Lists the engines behind one contract (base.py).
+"""The table of engines that implement the contract in base.py.
 
-The table names their parts by import path, so that choosing one imports no other.
+Entries are import paths, so choosing an engine does not import any other engine.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ class EngineKind:
     """Import paths of one engine's parts."""
 
     settings: str
-    """A Config class; a WorkerSpec carries its values as JSON."""
+    """Config class; a WorkerSpec carries its values as JSON."""
     build: str = ""
-    """(settings, row sink) -> Engine; empty: `process` is the engine's own."""
+    """(settings, row sink) -> Engine; empty: `process` builds the engine itself."""
     row_layout: str = ""
-    """Values of the settings -> RowLayout, because rings are cut before engines live; empty:
+    """Settings values -> RowLayout; rings are allocated before engines start. Empty:
     RowLayout.last.
     """
     process: str = "paceline.services.rollout_gateway.engines.worker.process"
     """Module that a worker process runs."""
     extra: str = ""
-    """What it is to be installed with (paceline/local/extras.py); empty: it needs nothing more, or
-    says so itself.
+    """Optional dependencies that the engine needs (paceline/local/extras.py). Empty: none, or the
+    engine checks them itself.
     """
     starts_slowly: bool = False
-    """A restart takes longer than a caller waits: its requests are refused meanwhile, tasks wait.
+    """Whether a restart takes longer than callers wait. During a restart, requests are refused and
+    tasks wait.
     """
 
     @property
     def forked(self) -> tuple[str, ...]:
-        """Modules that a worker's parent imports for it; none where a worker is to begin anew."""
+        """Modules that the parent imports before it forks workers; empty if workers start without a
+        fork.
+        """
         return (self.process, self.build.partition(":")[0]) if self.build else ()
 
 
@@ -63,7 +66,10 @@ ENGINES = {
 
 
 def find_engine(name: str) -> EngineKind:
-    """The engine of a name or an import path. Raises ConfigError."""
+    """Returns the engine with this name or import path.
+
+    Raises ConfigError.
+    """
     kind = find_variant(name, ENGINES, "engine")
     if not isinstance(kind, EngineKind):
         raise ConfigError("no engine", seen=name, allowed="an EngineKind")

@@ -1,8 +1,7 @@
-"""The contract of an engine worker, whatever engine runs inside.
+"""The interface between a worker process and its engine.
 
-An engine lives in the worker process and is driven by engines/worker/process.py: the worker turns
-WorkerCommands into these calls and what `step` returns into WorkerEvents. An engine never blocks on
-Redis, gRPC or the gateway.
+The worker (engines/worker/process.py) turns WorkerCommands into these calls, and the results of
+`step` into WorkerEvents. An engine never blocks on Redis, gRPC or the gateway.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from paceline.trajectory import Target, VersionSet
 
 
 class RowSink(Protocol):
-    """Takes hidden rows of verified tokens without ever waiting; what finds no room is dropped and
-    counted.
+    """Receives hidden rows of verified tokens without waiting. It drops and counts rows that do not
+    fit.
     """
 
     def write(
         self,
         request_ids: npt.NDArray[np.uint64],  # [n]
         positions: npt.NDArray[np.uint32],  # [n] absolute position of the token
-        token_ids: npt.NDArray[np.uint32],  # [n] token at that position, whose state the row is
+        token_ids: npt.NDArray[np.uint32],  # [n] token at the position; the row is its state
         policy_version: int,
         hidden: npt.NDArray[np.uint8],  # [n, row bytes]
-        # [n] see engines/worker/ring.py; None: all are rows of sequences
+        # [n] see engines/worker/ring.py; None: all rows belong to sequences
         parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
-        """Rows written, at most n: the first ones."""
+        """Writes the first rows that fit; returns their number, at most n."""
         ...
 
 
 class CommandedEngine(Protocol):
-    """What the commands of the worker protocol ask for; see engines/worker/commands.py."""
+    """The methods behind the commands of the worker protocol; see engines/worker/commands.py."""
 
     @property
     def versions(self) -> VersionSet:
-        """Serving set."""
+        """Serving set of versions."""
         ...
 
     @property
@@ -67,93 +66,98 @@ class CommandedEngine(Protocol):
         ...
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
-        """End requests (None: all); returns their last chunks with what was generated and not yet
-        reported.
-        """
+        """End requests (None: all); returns their last chunks, with all tokens not yet reported."""
         ...
 
     def pause(self, mode: PauseMode) -> list[Chunk]:
-        """Stop decoding; returns chunks of requests ended by mode ABORT."""
+        """Stop decoding; returns the chunks of requests ended by mode ABORT."""
         ...
 
     def resume(self) -> None:
-        """Decode again."""
+        """Continue decoding."""
         ...
 
     def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
-        """Load a spooled version beside the serving one, a policy under a profile.
+        """Load a spooled version beside the serving version; `profile` applies to a policy.
 
-        Raises WeightsError when names or shapes differ, MissingCapability for a profile that this
-        engine cannot change to, InvalidInput for one that there is not.
+        Raises WeightsError if names or shapes differ. Raises MissingCapability if the engine cannot
+        change to the profile, and InvalidInput if the profile does not exist.
         """
         ...
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
-        """Serve a set from the next round on; returns chunks of requests ended by mode ABORT.
+        """Serve a set from the next round on; returns the chunks of requests ended by mode ABORT.
 
         Raises WeightsError.
         """
         ...
 
     def abort_weights(self, target: Target, version: int) -> None:
-        """Forget a prepared version; unknown ones are ignored."""
+        """Drop a prepared version; unknown versions are ignored."""
         ...
 
     def force_arm(self, arm: str) -> None:
-        """One arm for all requests; "" gives the choice back to the bandit. Raises InvalidInput."""
+        """Force one arm for all requests; "" returns the choice to the bandit.
+
+        Raises InvalidInput.
+        """
         ...
 
     def quarantine(self, withheld: Withheld) -> None:
-        """Go without these from the next round on; arms that do not exist are ignored."""
+        """Disable these arms and reuse paths from the next round on; unknown arms are ignored."""
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
-        """Give device memory back (no tags: all); returns bytes. Again: 0 bytes.
+        """Free device memory (no tags: all); returns bytes, 0 if it is already free.
 
-        Until `resume_memory`, enqueue raises FailedPrecondition; weights may be prepared and
-        committed. Raises MissingCapability; FailedPrecondition while requests run.
+        Until `resume_memory`, enqueue raises FailedPrecondition, but weights may be prepared and
+        committed. Raises MissingCapability, or FailedPrecondition while requests run.
         """
         ...
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take released memory again (no tags: all) and serve what was committed last.
+        """Allocate released memory again (no tags: all) and serve the last committed set.
 
-        Raises MissingCapability; FailedPrecondition for a tag that was not released.
+        Raises MissingCapability, or FailedPrecondition for a tag that was not released.
         """
         ...
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes. Raises FailedPrecondition while requests run."""
+        """Drop cached prefixes.
+
+        Raises FailedPrecondition while requests run.
+        """
         ...
 
 
 class Engine(CommandedEngine, Protocol):
-    """Generates tokens; driven round by round by one thread."""
+    """A token generator; one thread calls it round by round."""
 
     @property
     def info(self) -> EngineInfo:
-        """Fixed facts."""
+        """Facts that never change."""
         ...
 
     @property
     def lm_head_hash(self) -> str:
-        """sha256 of the serving lm_head bytes, hex, first 16 characters; empty when the engine has
-        none.
+        """First 16 hex characters of the sha256 of the serving lm_head bytes; empty if the engine
+        has no lm_head.
         """
         ...
 
     def step(self) -> list[Chunk]:
         """One round: admit, draft, verify, accept.
 
-        Returns news: every round for streaming requests, else the end.
+        Returns a chunk per round for streaming requests, and only the last chunk for all other
+        requests.
         """
         ...
 
     @property
     def has_work(self) -> bool:
-        """True while a call of `step` would do something."""
+        """True if a call of `step` would do some work."""
         ...
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free all resources of the engine."""
         ...

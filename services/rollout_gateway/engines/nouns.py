@@ -1,4 +1,4 @@
-"""Declares what goes into an engine and what comes out: requests, chunks, counters, facts."""
+"""Inputs and outputs of an engine: requests, chunks, counters and facts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
 
 
 class Capability(StrEnum):
-    """What an engine may lack; a caller asking for it then gets MissingCapability."""
+    """An optional ability of engines; a request for an undeclared capability gets
+    MissingCapability.
+    """
 
     CAPTURE = "capture"
     DRAFTER_UPDATE = "drafter_update"
-    PENALTIES = "penalties"  # what changes logits before the draw: penalties, bias, min_tokens
-    PROMPT_LOGPROBS = "prompt_logprobs"  # log-probs of the prompt, with nothing generated too
+    PENALTIES = "penalties"  # changes of logits before the draw: penalties, bias, min_tokens
+    PROMPT_LOGPROBS = "prompt_logprobs"  # log-probs of the prompt, also without any generated token
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
-    GRAMMARS = "grammars"  # those that follow a regex, a choice, a grammar; calls of tools that do
+    GRAMMARS = "grammars"  # responses by a regex, a choice or a grammar; such tool calls
     RELEASE_MEMORY = "release_memory"
-    PROFILES = "profiles"  # can serve a set under another profile than the one before
-    REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
+    PROFILES = "profiles"  # a new set may have a different profile
+    REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and rejected
 
 
 SETTINGS = {
@@ -43,11 +45,11 @@ SETTINGS = {
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
     "gateway.trajectories=true",
 }
-"""What to set to have a capability that engines may lack."""
+"""The settings that enable each optional capability."""
 
 
 def missing(engine: str, capability: Capability) -> MissingCapability:
-    """The error for a capability that an engine has not declared."""
+    """The error for a capability that the engine does not declare."""
     return MissingCapability(
         f"the {engine} engine lacks the capability {capability}",
         seen=engine,
@@ -56,7 +58,7 @@ def missing(engine: str, capability: Capability) -> MissingCapability:
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests while weights change."""
+    """Treatment of running requests while weights change."""
 
     IN_PLACE = "in_place"
     RETRACT = "retract"
@@ -72,7 +74,7 @@ class MemoryTag(StrEnum):
 
 
 class Finish(StrEnum):
-    """Why a request ended."""
+    """The reason for the end of a request."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -82,7 +84,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Withheld:
-    """What an engine goes without because an audit found it inexact; see proto Quarantine."""
+    """Paths that an engine disables because an audit found them inexact; see proto Quarantine."""
 
     arms: tuple[str, ...] = ()
     reuse: bool = False
@@ -90,7 +92,7 @@ class Withheld:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as the engine sees it."""
+    """One generation request to an engine."""
 
     request_id: int
     prompt: tuple[int, ...]  # [T] token ids
@@ -98,18 +100,18 @@ class Request:
     stream: bool = False
     capture: bool = False
     forced_arm: str = ""
-    probe: bool = False  # its rounds teach the bandit nothing
-    response: tuple[int, ...] = ()  # [n] tokens said before, under whatever weights: it goes on
+    probe: bool = False  # its rounds do not update the bandit
+    response: tuple[int, ...] = ()  # [n] earlier tokens, under any weights; continued
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Tokens that are there when it begins."""
+        """Prompt and earlier response, the tokens available at the start."""
         return self.prompt + self.response
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Where a part of a request's time in an engine went; see proto StageTime."""
+    """One span of a request's time in an engine; see proto StageTime."""
 
     stage: str  # queue, prefill, decode
     arm: str = ""
@@ -123,11 +125,11 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """How likely the model finds a token of the prompt after those before it."""
+    """Probability of a prompt token given the tokens before it."""
 
     logprob: float  # of log_softmax(logits / temperature), temperature 0 as 1
-    rank: int  # 1: the most likely
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-prob), the likeliest first
+    rank: int  # 1: most likely
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-prob), most likely first
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class Chunk:
     request_id: int
     token_ids: tuple[int, ...]  # [n]
     behavior_logprobs: tuple[float, ...]  # [n]
-    version_spans: tuple[VersionSpan, ...]  # indices from the first response token of the request
+    version_spans: tuple[VersionSpan, ...]  # indices count from the first response token
     finish: Finish | None = None
     error: str = ""
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -148,33 +150,33 @@ class Chunk:
     matched_stop: str = ""
     draw_spans: tuple[DrawSpan, ...] = ()  # indices as in version_spans
     stages: tuple[StageTime, ...] = ()  # on the last chunk
-    # of every prompt token but the first, on the first chunk of a request that asks for it
+    # one per prompt token except the first, on the first chunk of a request with prompt_logprobs
     prompt_scores: tuple[PromptScore, ...] = ()
     accepted_drafts: tuple[bool, ...] = ()  # [n]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSplit:
-    """Where the seconds of rounds went; an engine whose kernels queue counts their wait where it
-    waits.
+    """Seconds of rounds by phase. If kernels run asynchronously, their time counts in the phase
+    that waits for them.
     """
 
     rounds: int = 0
-    nodes: int = 0  # tokens that the target verified: one per row and its drafts
+    nodes: int = 0  # tokens that the target verified: per row, one plus its drafts
     prefill_s: float = 0.0
     draft_s: float = 0.0
-    forward_s: float = 0.0  # the target's forward and its head
+    forward_s: float = 0.0  # forward pass and head of the target
     sample_s: float = 0.0  # draws, verification, ends of requests
-    keep_s: float = 0.0  # states, tokens and cache of what was accepted; hidden rows
+    keep_s: float = 0.0  # states, tokens and cache of accepted tokens; hidden rows
 
     def __add__(self, other: RoundSplit) -> RoundSplit:
-        """Both together."""
+        """Sum of both."""
         return RoundSplit(
             *(getattr(self, one.name) + getattr(other, one.name) for one in fields(self))
         )
 
     def __sub__(self, earlier: RoundSplit) -> RoundSplit:
-        """What came since."""
+        """Difference since `earlier`."""
         return RoundSplit(
             *(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self))
         )
@@ -182,13 +184,13 @@ class RoundSplit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """Counters of prompts whose beginning was cached already; see proto PrefixStats."""
+    """Counters of prompts with a cached beginning; see proto PrefixStats."""
 
-    prompt_tokens: int = 0  # of requests that have ended
-    reused_tokens: int = 0  # those of them that were not computed
+    prompt_tokens: int = 0  # of ended requests
+    reused_tokens: int = 0  # prompt tokens that were not computed
     lookups: int = 0
-    lookup_s: float = 0.0  # finding what is cached
-    copy_s: float = 0.0  # copying it, in and out of the cache
+    lookup_s: float = 0.0  # of searches for cached prefixes
+    copy_s: float = 0.0  # of copies into and out of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +199,13 @@ class EngineLoad:
 
     running: int
     waiting: int
-    tokens_emitted: int  # but those of probes
+    tokens_emitted: int  # without tokens of probes
     busy_s: float
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
-    rows_invalid: int = 0  # of ended requests, whose slots held rows of other tokens or none
-    # Rejected drafts beyond those whose rows are written per request and round.
+    rows_invalid: int = 0  # of ended requests: slots that held rows of other tokens, or none
+    # Rejected drafts above the limit of rows per request and round.
     rejected_left_out: int = 0
     split: RoundSplit = field(default_factory=RoundSplit)
     prefixes: PrefixStats = field(default_factory=PrefixStats)
@@ -211,34 +213,34 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """What one captured hidden row holds."""
+    """Content of one captured hidden row."""
 
-    width: int  # values of a row: H for each of its states
-    layers: str  # states in order: "last", or layers whose input it is, e.g. "2,14,25,last"
+    width: int  # values per row: H for each state
+    layers: str  # states in order: "last", or layers with their input kept, e.g. "2,14,25,last"
     # "post_norm": "last" has passed the final norm; numbered states are before any norm.
     convention: str
 
     @classmethod
     def last(cls, hidden_size: int) -> RowLayout:
-        """The state lm_head reads and nothing else."""
+        """A row with only the input state of lm_head."""
         return cls.entering(hidden_size, ())
 
     @classmethod
     def entering(cls, hidden_size: int, inner: tuple[int, ...]) -> RowLayout:
-        """The residual streams that enter these layers, then the state lm_head reads."""
+        """A row with the residual streams entering these layers, then lm_head's input state."""
         return cls(
             (len(inner) + 1) * hidden_size, ",".join((*map(str, inner), "last")), "post_norm"
         )
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Layers whose input a row holds."""
+        """Layers with their input in a row."""
         return tuple(int(name) for name in self.layers.split(",") if name != "last")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts that do not change while the engine lives, and the capabilities it declares."""
+    """Facts that do not change during the engine's lifetime, and its declared capabilities."""
 
     vocab_size: int
     hidden_size: int
@@ -246,4 +248,4 @@ class EngineInfo:
     arms: tuple[str, ...]
     capabilities: frozenset[Capability]
     rows: RowLayout
-    device_tflops: float = 0.0  # as engines/requests/device_peak.py measures it; 0: not measured
+    device_tflops: float = 0.0  # measured by engines/requests/device_peak.py; 0: not measured

@@ -1,7 +1,7 @@
-"""How the tokens of a request are drawn: the parameters, their ranges, and the check of both.
+"""Sampling parameters of a request, with their ranges and checks.
 
-The one list: bodies of the HTTP APIs take their ranges from RANGES, the gateway and every engine
-refuse by `check_sampling`, and what may be trained follows from the defaults.
+This is the only list. The HTTP API bodies take their ranges from RANGES, and the gateway and all
+engines check requests with `check_sampling`. The defaults determine the trainable requests.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from paceline.errors import InvalidInput
 from paceline.trajectory import INT_LIMIT, TEMPERATURE, Range
 
 UNSEEDED = -1
-"""Seed of a request for which nobody has named one."""
+"""Seed of a request without an explicit seed."""
 MAX_BIASED_TOKENS = 300
-"""Entries of a request's logit bias at most."""
+"""Maximum entries of a request's logit bias."""
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
-"""Texts that end a response, and characters of one, at most: each is looked for at every token."""
+"""Maximum number of stop texts, and their maximum length in characters. Every token is checked
+against each text.
+"""
 MAX_STOP_TOKENS = 1024
-"""Token ids that end a response at most."""
+"""Maximum number of token ids that end a response."""
 MAX_ALLOWED_TOKENS = 4096
-"""Token ids that a response is confined to at most."""
+"""Maximum number of token ids in allowed_token_ids."""
 TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
-"""Reason of the error for a prompt that the model cannot read."""
+"""Error reason for a prompt longer than the model's context."""
 UNSCORED = -1
-"""prompt_logprobs of a request whose prompt is not scored."""
+"""prompt_logprobs of a request without prompt scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The names are those of proto SamplingParams; a default switches off.
+    """Sampling parameters, named as in proto SamplingParams; each default disables its parameter.
 
-    Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever
-    penalties, bias, top_p, top_k and min_p do. With a json_schema, a regex, a choice or a grammar
-    they are of the logits that its mask leaves.
+    Log-probs are log_softmax(logits / temperature) of the raw logits; penalties, bias, top_p, top_k
+    and min_p do not change them. With a json_schema, regex, choice or grammar, the logits are
+    masked first.
     """
 
-    seed: int  # UNSEEDED: drawn when the request goes to an engine
+    seed: int  # UNSEEDED: drawn when the request is sent to an engine
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,43 +52,43 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    # (token id, what is added), token ids ascending and distinct
+    # (token id, bias), token ids ascending and distinct
     logit_bias: tuple[tuple[int, float], ...] = ()
-    json_schema: str = ""  # JSON schema of the response; "{}" is any JSON object, "" none
-    min_tokens: int = 0  # before them no stop is drawn or looked for
-    allowed_token_ids: tuple[int, ...] = ()  # the only ones drawn, ascending and distinct
-    prompt_logprobs: int = UNSCORED  # alternatives of each prompt token, whose log-probs are told
-    include_stop_str_in_output: bool = False  # of the text alone; the tokens keep it anyway
-    regex: str = ""  # the whole response matches it
-    choice: tuple[str, ...] = ()  # the response is one of these
-    grammar: str = ""  # of the response: Lark or GBNF
-    tool_grammar: str = ""  # Lark, made from the tools offered: calls follow it
-    free_until: str = ""  # text behind which the response has to be all that
+    json_schema: str = ""  # JSON schema of the response; "{}": any JSON object; "": none
+    min_tokens: int = 0  # before this length, stops are neither drawn nor matched
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens drawn, ascending and distinct
+    prompt_logprobs: int = UNSCORED  # number of alternatives reported for each prompt token
+    include_stop_str_in_output: bool = False  # affects only the text; the tokens always include it
+    regex: str = ""  # matches the whole response
+    choice: tuple[str, ...] = ()  # allowed responses
+    grammar: str = ""  # Lark or GBNF, for the whole response
+    tool_grammar: str = ""  # Lark, made from the offered tools: tool calls follow it
+    free_until: str = ""  # the requirements above apply after this text
 
     @property
     def scored(self) -> bool:
-        """Whether log-probs of the prompt are asked for."""
+        """Whether log-probs of the prompt are requested."""
         return self.prompt_logprobs != UNSCORED
 
     @property
     def confined(self) -> bool:
-        """Whether some tokens may not be drawn, at least in the beginning."""
+        """Whether some tokens are forbidden, at least at the beginning."""
         return bool(self.min_tokens or self.allowed_token_ids)
 
     @property
     def structured(self) -> bool:
-        """Whether a grammar says which tokens may follow."""
+        """Whether a grammar limits the next tokens."""
         text = self.json_schema or self.regex or self.grammar or self.tool_grammar
         return bool(text or self.choice)
 
     @property
     def penalised(self) -> bool:
-        """Whether the draw depends on which tokens came before."""
+        """Whether earlier tokens change the draw."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def adjusted(self) -> bool:
-        """Whether anything changes the logits before the draw."""
+        """Whether logits change before the draw."""
         return self.penalised or bool(self.logit_bias) or self.confined
 
 
@@ -105,7 +107,7 @@ RANGES = {
 }
 BIAS = Range(-100, 100)
 RECOMPUTED = {"temperature"}
-"""What the policy trainer follows when it computes log-probs again."""
+"""Parameters that the policy trainer applies when it recomputes log-probs."""
 NO_EFFECT = {
     "seed",
     "max_tokens",
@@ -116,13 +118,13 @@ NO_EFFECT = {
     "prompt_logprobs",
     "include_stop_str_in_output",
 }
-"""What changes no log-prob of a token that was drawn."""
+"""Parameters that do not change the log-prob of a drawn token."""
 _UNTRAINED = {
     field.name: field.default
     for field in fields(Sampling)
     if field.name not in RECOMPUTED | NO_EFFECT
 }
-"""The others, with the values under which they change nothing."""
+"""All other parameters, with the values that disable them."""
 OVERRIDABLE = (
     "temperature",
     "top_p",
@@ -133,11 +135,12 @@ OVERRIDABLE = (
     "repetition_penalty",
     "logit_bias",
 )
-"""What a session may draw otherwise than was asked for; the rest says what an answer has to be."""
+"""Parameters that a session may override. The remaining parameters are requirements on the answer.
+"""
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """Raises InvalidInput naming the parameter that cannot work."""
+    """Raises InvalidInput naming the invalid parameter."""
     for name, allowed in RANGES.items():
         value = getattr(sampling, name)
         nothing = name == "max_tokens" and value == 0 and sampling.scored
@@ -177,7 +180,7 @@ def _check_stops(sampling: Sampling) -> None:
 
 
 def _check_tokens(sampling: Sampling, vocab_size: int) -> None:
-    """Raises InvalidInput for a parameter that names too many tokens, or one that there is not."""
+    """Raises InvalidInput for too many token ids, or for an id outside the vocabulary."""
     for name, ids, most in (
         ("stop_token_ids", sampling.stop_token_ids, MAX_STOP_TOKENS),
         ("allowed_token_ids", sampling.allowed_token_ids, MAX_ALLOWED_TOKENS),
@@ -195,7 +198,7 @@ def _check_tokens(sampling: Sampling, vocab_size: int) -> None:
 
 
 def check_length(tokens: int, longest: int) -> None:
-    """Raises InvalidInput for a prompt of so many tokens where `longest` are taken."""
+    """Raises InvalidInput unless the prompt has 1 to `longest` tokens."""
     if not 1 <= tokens <= longest:
         raise InvalidInput(
             "prompt does not fit",
@@ -206,7 +209,7 @@ def check_length(tokens: int, longest: int) -> None:
 
 
 def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: int) -> None:
-    """Raises InvalidInput for tokens that the engine cannot take."""
+    """Raises InvalidInput for a wrong prompt length, or for a token id outside the vocabulary."""
     check_length(len(prompt), max_sequence_tokens - 1)
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         seen = max(prompt) if min(prompt) >= 0 else min(prompt)
@@ -216,7 +219,7 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: 
 
 
 def untrainable(sampling: Sampling) -> dict[str, object]:
-    """The parameters, with their values, under which log-probs cannot be computed again."""
+    """Returns the parameters, with their values, that make log-probs impossible to recompute."""
     found: dict[str, object] = {
         name: value
         for name, default in _UNTRAINED.items()

@@ -1,7 +1,6 @@
-"""Names the settings that engines share, each once: the gateway's section and the engine's own
-settings class are built from these.
+"""Settings that engines share; the gateway's section and the engines' settings classes extend them.
 
-Imports no torch, so that the gateway can check them.
+This module does not import torch, so that the gateway can check settings.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Precision = Literal["float32", "bfloat16"]
 
 
 class BatchSettings(Config):
-    """How much one worker takes at once; every engine has these."""
+    """Batch limits of one worker, for every engine."""
 
     max_batch: int = Field(default=64, ge=1)
     """Maximum concurrent requests per worker."""
@@ -26,23 +25,23 @@ class BatchSettings(Config):
 
 
 class ModelSettings(BatchSettings):
-    """How one worker runs a model."""
+    """Settings of a worker that runs a model."""
 
     dtype: Precision = "float32"
     """Element type of weights and computation."""
     threads: int = Field(default=1, ge=0)
-    """Compute threads per worker. 0: the fastest number, measured at the start on the worker's
-    share of the host's cores (embedded engine); other engines use the whole share.
+    """Compute threads per worker. 0: all of the worker's share of the host's cores. The embedded
+    engine then uses the fastest number within the share, measured when it starts.
     """
     prefill_tokens: int = Field(default=2048, ge=1)
     """Maximum prompt tokens of one prefill."""
 
 
 class RunValues(Config):
-    """What an engine takes from the gateway's other sections."""
+    """Values that an engine takes from other sections of the gateway's settings."""
 
     arms: tuple[str, ...] = ()
-    """Arms to choose among; empty: the engine's default for its drafter."""
+    """Arms to choose from; empty: the engine's default for its drafter."""
     bandit: BanditSettings = BanditSettings()
     seed: int = 0
     """Seed of fresh drafters and of the bandit."""
@@ -51,16 +50,16 @@ class RunValues(Config):
 
 
 class ModelSpec(ModelSettings, RunValues):
-    """What every engine with a model is built from."""
+    """Inputs for building any engine with a model."""
 
     model_dir: str
     """Hugging Face checkpoint directory."""
     drafter: str = "ngram"
-    """What drafts: "off" | "ngram" | a trained kind, fresh from the seed, as far as the engine has
-    it | "package.module:KIND" (embedded) | directory of a drafter's checkpoint.
+    """The drafter: "off" | "ngram" | a trained kind, initialised from the seed, if the engine
+    supports it | "package.module:KIND" (embedded) | directory of a drafter checkpoint.
     """
 
     @property
     def number_format(self) -> str:
-        """What the policy computes with."""
+        """Number format of the policy's computation."""
         return self.dtype

@@ -1,14 +1,14 @@
-"""How many drafts a round verifies: those whose chance of being accepted pays for their share of
+"""Limits the drafts of a round to the drafts with enough chance of acceptance for their share of
 the forward.
 
-Owns the calibration of drafters' own probabilities, the measured cost of a forward by its number of
-tokens, and the choice of nodes. Drafts are left out before anything is drawn and by nothing but
-drafters' scores and past rounds, so what is emitted does not change.
+The module calibrates the drafters' probabilities, measures the cost of a forward by its number of
+tokens, and chooses the nodes. Drafts are left out before anything is drawn. The choice depends only
+on drafters' scores and past rounds, so the emitted tokens do not change.
 
-Of nodes sorted by their probability p of being accepted, the first k are verified that maximise the
-rate (B + p_1 + ... + p_k) / (F + c(B + k)): tokens of a round over its seconds, with c the
-forward's seconds by its tokens and F those of drafting and everything else. Since p falls along a
-path, the chosen nodes of a row are a tree.
+Nodes are sorted by their probability p of being accepted. The first k are verified, with the k that
+maximises (B + p_1 + ... + p_k) / (F + c(B + k)). This rate is the tokens of a round over its
+seconds. c gives the forward's seconds by its number of tokens. F is the seconds of drafting and all
+other work. As p falls along a path, the chosen nodes of a row form a tree.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from paceline.arm_names import speculator_of
 from paceline.speculators.base import Drafts
 
 BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Inner edges of the bins of a drafter's probability of one node."""
+"""Inner edges of the bins of a drafter's probability for one node."""
 PRIOR_TRIALS = 8.0
-"""Trials by which a bin's own probability is believed at first."""
+"""Trials with which each bin starts, at its own probability."""
 MEMORY = 4000.0
-"""Trials after which a bin forgets half."""
+"""Trials after which a bin's counts are halved."""
 COST_SHARE = 0.1
-"""Weight of a new measurement of a forward; one of 3 times what was expected counts as 3 times."""
+"""Weight of a new measurement of a forward; a measurement above 3 times the expected value counts
+as 3 times.
+"""
 PROBE_EVERY = 64
-"""Every so many rounds of an arm everything is verified: what is never tried would be believed
-useless for ever.
+"""Every so many rounds of an arm, all drafts are verified. Otherwise a draft that is never verified
+would keep its low estimate for ever.
 """
 FLOOR_SHARE = 0.5
-"""A node below this share of the last round's least likely verified one is not drafted on."""
+"""A node is not expanded below this share of the chance of the last round's least likely verified
+node.
+"""
 
 
 class Calibration:
-    """How often a draft is the target's draw, by the drafter's own probability of it, given its
-    parent was drawn.
+    """Frequency with which the target draws a draft, given that it drew the parent, by the
+    drafter's probability of the draft.
     """
 
     def __init__(self) -> None:
@@ -53,11 +57,11 @@ class Calibration:
         self._chances = centers
 
     def chance(self, share: float) -> float:
-        """Probability that a node is drawn to which the drafter gives `share`."""
+        """Probability that the target draws a node with the drafter's probability `share`."""
         return self._chances[bisect_left(BIN_EDGES, share)]
 
     def learn(self, share: float, drawn: bool) -> None:
-        """A node whose parent was drawn, and whether it was."""
+        """Count a node with a drawn parent; `drawn`: whether the target drew the node."""
         place = bisect_left(BIN_EDGES, share)
         if self._trials[place] >= MEMORY:
             self._hits[place] *= 0.5
@@ -68,9 +72,7 @@ class Calibration:
 
 
 class ForwardCost:
-    """Seconds of a target forward and its draws by the number of tokens, as measured; linear
-    between sizes.
-    """
+    """Measured seconds of a target forward and its draws by tokens, linear between sizes."""
 
     def __init__(self) -> None:
         self._sizes = np.empty(0)
@@ -82,7 +84,7 @@ class ForwardCost:
         return len(self._sizes) > 1
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A forward of `tokens`; sizes within an eighth of each other are one."""
+        """Record a forward of `tokens`; sizes within an eighth of each other share one entry."""
         near = np.flatnonzero(np.abs(self._sizes - tokens) <= tokens / 8)
         if len(near):
             at = int(near[0])
@@ -96,10 +98,10 @@ class ForwardCost:
         self._seconds = np.insert(self._seconds, at, seconds)
 
     def seconds(self, rows: int, drafts: int) -> list[float]:
-        """Expected seconds of a forward of rows, rows + 1, ... rows + drafts tokens; more never
-        cost less.
+        """Expected seconds of forwards of rows, rows + 1, ..., rows + drafts tokens; they never
+        fall.
 
-        Beyond the largest size that was measured, in proportion.
+        Beyond the largest measured size, seconds grow in proportion to tokens.
         """
         tokens = np.arange(rows, rows + drafts + 1, dtype=np.float64)
         inside = np.interp(tokens, self._sizes, np.maximum.accumulate(self._seconds))
@@ -109,8 +111,8 @@ class ForwardCost:
 
 @dataclass(slots=True)
 class _Overhead:
-    """Of one arm: seconds of a round besides the forward, its last threshold, and rounds until the
-    next probe.
+    """State of one arm: seconds of a round besides the forward, its last threshold, and rounds
+    until the next probe.
     """
 
     seconds: float = 0.0
@@ -121,15 +123,15 @@ class _Overhead:
 RowDrafts = tuple[list[int], list[float], Sequence[int]]
 """Tokens, scores and parents of one row, as Drafts has them."""
 Node = tuple[float, int, int]
-"""A draft that may be verified: minus its chance times its row's weight, row, index; so that they
-sort by falling value, parents first.
+"""A draft that may be verified: (-chance, row, index). Sorting puts the highest chance first, and
+parents before children.
 """
 
 
 class Budget:
-    """Chooses the nodes of rounds and learns from what became of them.
+    """Chooses the nodes of rounds and learns from the outcomes.
 
-    Plain numbers throughout: a round has tens of nodes, and an array operation costs as much as a
+    It uses plain numbers: a round has tens of nodes, and one array operation costs as much as a
     loop over them.
     """
 
@@ -139,14 +141,12 @@ class Budget:
         self._overheads: dict[str, _Overhead] = {}
 
     def floor(self, arm: str) -> float:
-        """Probability below which the arm need not draft on."""
+        """Probability below which the arm need not expand a node."""
         overhead = self._overhead(arm)
         return overhead.floor if overhead.until_probe > 1 else 0.0
 
     def forget(self, speculator: str) -> None:
-        """The drafter has new weights: what its probabilities are worth is not known; seconds stay
-        as known.
-        """
+        """Reset the calibration of a drafter with new weights; measured seconds are kept."""
         self._calibrations.pop(speculator, None)
         for arm, overhead in self._overheads.items():
             if speculator_of(arm) == speculator:
@@ -158,7 +158,9 @@ class Budget:
         return overhead.until_probe == PROBE_EVERY
 
     def prune(self, drafts: Drafts, speculator: str, arm: str) -> Drafts:
-        """The drafts that pay, moved to the front of each row; all drafts until costs are known."""
+        """Moves the drafts worth verifying to the front of each row and drops the rest. All drafts
+        are kept until costs are measured.
+        """
         if not self.cost.known or self._probes(arm):
             return drafts
         calibration = self._calibrations.setdefault(speculator, Calibration())
@@ -185,7 +187,7 @@ class Budget:
         return nodes
 
     def _best_count(self, nodes: Sequence[Node], rows: int, arm: str) -> int:
-        """How many of the first nodes give the best rate."""
+        """Number of first nodes with the best rate."""
         overhead = self._overhead(arm)
         costs = self.cost.seconds(rows, len(nodes))
         gain, count = float(rows), 0
@@ -200,9 +202,7 @@ class Budget:
         return count
 
     def learn(self, speculator: str, became: Iterable[tuple[RowDrafts, Set[int]]]) -> None:
-        """What became of drafts: of each row the nodes that were drawn, 0 for its root, i + 1 for
-        draft i.
-        """
+        """Record the outcome of drafts: drawn nodes per row, 0 for its root, i + 1 for draft i."""
         calibration = self._calibrations.setdefault(speculator, Calibration())
         for (tokens, scores, parents), drawn in became:
             score_of = [1.0, *scores]
@@ -211,7 +211,7 @@ class Budget:
                     calibration.learn(scores[index] / score_of[above], index + 1 in drawn)
 
     def spend(self, arm: str, seconds: float) -> None:
-        """Seconds of a round of the arm besides its forward."""
+        """Record the seconds of a round of the arm besides its forward."""
         overhead = self._overhead(arm)
         before = overhead.seconds or seconds
         overhead.seconds = before + COST_SHARE * (min(seconds, 3 * before) - before)
@@ -221,7 +221,7 @@ class Budget:
 
 
 def row_drafts(drafts: Drafts) -> Iterator[RowDrafts]:
-    """Row by row."""
+    """Tokens, scores and parents, row by row."""
     tokens, scores = drafts.tokens.tolist(), drafts.scores.tolist()
     parents = (
         [range(drafts.tokens.shape[1])] * len(tokens)
@@ -232,7 +232,7 @@ def row_drafts(drafts: Drafts) -> Iterator[RowDrafts]:
 
 
 def _only(drafts: Drafts, chosen: Sequence[Node]) -> Drafts:
-    """The chosen nodes, which hold the parents of each."""
+    """Keeps only the chosen nodes; every parent of a chosen node is chosen too."""
     kept: list[list[int]] = [[] for _ in range(len(drafts.tokens))]
     for _, row, index in chosen:
         kept[row].append(index)

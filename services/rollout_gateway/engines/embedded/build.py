@@ -38,10 +38,10 @@ from paceline.speculators.base import CaptureSpec, SpeculatorSetup
 
 
 def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
-    """An engine ready for requests.
+    """Builds an engine that is ready for requests.
 
-    Raises InvalidInput, WeightsError, DataLoss or ConfigError for a checkpoint, drafter or arm that
-    cannot work.
+    Raises InvalidInput, WeightsError, DataLoss or ConfigError for an unusable checkpoint, drafter
+    or arm.
     """
     torch.set_num_threads(spec.threads or usable_cores())
     model_dir = Path(spec.model_dir)
@@ -80,7 +80,10 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
 
 
 def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> ServedModel:
-    """How the engine serves its policy's versions. Raises ConfigError."""
+    """The engine's way of serving policy versions.
+
+    Raises ConfigError.
+    """
     return ServedModel(
         config,
         DTYPES[spec.dtype],
@@ -122,6 +125,6 @@ def _store(
     *,
     captured: bool,
 ) -> SlotStore:
-    keep_hidden = speculation.drafters.needs_hidden or captured  # rows are taken from there
+    keep_hidden = speculation.drafters.needs_hidden or captured  # capture reads the kept states
     slots = spec.max_batch + spec.prefix_slots
     return SlotStore(policy, slots, capacity, keep_hidden=keep_hidden, inner=inner)

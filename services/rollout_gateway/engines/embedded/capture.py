@@ -1,7 +1,5 @@
-"""Hidden rows of cached tokens to the sink, those of several rounds at once, from the states that
-slots keep.
-
-Owns their dtype and their stamps, and how many rows of a request wait.
+"""Writes the hidden rows of cached tokens to the sink, for several rounds at once, from the states
+kept in slots.
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStor
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 WAITING = 64
-"""Rows of a request that are written together: a round's few cost as many calls. With a full batch
-they fill the sink's ring at once at most.
+"""Minimum number of a request's rows written together, because a call costs as much for a few rows.
+With a full batch, one write at most fills the sink's ring.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """R hidden rows: states AT tokens."""
+    """R hidden rows; each is the state at its token."""
 
     owners: Tensor
     """int64 [R]: row of the batch, ascending."""
     parents: Tensor
-    """int64 [R]: stamp of engines/worker/ring.py; parents before their children."""
+    """int64 [R]: stamp as in engines/worker/ring.py; parents precede their children."""
     positions: Tensor
     """int64 [R]"""
     token_ids: Tensor
@@ -41,7 +39,7 @@ class CapturedRows:
 
 
 class Capture:
-    """Writes rows; those that find no room are dropped by the sink and counted here."""
+    """Writes rows and counts the rows dropped by a full sink."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class Capture:
 
     @property
     def possible(self) -> bool:
-        """True when there is somewhere to write."""
+        """True if a sink exists."""
         return self._sink is not None
 
     def take(
@@ -71,8 +69,9 @@ class Capture:
         *rejected: CapturedRows,
         least: int = WAITING,
     ) -> None:
-        """Of each captured sequence the rows that wait, `least` or more: its cached tokens that
-        have not left. Then those of rejected drafts, which hang under rows of the same call.
+        """Write the waiting rows of each captured sequence that has `least` or more. Waiting rows
+        belong to cached tokens not yet written. Rejected drafts follow; their parents are rows of
+        the same call.
         """
         if self._sink is None:
             return

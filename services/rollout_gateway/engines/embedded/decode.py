@@ -1,9 +1,8 @@
-"""One decode round: draft, forward, verify, accept, keep what was learned. Owns the order of these
-steps.
+"""The decode round: draft, forward, verify, accept, keep the results, in this order.
 
-A slot with n known tokens has n - 1 of them cached. A round forwards token n - 1 and the drafts
-under it, which gives the draws for positions n, n + 1, ...; the first draw of a request is an
-ordinary round after its prompt is cached.
+A slot with n tokens has n - 1 of them cached. A round forwards token n - 1 and the drafts under it,
+which gives the draws for positions n, n + 1, ... The first draw of a request is an ordinary round
+after its prompt is cached.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy,
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """B rows whose last known tokens and drafts, N nodes in all, have been forwarded."""
+    """B forwarded rows: their last tokens and drafts, N nodes in all."""
 
     rows: Sequence[RunningSequence]
     slots: Tensor
     """int64 [B]"""
     roots: Tensor
-    """int64 [B]: positions of the last known tokens."""
+    """int64 [B]: positions of the rows' last tokens."""
     nodes: Nodes
     parts: Sequence[DraftPart]
     block: Block
@@ -56,16 +55,18 @@ class Round:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [B, Q]: of the nodes."""
+        """int64 [B, Q]: positions of the nodes."""
         return self.nodes.positions(self.roots)
 
     def place(self, flat: Tensor) -> Tensor:
-        """Of nodes of the flattened block, int64, their rows among the forwarded ones."""
+        """Indices, among the forwarded nodes, of nodes given by their int64 index in the flattened
+        block.
+        """
         return flat if self.block.padding is None else self.block.padding[flat]
 
 
 class Decoder:
-    """Runs rounds over the slots it is given."""
+    """Runs rounds over given slots."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Decoder:
         self.tokens_emitted = 0
 
     def round(self, slots: Sequence[int], rows: Sequence[RunningSequence]) -> None:
-        """Run one decode round: every row takes its tokens; rows that end have their finish set."""
+        """Run one decode round: append tokens to every row, and set `finish` on rows that end."""
         stopwatch, speculation = self._stopwatch, self._speculation
         plan = speculation.choose(rows)
         version = self._weights.versions.policy
@@ -117,12 +118,12 @@ class Decoder:
 
     @property
     def split(self) -> RoundSplit:
-        """Where the seconds of rounds went, and of what else the stopwatch has measured."""
+        """Seconds of rounds by phase, with all other laps of the stopwatch."""
         seconds = {f"{name}_s": total for name, total in self._stopwatch.totals.items()}
         return RoundSplit(self._rounds, self._nodes, **seconds)
 
     def changed(self, ended: Sequence[RunningSequence]) -> None:
-        """Other rows run than in the round before: these have ended."""
+        """Drop the state of ended rows after a change of the batch."""
         self._draws = DrawTable()
         self._penalties.drop(ended)
         self._grammars.drop(ended)
@@ -130,7 +131,7 @@ class Decoder:
     def _places(
         self, slots: Sequence[int], rows: Sequence[RunningSequence]
     ) -> tuple[Tensor, Tensor]:
-        """Slots and positions int64 [B] of the rows' last known tokens."""
+        """Slots and positions int64 [B] of the rows' last tokens."""
         roots = [sequence.length - 1 for sequence in rows]
         places = torch.tensor((slots, roots), device=self._store.token_ids.device)
         return places[0], places[1]
@@ -159,7 +160,7 @@ class Decoder:
         return Round(rows, *places, nodes, parts, block, hidden, head_logits(policy, hidden))
 
     def _adjusted(self, one: Round) -> Tensor | None:
-        """Logits [N, V] after penalties and bias; None when no row asks for any."""
+        """Logits [N, V] after penalties and bias; None if no row uses any."""
         if not any(sequence.request.sampling.adjusted for sequence in one.rows):
             return None
         nodes = one.nodes
@@ -169,7 +170,7 @@ class Decoder:
         return None if whole is None else nodes.compute(whole)
 
     def _verify(self, one: Round, params: DrawParams) -> Verdict:
-        """By the rule the engine was built with; params: B rows."""
+        """Verify by the engine's rule; params: B rows."""
         nodes, logits, positions = one.nodes, one.logits, one.positions + 1
         adjusted = self._adjusted(one)
         if nodes.width > 1:
@@ -183,8 +184,8 @@ class Decoder:
         return verify(logits, nodes, positions, params, adjusted)
 
     def _accept(self, one: Round, verdict: Verdict) -> list[int]:
-        """Appends what each row emits; returns tokens taken per row (fewer than verified at a stop
-        or limit).
+        """Appends the emitted tokens of each row; returns the number of appended tokens per row,
+        fewer than verified at a stop or limit.
         """
         trained = {row for part in one.parts if part.speculator.trainable for row in part.members}
         origins = self._origins(one)
@@ -209,7 +210,7 @@ class Decoder:
         return taken
 
     def _origins(self, one: Round) -> list[DrawnBy]:
-        """What draws the tokens of each row."""
+        """Origin of each row's tokens."""
         version, numbers = self._weights.versions.policy, self._weights.number_format
         origins = [DrawnBy(version, OFF, numbers)] * len(one.rows)
         for part in one.parts:
@@ -218,8 +219,8 @@ class Decoder:
         return origins
 
     def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:
-        """Tokens, states and cache of the accepted path, as if they had come one by one; rejected
-        drafts to the capture, with the rows that they hang under.
+        """Store tokens, states and cache of the accepted path, as if its tokens were decoded one by
+        one. Rejected drafts are captured together with the rows of their parents.
         """
         store, nodes, path, length = self._store, one.nodes, verdict.path, verdict.tokens.shape[1]
         cells = store.cells(one.slots, one.roots, length)
@@ -251,7 +252,7 @@ class Decoder:
 
 
 def _along(one: Round, verdict: Verdict) -> Tensor:
-    """int64 [B, P]: for each node of the path its row among the forwarded ones."""
+    """int64 [B, P]: index of each path node among the forwarded nodes."""
     rows, width = one.nodes.tokens.shape
     device = one.nodes.tokens.device
     steps = torch.arange(width, device=device) if verdict.path is None else verdict.path

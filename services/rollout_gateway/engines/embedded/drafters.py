@@ -1,9 +1,8 @@
-"""Holds the speculators of one engine: the untrained kinds, and of the trained ones that which
-serves.
+"""The speculators of one engine: all untrained kinds, and the serving trained kind.
 
-Only the serving kind is in memory. A version of another kind is built beside it at its Prepare; at
-its commit it takes the place of the serving one and catches up from the states the engine keeps, so
-the target computes nothing again.
+Only the serving trained kind is in memory. A version of another kind is built beside it at its
+Prepare, and replaces it at its commit. The new speculator then catches up from the states that the
+engine keeps, without any computation by the target.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DrafterVersion:
-    """A version that was read beside the serving one."""
+    """A version loaded beside the serving version."""
 
     kind: str
     speculator: Speculator
-    """Who drafts with it."""
+    """Its speculator."""
     state: object | None
-    """For its commit_state; None: the speculator was built from the version."""
+    """Input of the speculator's commit_state; None: the speculator was built from the version."""
     shift: AcceptanceShift | None = None
-    """What its trainer says of its drafts; None: nothing."""
+    """Change in acceptance measured by its trainer; None: unknown."""
 
 
 class Drafters:
-    """Speculators by name, and versions of the trained ones."""
+    """Speculators by name, and the versions of trained kinds."""
 
     def __init__(self, kinds: Kinds, used: Mapping[str, int], setup: SpeculatorSetup) -> None:
-        """used: speculators that arms name, and levels of drafts that they ask for at most; others
-        are not built.
+        """used: the speculators named by arms, with the most draft levels of their arms; no other
+        speculator is built.
 
         Raises ConfigError, InvalidInput, WeightsError or DataLoss.
         """
@@ -53,7 +52,7 @@ class Drafters:
         )
         self._setup, self._used = setup, used
         self.serving = ""
-        """Name of the trained kind that drafts; empty: none yet."""
+        """Name of the serving trained kind; empty: none yet."""
         self.live: dict[str, Speculator] = {}
         if kinds.configured in self._kinds.trained:
             self._place(
@@ -68,24 +67,24 @@ class Drafters:
 
     @property
     def trainable(self) -> bool:
-        """True when versions can be served."""
+        """True if versions can be served."""
         return bool(self._kinds.trained)
 
     @property
     def needs_hidden(self) -> bool:
-        """True when a speculator reads the target's hidden states, now or after a commit."""
+        """True if a speculator reads the target's hidden states, now or after a commit."""
         return self.trainable or any(speculator.capture.layers for speculator in self.live.values())
 
     def trains(self, speculator: str) -> bool:
-        """True for a kind that has weights."""
+        """True for a kind with weights."""
         return speculator in self._kinds.trained
 
     def rests(self, speculator: str) -> bool:
-        """True for a trained kind of which no version serves."""
+        """True for a trained kind without a serving version."""
         return self.trains(speculator) and speculator != self.serving
 
     def prepare(self, path: Path) -> DrafterVersion:
-        """Read a version of any kind.
+        """Load a version of any kind.
 
         Raises WeightsError, DataLoss, InvalidInput or MissingCapability.
         """
@@ -98,7 +97,7 @@ class Drafters:
     def serve(self, version: DrafterVersion) -> None:
         """Draft with a version from now on."""
         if self.live.get(version.kind) is not version.speculator:
-            # Built when other sequences and perhaps another policy were there.
+            # It was built for earlier sequences, and perhaps for an earlier policy.
             version.speculator.bind(self._setup.target)
             for slot in range(self._setup.slots):
                 version.speculator.free(slot)
@@ -115,8 +114,8 @@ class Drafters:
             version.speculator.commit_state(version.state)
 
     def _beside(self, kind: str, path: Path) -> DrafterVersion:
-        """A version with a speculator of its own; tensors alone are read into one of the configured
-        shape.
+        """A version with a new speculator; a directory with only tensors is loaded into a
+        speculator of the configured shape.
         """
         if (path / "config.json").is_file():
             return DrafterVersion(kind, self._built(kind, path), None)
@@ -150,23 +149,23 @@ class Drafters:
         return speculator
 
     def ended(self, batch: DraftBatch) -> None:
-        """These sequences are complete; speculators that learn from text read them."""
+        """Report complete sequences; speculators that learn from text read them."""
         for speculator in self.live.values():
             speculator.ended(batch)
 
     def flush(self) -> None:
-        """Forget what earlier sequences taught the speculators."""
+        """Drop everything that speculators learned from earlier sequences."""
         for speculator in self.live.values():
             speculator.flush()
 
     def free(self, slots: Sequence[int]) -> None:
-        """Nobody sits in these slots any more, or their states are to be rebuilt."""
+        """Clear these slots, after their sequences ended or before their states are rebuilt."""
         for speculator in self.live.values():
             for slot in slots:
                 speculator.free(slot)
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """A sequence changes its slot."""
+        """Move a sequence to another slot."""
         for speculator in self.live.values():
             speculator.move(source, destination, length)
 

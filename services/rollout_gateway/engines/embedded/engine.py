@@ -1,7 +1,6 @@
-"""The embedded PyTorch engine: requests, control and the loop admit, prefill, decode, emit.
+"""The embedded PyTorch engine: requests, control, and the loop admit, prefill, decode, emit.
 
-Owns the order of things and the contract of engines/base.py; each part's rule is in its own file,
-the decode round's in decode.py.
+It implements engines/base.py and fixes the order of the steps; decode.py holds the decode round.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from paceline.trajectory import SpeculationStats, Target, VersionSet
 
 
 class EmbeddedEngine:
-    """Engine of engines/base.py on torch."""
+    """The Engine of engines/base.py in PyTorch."""
 
     def __init__(
         self,
@@ -210,13 +209,15 @@ class EmbeddedEngine:
         return []
 
     def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
-        """See Engine.prepare_weights; beside a serving one of another profile it takes memory."""
+        """See Engine.prepare_weights; beside a serving policy of another profile, the version takes
+        extra memory.
+        """
         self._weights.prepare(target, version, path, profile)
 
     @torch.inference_mode()
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
-        """See Engine.commit_weights; the mode concerns a change of the policy only."""
-        if versions.policy != self.versions.policy:  # what waits is of the one before
+        """See Engine.commit_weights; `mode` applies only to a change of the policy."""
+        if versions.policy != self.versions.policy:  # waiting rows belong to the former policy
             self._take_rows(least=1)
         if not self._weights.commit(versions):
             return []
@@ -255,7 +256,7 @@ class EmbeddedEngine:
         self._memory.resume(tags)
 
     def flush_cache(self) -> None:
-        """See Engine.flush_cache; drafters that learn from text forget it as well."""
+        """See Engine.flush_cache; drafters that learn from text drop their learned text too."""
         check_idle(self._unfinished)
         self._prefixes.forget()
         self._speculation.drafters.flush()

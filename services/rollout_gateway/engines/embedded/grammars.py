@@ -1,4 +1,4 @@
-"""Grammars over the block of nodes that the embedded engine forwards."""
+"""Grammar masks for the block of nodes that the embedded engine forwards."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Grammars(GrammarMasks):
     """Masks the logits of rounds."""
 
     def advance(self, rows: Iterable[RunningSequence]) -> None:
-        """Take what responses have said since.
+        """Advance each grammar over the response's new tokens.
 
-        One that cannot go on has its finish and error set, and it alone.
+        A response that violates its grammar gets its finish and error set; other rows are
+        unaffected.
         """
         for sequence in rows:
             if sequence.request.sampling.structured:
@@ -35,12 +36,12 @@ class Grammars(GrammarMasks):
                     sequence.error = self.error_of(sequence, fault)
 
     def mask_(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> None:
-        """Set what may not follow to -inf in logits [N, V] of the forwarded nodes; rows as given to
-        `advance`.
+        """Set the logits [N, V] of forbidden tokens to -inf at the forwarded nodes; rows as given
+        to `advance`.
 
-        Nodes that no allowed path leads to stay as they are. Of drafts that a fault keeps from
-        being masked the token becomes -1: they are not followed, and the request goes on without
-        them.
+        Nodes without an allowed path to them stay unchanged. If a fault prevents the masks of some
+        drafts, the tokens of these drafts become -1. They are not followed, and the request
+        continues without them.
         """
         asking = [row for row, sequence in enumerate(rows) if sequence.request.sampling.structured]
         if not asking:
@@ -59,6 +60,6 @@ class Grammars(GrammarMasks):
 
         place = torch.tensor(places, device=logits.device)
         if nodes.kept is not None:
-            # kept ascends, and every node with a mask is among them
+            # kept ascends and includes every node with a mask
             place = torch.searchsorted(nodes.kept, place)
         forbid_(logits, place, masks)

@@ -1,7 +1,4 @@
-"""Reads which kinds an engine may draft with from its settings, and a version's kind from disk.
-
-Which of the trained ones serves is drafters.py's.
-"""
+"""The drafter kinds that an engine's settings allow, and the kind of a version on disk."""
 
 from __future__ import annotations
 
@@ -22,25 +19,25 @@ from paceline.speculators.kinds import (
 from paceline.speculators.loading import net_of
 
 LARGEST = TreeSize(steps=15, topk=16, draft_tokens=64)
-"""Of each number of an arm the most."""
+"""Largest value of each number in an arm's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The kinds of one engine, by the name in their arms."""
+    """The kinds of one engine, by their name in arms."""
 
     trained: Mapping[str, SpeculatorKind]
-    """The configured one first."""
+    """The configured kind is first."""
     untrained: Mapping[str, SpeculatorKind]
-    """They serve all the time."""
+    """Kinds that always serve."""
     configured: str
-    """The trained kind that serves before any version is committed; empty: none does."""
+    """The trained kind that serves before the first commit; empty: none."""
     directory: Path | None
-    """Its checkpoint; None: fresh from the seed."""
+    """Checkpoint of the configured kind; None: initialised from the seed."""
 
     def of(self, directory: Path) -> str:
-        """The kind of a version; the configured one where there is no config.json, as in spools of
-        tensors alone.
+        """The kind of a version. Without a config.json, as in spools of only tensors, it is the
+        configured kind.
 
         Raises InvalidInput for a kind that this engine does not have.
         """
@@ -50,13 +47,13 @@ class Kinds:
 
 
 def engine_kinds(spec: EmbeddedSpec) -> Kinds:
-    """Kinds that the settings name.
+    """The kinds named in the settings.
 
-    Raises ConfigError or InvalidInput for one that cannot be trained or found.
+    Raises ConfigError or InvalidInput for a kind that cannot be trained or does not exist.
     """
     more = [find_kind(name) for name in spec.more_drafters]
     for kind in more:
-        net_of(kind)  # refuses one without weights
+        net_of(kind)  # raises for a kind without weights
     directory = drafter_directory(spec.drafter)
     named = more
     if directory is not None:
@@ -65,7 +62,7 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
         named = [find_kind(spec.drafter), *more]
 
     if spec.drafter != OFF:
-        named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any other
+        named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any kind
     kinds: dict[str, SpeculatorKind] = {}
     for kind in named:
         if kinds.setdefault(kind.name, kind) is not kind:
@@ -82,7 +79,7 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
 def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
     """The kind that reads a checkpoint directory.
 
-    Raises InvalidInput naming the directory when none does.
+    Raises InvalidInput naming the directory if no kind reads it.
     """
     try:
         return kind_of_checkpoint(directory, kinds)
@@ -95,7 +92,10 @@ def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> Specu
 
 
 def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
-    """Arms by name, `off` first. Raises ConfigError for one that this engine cannot draft."""
+    """Arms by name, `off` first.
+
+    Raises ConfigError for an arm that this engine cannot draft.
+    """
     speculators = {**kinds.trained, **kinds.untrained}
     names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
     trees = dict.fromkeys(speculators, spec.verification != "rejection")
@@ -104,8 +104,8 @@ def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
 
 
 def slack(arms: Iterable[ArmName]) -> int:
-    """Cache positions that a round may use behind the last known token: verified nodes, or rows
-    that drafting keeps.
+    """Cache positions that a round may use after the last token, for verified nodes or for rows of
+    drafting.
     """
     shapes = [arm.shape for arm in arms]
     used = [max(one.draft_tokens, one.topk * max(one.steps - 1, 0) + 1) for one in shapes]

@@ -1,8 +1,6 @@
-"""What one round forwards: per row the last known token and the drafts under it. Pure functions on
-tensors.
+"""The block of nodes that one round forwards: per row its last token and the drafts under it.
 
-Owns the arrangement of chains, trees and rows of unequal size in one block; not what is drafted and
-not verification.
+Pure functions arrange chains, trees and rows of unequal size in one block.
 """
 
 from __future__ import annotations
@@ -17,25 +15,25 @@ from paceline.models.decoder import Layout, tree_visible
 from paceline.speculators.base import Drafts
 
 DENSE = 0.8
-"""A block is forwarded whole when this share of its nodes exists: leaving some out costs two copies
-a layer.
+"""Share of existing nodes from which a block is forwarded whole; omitting nodes costs two copies
+per layer.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """B rows of Q nodes: node 0 is the last known token, the root; the others are drafts, parents
+    """B rows of Q nodes: node 0 is the last token, the root; all other nodes are drafts, parents
     before children.
     """
 
     tokens: Tensor
-    """int64 [B, Q]; -1 where there is no node."""
+    """int64 [B, Q]; -1 for no node."""
     parents: Tensor | None = None
-    """int64 [B, Q], 0 for the root itself. None: each node is the child of the one before it."""
+    """int64 [B, Q]; 0 for the root itself. None: each node is the child of the previous node."""
     depths: Tensor | None = None
-    """int64 [B, Q]: edges from the root; None: the node's index."""
+    """int64 [B, Q]: edges from the root; None: equal to the node's index."""
     kept: Tensor | None = None
-    """int64 [N]: indices of the flattened nodes that are forwarded; None: all."""
+    """int64 [N]: indices of the forwarded nodes in the flattened block; None: all nodes."""
 
     @property
     def width(self) -> int:
@@ -44,12 +42,12 @@ class Nodes:
 
     @property
     def drafted(self) -> Tensor:
-        """int64 [B]: drafts of each row."""
+        """int64 [B]: number of drafts per row."""
         return (self.tokens[:, 1:] >= 0).sum(dim=1)
 
     @property
     def levels(self) -> Tensor:
-        """int64 [B]: levels of drafts of each row."""
+        """int64 [B]: number of draft levels per row."""
         if self.depths is None:
             return self.drafted
         return torch.where(self.tokens >= 0, self.depths, 0).amax(dim=1)
@@ -63,18 +61,20 @@ class Nodes:
 
     @property
     def every_parent(self) -> Tensor:
-        """int64 [B, Q]; the root is its own."""
+        """int64 [B, Q]; the root is its own parent."""
         if self.parents is not None:
             return self.parents
         return (self.every_depth - 1).clamp(min=0)
 
     def compute(self, whole: Tensor) -> Tensor:
-        """Of values [B, Q] or [B, Q, ...] of all nodes those that are forwarded, [N, ...]."""
+        """Selects the values of forwarded nodes, [N, ...], from values [B, Q] or [B, Q, ...] of all
+        nodes.
+        """
         flat = whole.flatten(0, 1)
         return flat if self.kept is None else flat.index_select(0, self.kept)
 
     def spread(self, computed: Tensor) -> Tensor:
-        """Values [N, ...] of the forwarded nodes as [B, Q, ...], 0 elsewhere."""
+        """Expands values [N, ...] of the forwarded nodes to [B, Q, ...], 0 elsewhere."""
         shape = (*self.tokens.shape, *computed.shape[1:])
         if self.kept is None:
             return computed.view(shape)
@@ -82,11 +82,11 @@ class Nodes:
         return whole.index_copy_(0, self.kept, computed).view(shape)
 
     def positions(self, roots: Tensor) -> Tensor:
-        """int64 [B, Q]: sequence position of each node when the roots stand at int64 [B]."""
+        """int64 [B, Q]: sequence position of each node, for roots at positions int64 [B]."""
         return roots[:, None] + self.every_depth
 
     def layout(self, roots: Tensor, length: int) -> Layout:
-        """Where nodes are kept and what they see; roots int64 [B]: positions of the roots."""
+        """Cache positions and visibility of the nodes, for roots at positions int64 [B]."""
         if self.parents is None:
             return Layout(kept=self.kept)
         stored = roots[:, None] + torch.arange(self.width, device=roots.device)
@@ -101,10 +101,10 @@ class Nodes:
 
 
 def arrange(last: Tensor, drafts: Drafts, *, whole: bool = False) -> Nodes:
-    """Nodes of a round: last int64 [B, 1] on top of the drafts, forwarded as cheaply as their shape
-    allows.
+    """Puts the last tokens, int64 [B, 1], above their drafts, with the cheaper layout for the
+    forward.
 
-    whole: forward also what is absent.
+    whole: also forward absent nodes.
     """
     tokens = torch.cat((last, drafts.tokens), dim=1)
     kept = None
@@ -118,7 +118,7 @@ def arrange(last: Tensor, drafts: Drafts, *, whole: bool = False) -> Nodes:
 
 
 def node_depths(parents: Tensor) -> Tensor:
-    """Edges from the root, int64 [B, Q]; parents int64 [B, Q] with the root its own parent."""
+    """Edges from the root, int64 [B, Q]. parents: int64 [B, Q], the root its own parent."""
     depths, above = torch.zeros_like(parents), parents
     nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     while True:
@@ -130,7 +130,7 @@ def node_depths(parents: Tensor) -> Tensor:
 
 
 def ancestors(parents: Tensor, deepest: int) -> Tensor:
-    """bool [B, Q, Q]: true where the second node is the first one or stands above it."""
+    """bool [B, Q, Q]: true if the second node is the first node or its ancestor."""
     batch, width = parents.shape
     seen = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     above = parents
@@ -141,7 +141,7 @@ def ancestors(parents: Tensor, deepest: int) -> Tensor:
 
 
 def merge_drafts(rows: int, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Drafts | None:
-    """Drafts of all rows from those of some, each [members, N]; None when there are none."""
+    """Drafts of all rows from the drafts [members, N] of each part; None without parts."""
     if not parts:
         return None
     if len(parts) == 1 and len(parts[0][0]) == rows:

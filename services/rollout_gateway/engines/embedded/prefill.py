@@ -1,8 +1,7 @@
-"""Caching prompts: what another slot holds is copied, the rest computed, once for siblings with the
-same prompt.
+"""Prefill: prompts are cached by copies from other slots and by computation, once per group of
+equal prompts.
 
-Owns the forward over known tokens, in padded batches within the budget; not who gets a slot, not
-which prefixes are known, and not decoding.
+The forward runs in padded batches within the token budget.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from paceline.services.rollout_gateway.engines.requests.sequence import RunningS
 def leaders_of(
     rows: Sequence[RunningSequence], counts: Sequence[int], *, apart: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Rows to compute, and for every row the index of its leader among those.
+    """Rows to compute, and for every row the index of its leader among these rows.
 
-    Rows share a leader when they have the same tokens cached and go on with the same, as the
-    samples of one task do; `apart`: none does.
+    Rows share a leader if they have the same cached tokens and the same next tokens, as the samples
+    of one task do. With `apart`, no rows share.
     """
     leaders: list[int] = []
     leader_of_row: list[int] = []
@@ -47,7 +46,7 @@ def leaders_of(
 
 
 class Prefill:
-    """Brings sequences to where they can decode: all known tokens but the last are cached."""
+    """Prepares sequences for decoding: it caches all their tokens except the last."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Prefill:
         self._weights = weights
 
     def run(self) -> None:
-        """Caches the next piece of prompts that lack some, oldest first."""
+        """Caches the next part of incomplete prompts, oldest first."""
         if self._prefixes.enabled:
             self._reuse()
         plan = self._scheduler.prefill_plan()
@@ -87,8 +86,8 @@ class Prefill:
             sequence.cached += count
 
     def _reuse(self) -> None:
-        """Sequences of which nothing is cached begin with a copy; one whose prompt is scored
-        computes it.
+        """Copies a cached beginning into sequences without any cached token. A prompt with
+        requested scores is computed instead.
         """
         running = self._scheduler.running
         fresh = [
@@ -105,7 +104,7 @@ class Prefill:
     def _forward(
         self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]
     ) -> Tensor:
-        """Hidden [B, T, W]; padding repeats a row's last token with the same result."""
+        """Hidden states [B, T, W]. Padding repeats a row's last token and gives the same result."""
         device, policy = self._store.token_ids.device, self._weights.policy
         starts = torch.tensor([sequence.cached for sequence in rows])
         steps = torch.arange(max(counts)).minimum(torch.tensor(counts)[:, None] - 1)

@@ -1,13 +1,13 @@
-"""Which cached sequence a prompt begins like: an index by blocks of tokens, and what stays when
-requests end.
+"""The prefix cache: it finds cached sequences that share a prompt's beginning, and keeps sequences
+of ended requests.
 
-Owns token ids and the order of eviction, no tensor: the slot store copies. Everything in here was
-computed under the policy that serves; whoever changes the policy calls `forget`.
+The module holds token ids and the order of eviction; the slot store copies the tensors. All entries
+were computed under the serving policy, so every change of the policy must call `forget`.
 
-A sequence is cut into blocks of BLOCK tokens. A block's key hashes its tokens and the key before
-it, so one key stands for everything up to there (vLLM's automatic prefix caching; Kwon et al. 2023,
-arXiv 2309.06180). A lookup follows the keys of a prompt as far as somebody has them, then compares
-tokens: a collision of hashes costs a hit, never a token.
+A sequence is cut into blocks of BLOCK tokens. A block's key hashes its tokens and the previous key,
+so one key identifies the whole beginning (vLLM's automatic prefix caching; Kwon et al. 2023, arXiv
+2309.06180). A lookup follows a prompt's keys while some slot has them, then compares tokens. So a
+hash collision costs a hit, but never gives a wrong token.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 MIN_PREFIX = BLOCK
-"""Tokens; shorter beginnings are computed again."""
+"""Tokens; a shorter beginning is computed again."""
 TokenArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The first `length` tokens of the sequence in a slot are those looked for."""
+    """A slot with the searched tokens as the first `length` tokens of its sequence."""
 
     slot: int
     length: int
@@ -52,7 +52,7 @@ def block_keys(tokens: TokenArray) -> list[int]:
 
 
 class PrefixIndex:
-    """Sequences by slot, found by what they begin with."""
+    """An index of sequences in slots by their beginning."""
 
     def __init__(self, slots: int, capacity: int) -> None:
         self._tokens = np.zeros((slots, capacity), dtype=np.int32)
@@ -64,7 +64,7 @@ class PrefixIndex:
         return slot in self._keys
 
     def length(self, slot: int) -> int:
-        """Tokens of the sequence in a slot; 0 when there is none."""
+        """Number of tokens of the sequence in a slot; 0 for an empty slot."""
         return int(self._lengths[slot])
 
     def add(self, slot: int, tokens: TokenArray, keys: list[int]) -> None:
@@ -76,7 +76,7 @@ class PrefixIndex:
             self._slots.setdefault(key, set()).add(slot)
 
     def remove(self, slot: int) -> None:
-        """Empty a slot; an empty one stays so."""
+        """Empty a slot, which may be empty already."""
         self._lengths[slot] = 0
         for key in self._keys.pop(slot, ()):
             holders = self._slots[key]
@@ -85,9 +85,7 @@ class PrefixIndex:
                 del self._slots[key]
 
     def move(self, source: int, destination: int) -> None:
-        """A sequence, if there is one, goes to another slot, which is empty afterwards if there was
-        none.
-        """
+        """Move a sequence to another slot. An empty `source` leaves `destination` empty."""
         self.remove(destination)
         if source in self._keys:
             tokens, keys = self._tokens[source, : self._lengths[source]], self._keys[source]
@@ -101,8 +99,8 @@ class PrefixIndex:
         self._slots.clear()
 
     def longest(self, tokens: TokenArray, keys: Sequence[int]) -> Match | None:
-        """The longest common beginning with tokens [n] of at least MIN_PREFIX; the lowest slot
-        among equals.
+        """The longest common beginning with tokens [n], at least MIN_PREFIX; the lowest slot among
+        equals.
         """
         holders: set[int] = set()
         blocks = 0
@@ -114,7 +112,7 @@ class PrefixIndex:
 
         if not holders:
             return None
-        # All of them share these blocks and none shares the next: they differ in less than one
+        # All holders share these blocks, and no holder has the next key: they differ within one
         # block.
         slots = np.array(sorted(holders))
         start = blocks * BLOCK
@@ -130,12 +128,13 @@ class PrefixIndex:
 
 
 class PrefixCache:
-    """Slots 0 .. running - 1 are those of running requests; `retained` slots behind them keep
-    requests that ended.
+    """The cache of prefixes: slots 0 .. running - 1 hold running requests, and the next `retained`
+    slots keep ended requests.
 
-    Nothing retained is the beginning of something else retained. The least recently used makes
-    room. With retained = 0 nothing is looked up. A request of fewer than `shortest` tokens is not
-    kept: caching so few again costs about a round, and keeping each that ends costs more.
+    No retained sequence is the beginning of another retained sequence. The least recently used
+    sequence is evicted. With retained = 0, lookups are off. Requests of fewer than `shortest`
+    tokens are not kept. Caching so few tokens again costs about a round, and keeping every ended
+    request costs more.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class PrefixCache:
     ) -> None:
         self._shortest = shortest
         self.enabled = retained > 0
-        self.closed = False  # in quarantine: nothing of another sequence is taken
+        self.closed = False  # in quarantine: no reuse of other sequences
         self._store = store
         self._first_retained = running
         self._running = PrefixIndex(running, capacity)
@@ -158,13 +157,13 @@ class PrefixCache:
         self._stopwatch = Stopwatch()
 
     def close(self) -> None:
-        """Nothing is taken from another sequence any more, nor kept for one."""
+        """Disable all reuse between sequences and drop all entries."""
         self.enabled, self.closed = False, True
         self.forget()
 
     def offer(self, running: Sequence[RunningSequence]) -> None:
-        """Prompts of running requests that are cached under the serving policy serve others from
-        now on.
+        """Offer the cached prompts of running requests for reuse, if cached under the serving
+        policy.
         """
         for slot, sequence in enumerate(running):
             if sequence.lacking <= 0 and not sequence.stale and slot not in self._running:
@@ -172,10 +171,10 @@ class PrefixCache:
                 self._running.add(slot, tokens, block_keys(tokens))
 
     def reuse(self, slot: int, sequence: RunningSequence) -> int:
-        """Copies the longest known beginning of a prompt, and of the response that goes on from
-        it, to their slot; returns how many tokens it has.
+        """Copies the longest cached beginning of a prompt and its earlier response to its slot;
+        returns the number of copied tokens.
 
-        The last token is always computed: decoding begins with it.
+        The last token is always computed, because decoding begins with it.
         """
         self._stopwatch.start()
         source = self._find(np.array(sequence.request.known[:-1], dtype=np.int32))
@@ -199,9 +198,7 @@ class PrefixCache:
         return Match(self._first_retained + retained.slot, retained.length)
 
     def retain(self, slot: int, sequence: RunningSequence) -> None:
-        """The request in a slot ends: keep what is cached of it, unless that belongs to an earlier
-        policy.
-        """
+        """Keep the cached tokens of an ending request, unless they belong to an earlier policy."""
         self._prompt_tokens += len(sequence.request.prompt)
         self._reused_tokens += sequence.copied
         self.withdraw(slot)
@@ -221,7 +218,7 @@ class PrefixCache:
         self._stopwatch.lap("copy")
 
     def _place(self, tokens: TokenArray, keys: Sequence[int]) -> int | None:
-        """An empty slot for a sequence; None when all of it is retained already."""
+        """An empty slot for a sequence; None if the whole sequence is retained already."""
         match = self._retained.longest(tokens, keys)
         if match is not None and match.length == len(tokens):
             self._use(match.slot)
@@ -236,15 +233,15 @@ class PrefixCache:
         self._by_use[retained] = None
 
     def withdraw(self, slot: int) -> None:
-        """What a running request has cached serves nobody any more."""
+        """End the reuse of a running request's cached tokens."""
         self._running.remove(slot)
 
     def move(self, source: int, destination: int) -> None:
-        """A running request changes its slot."""
+        """Move a running request to another slot."""
         self._running.move(source, destination)
 
     def forget(self) -> None:
-        """Nothing cached so far serves anybody; running requests may be offered again."""
+        """Drop all entries; running requests may be offered again."""
         self._running.clear()
         self._retained.clear()
 

@@ -1,10 +1,9 @@
-"""Which rejected drafts of a round leave as hidden rows, and where they hang. Pure functions on the
-round's tensors.
+"""The choice of rejected drafts that are captured as hidden rows, as pure functions.
 
-A draft is rejected when it was verified with tokens of the sequence before it, or with such tokens
-and other rejected drafts, and the sequence went on otherwise. Its state comes from the round's one
-forward; nothing is computed for it. Owns the choice and its bound; not the writing of rows and not
-what `parents` means to readers (engines/worker/ring.py).
+A draft is rejected if it was verified and the sequence continued with another token. Its ancestors
+are tokens of the sequence, or tokens of the sequence and other rejected drafts. Its state comes
+from the round's only forward, without further computation. engines/worker/ring.py defines the stamp
+`parents`.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from paceline.services.rollout_gateway.engines.embedded.verify import Verdict
 from paceline.services.rollout_gateway.engines.requests.tree_paths import reachable
 
 REJECTED_PER_ROUND = 4
-"""Rows of rejected drafts per request and round at most; first levels first: a draft stands with
-its parents.
+"""Maximum rows of rejected drafts per request and round. First levels are first, so every draft
+follows its parents.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedDrafts:
-    """R drafts, row by row of the round, in each by level: parents before their children."""
+    """R drafts, ordered by row and then by level: parents before their children."""
 
     rows: Tensor
     """int64 [R]: row of the round."""
     nodes: Tensor
     """int64 [R]: node of that row."""
     parents: Tensor
-    """int64 [R]: the stamp of engines/worker/ring.py, 1 or more."""
+    """int64 [R]: stamp as in engines/worker/ring.py, 1 or more."""
     left_out: int
-    """Rejected drafts beyond the bound."""
+    """Number of rejected drafts above the limit."""
 
 
 def rejected_drafts(
@@ -43,9 +42,9 @@ def rejected_drafts(
 ) -> RejectedDrafts:
     """The rejected drafts of every row.
 
-    taken int64 [B]: tokens each row has taken of the round, 0 for rows that are not asked for.
-    Where a stop ended the request, drafts under later nodes of the accepted path are left aside:
-    nothing was emitted that they could follow.
+    taken int64 [B]: tokens that each row accepted in the round, 0 for rows without capture. After a
+    stop, drafts under later nodes of the accepted path are ignored, because no emitted token
+    precedes them.
     """
     rejected = _rejected(nodes, verdict, taken)
     order = nodes.every_depth.argsort(dim=1, stable=True)
@@ -66,7 +65,7 @@ def _rejected(nodes: Nodes, verdict: Verdict, taken: Tensor) -> Tensor:
     if verdict.path is None:
         followed = torch.arange(nodes.width, device=taken.device) <= verdict.accepted[:, None]
     else:
-        # Behind its end the path repeats the root, which is on it.
+        # After its end, the path repeats the root, which is on the path.
         followed = torch.zeros_like(nodes.tokens, dtype=torch.bool).scatter_(1, verdict.path, True)
     reached = torch.where(followed, nodes.every_depth < taken[:, None], nodes.tokens >= 0)
     return reachable(reached, nodes.every_parent) & ~followed

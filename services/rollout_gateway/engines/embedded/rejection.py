@@ -1,20 +1,20 @@
-"""Speculative sampling: drafts drawn from the drafter's distribution q, and the rule that makes the
-output exactly p.
+"""Speculative sampling: drafts drawn from the drafter's distribution q, and the acceptance rule
+that makes the output exactly p.
 
 Chain (Leviathan et al. 2023, arXiv 2211.17192): accept draft x with probability min(1, p(x) /
-q(x)); on rejection draw from norm(relu(p - q)); after the last draft draw from p. Siblings are
-drawn without replacement and tried in the order drawn (recursive rejection sampling: SpecInfer,
-Miao et al. 2024, arXiv 2305.09781): after each rejection p becomes norm(relu(p - q)), and q loses
-that sibling and is renormalised. p and q are the distributions after the request's temperature and
-masks.
+q(x)). On rejection, draw from norm(relu(p - q)). After the last draft, draw from p. Siblings are
+drawn without replacement and tried in the order drawn. This is recursive rejection sampling
+(SpecInfer, Miao et al. 2024, arXiv 2305.09781). After each rejection, p becomes norm(relu(p - q)),
+and q loses that sibling and is renormalised. p and q are the distributions after the request's
+temperature and masks.
 
 Coins and draws are functions of (seed, absolute position), each kind in its own stream of
-paceline.models.sampling. A position is decided in one round only, so a round that drafts it again
-in vain may reuse its numbers. Unlike verify.py, the tokens of a seed depend on what was drafted;
-their distribution does not.
+paceline.models.sampling. A position is decided in only one round, so a round that drafts it again
+in vain may reuse its numbers. Unlike in verify.py, the tokens of a seed depend on the drafts; their
+distribution does not.
 
-Owns the draw of drafts and the rule; no model, no cache, no choice of a shape. Whether a draft is
-kept may not depend on which one it is, or the output is not p: every prune comes before the draw.
+The decision to keep a draft must not depend on its token, or the output is not p. So all pruning
+precedes the draw.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SampledDrafts:
     """Children of N nodes, C each."""
 
     tokens: Tensor
-    """int64 [N, C] in the order drawn; -1 where the masks leave fewer than C tokens."""
+    """int64 [N, C] in the order drawn; -1 if the masks leave fewer than C tokens."""
     probs: Tensor
-    """float64 [N, V]: q, from which the first child was drawn."""
+    """float64 [N, V]: q, the distribution of the first child."""
 
 
 def sample_drafts(
@@ -51,10 +51,10 @@ def sample_drafts(
     """Children drawn from q without replacement: the top `count` of log q + Gumbel noise, in that
     order.
 
-    That order is the one of drawing one by one (Gumbel-top-k: Kool et al. 2019, arXiv 1903.06059).
-    At temperature 0 the most likely tokens. Prune before this call, by `count` or by not calling: a
-    draft dropped afterwards biases the output. draft_logits [N, V]; positions int64 [N] of the
-    children; params: N rows. Raises InvalidInput when count is not 1 .. V.
+    That order is the same as in single draws (Gumbel-top-k: Kool et al. 2019, arXiv 1903.06059). At
+    temperature 0, the most likely tokens are taken. Prune before this call, by `count` or by
+    omitting the call: dropping a draft later biases the output. draft_logits [N, V]; positions
+    int64 [N] of the children; params: N rows. Raises InvalidInput if count is not 1 .. V.
     """
     vocab = draft_logits.shape[-1]
     if not 1 <= count <= vocab:
@@ -75,20 +75,20 @@ def sample_drafts(
 class SampledVerdict:
     """Outcome of one round of sampled drafts; row b emits the first accepted[b] + 1 of Q columns.
 
-    No gaps: a near-tie says where the same seed may say another token, which this rule never
-    excludes.
+    It has no gaps: a near-tie marks a possible difference between tokens of one seed, and this rule
+    always allows such a difference.
     """
 
     tokens: Tensor
-    """int64 [B, Q]: accepted drafts, then the draw that ends the round; -1 after it."""
+    """int64 [B, Q]: accepted drafts, then the draw that ends the round, then -1."""
     accepted: Tensor
     """int64 [B]: drafts accepted, 0 .. Q - 1."""
     path: Tensor
-    """int64 [B, Q]: node whose logits gave each token, the root first; the root repeated behind the
-    last.
+    """int64 [B, Q]: node with the logits of each token, the root first; the root is repeated after
+    the last token.
     """
     logprobs: Tensor
-    """float32 [B, Q]: log_softmax(logits / temperature) of the tokens, 0 after the last."""
+    """float32 [B, Q]: log_softmax(logits / temperature) of the tokens, 0 after the last token."""
 
 
 def verify_sampled(
@@ -102,12 +102,12 @@ def verify_sampled(
 ) -> SampledVerdict:
     """Walk from the root, accepting or rejecting children, and draw the token that ends the round.
 
-    logits [B, Q, V]: the target's at each node; draft_tokens int64 [B, Q], parents int64 [B, Q]
-    (None: a chain; the root's is itself, siblings stand in the order drawn) and draft_probs float64
-    [B, Q, V]: q of each node's children, zero where nothing has been drawn; positions int64 [B, Q]:
-    absolute position of the token drawn at each node, so of its children; params: B Q rows;
-    adjusted [B, Q, V]: what p is made of instead, see `draw`. At temperature 0 it is the rule of
-    verify.py: follow the argmax.
+    logits [B, Q, V]: the target's logits at each node. draft_tokens int64 [B, Q]. parents int64 [B,
+    Q]: the root's parent is the root, and siblings are in the order drawn; None: a chain.
+    draft_probs float64 [B, Q, V]: q of each node's children, zero without a draw. positions int64
+    [B, Q]: absolute position of the token drawn at each node, which is the position of its
+    children. params: B Q rows. adjusted [B, Q, V]: logits for p instead, see `draw`. At temperature
+    0 this is the rule of verify.py: follow the argmax.
     """
     batch, nodes, vocab = logits.shape
     logprobs = behavior_logprobs(logits.reshape(-1, vocab), params.temperatures)
@@ -134,9 +134,9 @@ def verify_sampled(
 def _walk(
     target: Tensor, draft_tokens: Tensor, parents: Tensor, draft_probs: Tensor, coins: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is left of p at the node where each row stops [B, V], drafts accepted [B], path [B, Q].
+    """Remaining p at the last node of each row [B, V], accepted drafts [B], path [B, Q].
 
-    target, draft_probs [B, Q, V]; the rest [B, Q]; coins in (0, 1).
+    target, draft_probs [B, Q, V]; all other inputs [B, Q]; coins in (0, 1).
     """
     batch, nodes = draft_tokens.shape
     rows = torch.arange(batch, device=target.device)
@@ -144,8 +144,8 @@ def _walk(
     path = torch.zeros(batch, nodes + 1, dtype=torch.int64, device=target.device)
     here = path[:, 0]
     p, q = target[:, 0], draft_probs[:, 0]
-    # Parents stand before their children: one pass over the nodes meets every child of the node
-    # where a row stands.
+    # Parents precede their children, so one pass over the nodes meets every child of a row's
+    # current node.
     for node in range(1, nodes):
         draft = draft_tokens[:, node].clamp(min=0)
         tried = (parents[:, node] == here) & (draft_tokens[:, node] >= 0)
@@ -156,15 +156,15 @@ def _walk(
         q = torch.where(followed, draft_probs[:, node], q)
         here = torch.where(follow, node, here)
         accepted = accepted + follow
-        # the last column takes what is not followed
+        # the last column receives nodes that are not followed
         path[rows, torch.where(follow, accepted, nodes)] = node
 
     return p, accepted, path[:, :nodes]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(relu(p - q)) [B, V]; p itself where nothing is left, which is rounding: p = q is never
-    rejected.
+    """norm(relu(p - q)) [B, V]. If nothing is left, the result is p: only rounding causes this, as
+    p = q is never rejected.
     """
     rest = (p - q).clamp_(min=0.0)
     mass = rest.sum(dim=-1, keepdim=True)
@@ -172,9 +172,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
-    """q [B, V] without one token of each row (int64 [B]), renormalised; zero where nothing is
-    left.
-    """
+    """q [B, V] without one token per row (int64 [B]), renormalised; zero if nothing is left."""
     rest = q.scatter(1, tokens[:, None], 0.0)
     mass = rest.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, 0.0)

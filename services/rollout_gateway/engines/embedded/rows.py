@@ -1,6 +1,7 @@
-"""Returns what a captured hidden row of the embedded engine holds.
+"""The layout of captured hidden rows of the embedded engine.
 
-Imports no torch: the gateway cuts its rings by this before any engine lives.
+This module does not import torch: the gateway allocates its rings by the layout before engines
+start.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from paceline.speculators.kinds import inner_layers_read
 
 
 def layout_of_settings(settings: dict[str, Any]) -> RowLayout:
-    """See `row_layout`; from the values of EmbeddedSpec."""
+    """The layout for the values of EmbeddedSpec; see `row_layout`."""
     drafters = (settings["drafter"], *settings["more_drafters"])
     return row_layout(Path(settings["model_dir"]), drafters, tuple(settings["capture_inner"]))
 
 
 def row_layout(model_dir: Path, drafters: Sequence[str], asked: tuple[int, ...]) -> RowLayout:
-    """Rows with the inner states `asked` for; when none are, with those that the drafters read.
+    """Rows with the requested inner states; without a request, with the states that the drafters
+    read.
 
-    Raises ConfigError for a drafter that does not exist, for layers the model does not have, and
-    for asked ones that leave out what a drafter reads.
+    Raises ConfigError for an unknown drafter, for layers that the model does not have, and for
+    requested layers that omit a layer read by a drafter.
     """
     model = read_config_json(model_dir)
     hidden_size = int(model.get("hidden_size", 0))

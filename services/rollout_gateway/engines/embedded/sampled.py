@@ -1,8 +1,7 @@
-"""Rounds whose drafts are drawn from the drafter: keeps q while drafting and applies rejection.py's
-rule to a block.
+"""Rounds with drafts drawn from the drafter: keeps q while drafting and applies the rule of
+rejection.py to a block.
 
-Owns the bookkeeping between speculators and the rule. An n-gram's drafts are not drawn: its q is
-all on the draft.
+Drafts of an n-gram are not drawn: its q has all its mass on the draft.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from paceline.speculators.base import Drafts
 
 
 class ChainSampler:
-    """DraftSampler (speculators/base.py) of some rows of a round."""
+    """The DraftSampler (speculators/base.py) of some rows of a round."""
 
     def __init__(self, params: DrawParams, lengths: Tensor) -> None:
         self._params = params
         self._lengths = lengths
         self.probs: list[Tensor] = []
-        """float64 [B, V] for each level: q its drafts were drawn from."""
+        """float64 [B, V] per level: q of its drafts."""
 
     def __call__(self, logits: Tensor, level: int) -> Tensor:
         """Draws int64 [B] at the level."""
@@ -42,8 +41,8 @@ class ChainSampler:
 def draft_probs(
     nodes: Nodes, parts: Sequence[tuple[Sequence[int], Drafts, ChainSampler | None]], vocab: int
 ) -> Tensor:
-    """q [B, Q, V] of every node's child, from (rows, drafts, sampler) of each part; zero where
-    there is none.
+    """q [B, Q, V] of every node's child, from (rows, drafts, sampler) of each part; zero without a
+    child.
     """
     probs = torch.zeros(*nodes.tokens.shape, vocab, dtype=torch.float64, device=nodes.tokens.device)
     for members, drafts, sampler in parts:
@@ -66,11 +65,11 @@ def verify_drawn(
     probs: Tensor,
     adjusted: Tensor | None = None,
 ) -> Verdict:
-    """As `verify`, by rejection: every node forwarded, a chain.
+    """As `verify`, but by rejection; all nodes are forwarded and form a chain.
 
     logits, adjusted [B Q, V]; positions int64 [B, Q]; params: B Q rows; probs float64 [B, Q, V],
-    see draft_probs. Gaps are infinite: a seed's tokens may depend on drafts, so that no near-tie
-    explains anything.
+    see draft_probs. Gaps are infinite: a seed's tokens may depend on the drafts, so near-ties
+    explain no difference.
     """
     shape = (*nodes.tokens.shape, logits.shape[-1])
     whole = None if adjusted is None else adjusted.view(shape)

@@ -1,8 +1,8 @@
-"""Continuous batching: who waits, who runs, in which slot. Owns no tensor; tells the caller which
-slots to move.
+"""Continuous batching: assigns waiting requests to slots and returns the moves that the caller has
+to make.
 
-Running requests always fill slots 0 .. B - 1: when one ends, the last takes its place. So the cache
-is read as a slice.
+Running requests always fill slots 0 .. B - 1, so the cache is read as a slice. If a request ends,
+the last request takes its slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.services.rollout_gateway.engines.requests.sequence import RunningS
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A sequence that changes its slot."""
+    """The move of a sequence to another slot."""
 
     source: int
     destination: int
@@ -24,7 +24,7 @@ class Move:
 
 
 class Scheduler:
-    """The queue and the batch; running[i] sits in slot i."""
+    """The queue and the batch; running[i] has slot i."""
 
     def __init__(self, max_batch: int, prefill_tokens: int) -> None:
         self._max_batch = max_batch
@@ -33,15 +33,15 @@ class Scheduler:
         self.running: list[RunningSequence] = []
 
     def admit(self) -> range:
-        """Gives free slots to the longest-waiting requests; returns the slots."""
+        """Gives free slots to the requests with the longest wait; returns the slots."""
         first = len(self.running)
         while self.waiting and len(self.running) < self._max_batch:
             self.running.append(self.waiting.popleft())
         return range(first, len(self.running))
 
     def prefill_plan(self) -> list[tuple[int, int]]:
-        """(slot, tokens) of the next prefill, oldest first; count times longest stays within the
-        budget.
+        """(slot, tokens) of the next prefill, oldest first. Count times the longest part stays
+        within the token budget.
         """
         plan: list[tuple[int, int]] = []
         longest = 0
@@ -60,9 +60,7 @@ class Scheduler:
         return [slot for slot, sequence in enumerate(self.running) if sequence.lacking <= 0]
 
     def remove(self, ended: Collection[RunningSequence]) -> tuple[list[Move], range]:
-        """Takes sequences out; returns the moves that close their holes, in order, and the slots
-        now free.
-        """
+        """Removes sequences; returns the moves that fill the gaps, in order, and the free slots."""
         before = len(self.running)
         gone = {id(sequence) for sequence in ended}
         moves: list[Move] = []
@@ -76,6 +74,6 @@ class Scheduler:
         return moves, range(len(self.running), before)
 
     def drop_waiting(self, ended: Sequence[RunningSequence]) -> None:
-        """Takes sequences out of the queue."""
+        """Removes sequences from the queue."""
         gone = {id(sequence) for sequence in ended}
         self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in gone)

@@ -1,6 +1,6 @@
-"""Names the settings of the embedded engine.
+"""Settings of the embedded engine.
 
-Imports no torch, so that the gateway can check them.
+This module does not import torch, so that the gateway can check settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.engines.settings import ModelSpec
 def _checked(value: str) -> str:
     try:
         return check_profile(value)
-    except InvalidInput as error:  # pydantic adds where the setting stands
+    except InvalidInput as error:  # pydantic adds the setting's path
         raise ValueError(str(error)) from error
 
 
@@ -53,20 +53,20 @@ class EmbeddedConfig(Config):
     """
     verification: Literal["same_draw", "rejection"] = "same_draw"
     """Acceptance of drafts. "same_draw": tokens of a seed do not depend on drafts. "rejection":
-    drafts are sampled from the drafter and accepted with min(1, p/q); more drafts are accepted at
-    high temperatures, and tokens of a seed depend on the arm.
+    drafts are sampled from the drafter and accepted with min(1, p/q). More drafts are then accepted
+    at high temperatures, and tokens of a seed depend on the arm.
     """
 
 
 class EmbeddedSpec(EmbeddedConfig, ModelSpec):
-    """What one engine serves and how."""
+    """Inputs for building an embedded engine."""
 
     prefix_tokens: int = Field(default=64, ge=16)
     """An ended request with fewer tokens is not kept."""
     capture_inner: tuple[int, ...] = ()
-    """Ascending layers whose input is kept and captured beside the last state; empty: what
-    `drafter` and `more_drafters` read. A kind by import path does not say what it reads before it
-    is loaded.
+    """Ascending layers with their input kept and captured beside the last state; empty: the layers
+    that `drafter` and `more_drafters` read. The layers of a kind by import path are unknown before
+    it is loaded.
     """
     rejected_rows: bool = False
-    """Rows of rejected drafts as well, a few per request and round."""
+    """Whether rows of rejected drafts are written too, a few per request and round."""

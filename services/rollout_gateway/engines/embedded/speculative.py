@@ -1,7 +1,5 @@
-"""Drafting in the embedded engine: which arm a round uses, what is proposed, what bandit and budget
-learn of it.
-
-Owns the choice; not the speculators (drafters.py), not verification.
+"""Drafting in the embedded engine: the choice of a round's arm, its drafts, and the updates of
+bandit and budget.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from paceline.trajectory import Target
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Which rows of a round draft with which arm."""
+    """The rows of each arm in a round."""
 
     arms: dict[str, list[int]]  # arm -> rows
     situation: Situation
@@ -43,13 +41,13 @@ class RoundPlan:
 
     @property
     def single(self) -> str:
-        """The arm of all rows; empty when they differ."""
+        """The arm of all rows; empty if they differ."""
         return next(iter(self.arms)) if len(self.arms) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPart:
-    """Rows that draft with one arm, and what they verify."""
+    """Rows that draft with one arm, and their drafts."""
 
     members: list[int]
     arm: ArmName
@@ -61,7 +59,8 @@ class DraftPart:
 class Speculation:
     """Speculators, arms and the bandit of one engine.
 
-    There are arms of every trained kind that may serve; those of kinds that rest are not chosen.
+    Every trained kind that may serve has arms; arms of a kind without a serving version are not
+    chosen.
     """
 
     def __init__(self, spec: EmbeddedSpec, arms: dict[str, ArmName], drafters: Drafters) -> None:
@@ -72,9 +71,9 @@ class Speculation:
         self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
         self.bandit = self._build_bandit()
         self.rejection = spec.verification == "rejection"
-        # Drafts that were drawn may not be left out afterwards: that would bias what is emitted.
+        # Omitting drafts after they are drawn would bias the emitted tokens.
         self.budget = Budget() if spec.verify_budget and not self.rejection else None
-        self.measuring = False  # rounds of made-up requests: they teach costs and nothing else
+        self.measuring = False  # rounds of artificial requests: only costs are learned
         self.forced = ""
 
     def _served(self) -> tuple[str, ...]:
@@ -85,21 +84,27 @@ class Speculation:
         )
 
     def bar(self, arms: Set[str]) -> None:
-        """These arms draft nothing from the next round on, whoever asks for them; but "off"."""
+        """Disable the drafts of these arms, even if forced, from the next round on; "off" is always
+        allowed.
+        """
         self._barred = arms - {OFF}
         self.served = self._served()
 
     def check_arm(self, name: str) -> None:
-        """Raises InvalidInput for an arm that is not served, now or at all; empty is fine."""
+        """Raises InvalidInput for an arm that does not exist or has no committed drafter; empty is
+        valid.
+        """
         check_arm(name, self.arms)
         if name and name not in self.served and name not in self._barred:
             message = "no drafter of this arm's kind is committed; it rests"
             raise InvalidInput(message, seen=name, allowed=", ".join(self.served))
 
     def choose(self, rows: Sequence[RunningSequence]) -> RoundPlan:
-        """Forced arm of the engine, else of the request, else the bandit's for all others together.
+        """The engine's forced arm, else the request's forced arm, else one arm from the bandit for
+        all remaining rows.
 
-        A forced arm drafts nothing while its kind rests or while the arm is barred.
+        A forced arm drafts nothing while its kind has no serving version or while the arm is
+        disabled.
         """
         situation = situation_of(rows)
         if self.forced:
@@ -125,8 +130,8 @@ class Speculation:
         store: SlotStore,
         version: int,
     ) -> list[DraftPart]:
-        """Who drafts for which rows, under a policy's version; drafters that were off have caught
-        up when this returns.
+        """The speculator and batch of each arm's rows, under a policy version. Speculators that
+        were idle have caught up on return.
         """
         parts = []
         for name, members in plan.arms.items():
@@ -143,10 +148,9 @@ class Speculation:
     def draft(
         self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams
     ) -> tuple[Nodes, list[DraftPart]]:
-        """What the round verifies, and the parts with their drafts; last int64 [B, 1]: last known
-        tokens.
+        """The nodes to verify, and the parts with their drafts.
 
-        params: B rows, how requests draw.
+        last int64 [B, 1]: last token of each row. params: B rows, the sampling of the requests.
         """
         if self.rejection:
             parts = [_sampling(part, params, last.device) for part in parts]
@@ -159,7 +163,7 @@ class Speculation:
         return arrange(last, drafts, whole=self.rejection), drafted
 
     def draft_probs(self, parts: Sequence[DraftPart], nodes: Nodes, vocab: int) -> Tensor:
-        """What the drafts of a round were drawn from, see sampled.draft_probs."""
+        """Distributions q of a round's drafts, see sampled.draft_probs."""
         drawn = [
             (
                 part.members,
@@ -180,7 +184,7 @@ class Speculation:
         return budget.prune(proposed, arm.speculator, arm.name)
 
     def learn_drafts(self, parts: Sequence[DraftPart], verdict: Verdict) -> None:
-        """Which drafts were followed, for the budget's calibration."""
+        """Record the followed drafts for the budget's calibration."""
         if self.budget is None or self.measuring or not parts:
             return
         reached = _followed(verdict)
@@ -194,10 +198,11 @@ class Speculation:
     def learn_costs(
         self, plan: RoundPlan, taken: Sequence[int], nodes: int, stopwatch: Stopwatch
     ) -> None:
-        """Tokens of each row of a round and its seconds, for the bandit; those of the forward over
-        `nodes` tokens and its draws, and of all else, for the budget.
+        """Record a round: tokens per row and total seconds for the bandit. The budget gets the
+        seconds of the forward over `nodes` tokens with its draws, and the seconds of all other
+        work.
 
-        A round with several arms teaches nothing about any.
+        A round with several arms teaches nothing about any arm.
         """
         laps = stopwatch.laps
         if plan.single:
@@ -210,8 +215,8 @@ class Speculation:
                 self.budget.spend(plan.single, laps["draft"] + laps["keep"])
 
     def serve_drafter(self, version: DrafterVersion, over: int) -> None:
-        """Draft with a new version in place of `over` from the next round on; the arms of its kind
-        inherit what is known of that one's, or are tried anew.
+        """Draft with a new version in place of `over` from the next round on. The arms of its kind
+        inherit the statistics of version `over`, or are explored anew.
         """
         same_kind = version.kind == self.drafters.serving
         shift = shift_over(version.shift, over) if same_kind else None
@@ -236,25 +241,25 @@ class Speculation:
     def ended(
         self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
     ) -> None:
-        """These sequences are complete under a policy's version; speculators that learn from text
-        read them.
+        """Report complete sequences under a policy version; speculators that learn from text read
+        them.
         """
         self.drafters.ended(draft_batch(slots, rows, store, version))
 
     def bind(self, target: DecoderWeights) -> None:
-        """Draft for new target weights; the bandit looks again how much they accept."""
+        """Draft for new target weights; the bandit measures their acceptance again."""
         self.drafters.bind(target)
         self.policy_changed()
 
     def policy_changed(self) -> None:
-        """The bandit looks again how much is accepted."""
+        """The bandit measures the acceptance again."""
         self.bandit.renew({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
 
 
 def draft_batch(
     slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
 ) -> DraftBatch:
-    """What speculators are told of these rows, under a policy's version."""
+    """Data of these rows for speculators, under a policy version."""
     return DraftBatch(
         slots,
         [sequence.length for sequence in rows],
@@ -266,14 +271,14 @@ def draft_batch(
 
 
 def _sampling(part: DraftPart, params: DrawParams, device: torch.device) -> DraftPart:
-    """The part, its drafts to be drawn as its requests draw."""
+    """The part with a sampler that draws drafts as its requests draw."""
     members = torch.tensor(part.members, device=device)
     sampler = ChainSampler(params.rows(members), torch.tensor(part.batch.lengths, device=device))
     return replace(part, batch=replace(part.batch, sampler=sampler))
 
 
 def _followed(verdict: Verdict) -> list[Set[int]]:
-    """Of each row the nodes that were drawn, its root included."""
+    """Per row the drawn nodes, including its root."""
     accepted = verdict.accepted.tolist()
     if verdict.path is None:
         return [set(range(count + 1)) for count in accepted]

@@ -1,4 +1,4 @@
-"""Measures where the seconds of a piece of work go, lap by lap."""
+"""Measures the seconds of a piece of work, lap by lap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Stopwatch:
-    """Seconds by lap: those since the last start, and those of all laps together."""
+    """Seconds by lap, since the last start and in total."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -32,12 +32,12 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Of the laps since the last start."""
+        """Sum of the laps since the last start."""
         return sum(self.laps.values())
 
 
 def compute_clock() -> Callable[[], float]:
-    """For what torch computes, with the threads that it has now."""
-    # One thread's CPU time is what a round costs even while other processes take the core away;
-    # with more threads only the wall clock sees how well they ran together.
+    """Clock for torch computation with the current number of threads."""
+    # With one thread, its CPU time is the cost of a round even while other processes use the core.
+    # With more threads, only the wall clock includes the gain of running in parallel.
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

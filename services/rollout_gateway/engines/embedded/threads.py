@@ -1,8 +1,7 @@
-"""Chooses how many threads an engine computes with, by rounds that it makes before any request
-comes.
+"""Chooses an engine's number of compute threads from measured rounds before the first request.
 
-Which number is fastest depends on the model and on the cores: rounds of a small model are short
-pieces of work, which several threads wait for more than they share.
+The fastest number depends on the model and the cores. Rounds of a small model are short pieces of
+work, for which threads wait longer than they compute.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.telemetry import get_logger
 
 SIZES = (4, 16, 64)
-"""Requests of the rounds that are compared."""
+"""Batch sizes of the compared rounds."""
 PROMPT_TOKENS = 8
 TURNS, ROUNDS = 3, 3
-"""Turns of each number of threads, and rounds of a turn, the first of which is not counted: threads
-that had nothing to do begin slowly.
+"""Turns of each number of threads, and rounds of a turn. The first round of a turn is not counted,
+because idle threads begin slowly.
 """
 MEASURE_S = 5.0
-"""No further size is begun after this long, so that a large model starts as well."""
+"""After this time no further size is measured, so that a large model starts too."""
 WORTH = 1.1
-"""By so much twice as many have to be faster: trainers have work for a core, too."""
+"""Minimum speed-up for twice as many threads; trainers need cores too."""
 
 log = get_logger(__name__)
 
 
 def choose_threads(engine: Engine, arms: Sequence[str], most: int, max_batch: int) -> int:
-    """The number of threads that rounds are fastest with, at most `most`, which torch computes with
-    from now on. Rounds are those of the first of `arms`, which serve, that drafts, if one does:
-    they are wider than plain ones, which more threads help less.
+    """Finds the fastest number of threads for rounds, at most `most`, and sets it in torch. The
+    rounds use the first of the serving `arms` with drafts, if there is such an arm. Its rounds are
+    wider than plain rounds, which gain less from threads.
 
-    Numbers are 1, 2, 4 and so on, and `most`; they take turns, so that a machine that gets slower
-    is slower for all. Leaves no request behind.
+    The numbers are 1, 2, 4 and so on, and `most`. They take turns, so that a slowdown of the
+    machine affects all numbers alike. No request is left afterwards.
     """
     counts = sorted({1 << power for power in range(most.bit_length())} | {most})
     sizes = sorted({min(size, max_batch) for size in SIZES})
@@ -62,8 +61,8 @@ def choose_threads(engine: Engine, arms: Sequence[str], most: int, max_batch: in
 
 
 def fastest(counts: Sequence[int], taken: Sequence[Sequence[float]]) -> int:
-    """Which of the numbers of threads, ascending, is taken; `taken`: of each size, a round's
-    seconds with each number, or nothing where sequences were too short for that.
+    """Index of the chosen number in `counts`, which ascend. `taken`: per size, a round's seconds
+    with each number, or an empty list if sequences were too short.
     """
     best, measured = 0, [of_size for of_size in taken if of_size]
     for number in range(1, len(counts)) if measured else ():
@@ -74,7 +73,7 @@ def fastest(counts: Sequence[int], taken: Sequence[Sequence[float]]) -> int:
 
 
 def _round_s(engine: Engine, size: int, counts: Sequence[int]) -> list[float]:
-    """Seconds of a round with each number of threads; nothing where there were not enough."""
+    """Seconds of a round with each number of threads; empty after too few rounds."""
 
     def turn(number: int) -> int:
         return number // ROUNDS % len(counts)
@@ -98,8 +97,8 @@ def decoding_rounds(
     clock: Callable[[], float],
     before: Callable[[int], None] = lambda number: None,
 ) -> list[float]:
-    """Seconds of up to `rounds` rounds in which `size` made-up requests decode; aborts them at the
-    end. `before` is called with each round's number.
+    """Seconds of up to `rounds` rounds in which `size` artificial requests decode; they are aborted
+    at the end. `before` is called with each round's number.
     """
     room = engine.info.max_sequence_tokens
     length = min(PROMPT_TOKENS, room - 1)
@@ -119,7 +118,7 @@ def decoding_rounds(
         engine.step()
         seconds = clock() - began
         load = engine.load
-        # Only rounds in which every request decodes and none has ended are rounds of this size.
+        # Count only rounds of this size: every request decodes and none has ended.
         if load.running == size and load.tokens_emitted - emitted >= size:
             timed.append(seconds)
         emitted = load.tokens_emitted

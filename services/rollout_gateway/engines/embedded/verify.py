@@ -1,10 +1,9 @@
-"""Verification of chains and trees: pure functions from logits, drafts, seeds and positions to what
-is emitted.
+"""Verification of chains and trees: pure functions of logits, drafts, seeds and positions.
 
-Rule: at every node draw x from the target with the request's own noise for that
-position; follow the child that equals x; the first x that no child equals is emitted and ends the
-round. So every emitted token is the draw that decoding without drafts makes, whatever is drafted,
-as long as the drafts do not depend on the draws.
+Rule: at every node, draw x from the target with the request's own noise for that position, and
+follow the child equal to x. The first x without an equal child is emitted and ends the round. So
+every emitted token is the draw of decoding without drafts, for any drafts that do not depend on the
+draws.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from paceline.services.rollout_gateway.engines.requests.tree_paths import follow
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of one round; P nodes on the longest path that can be taken, the root included."""
+    """Outcome of one round. P: nodes on the longest possible path, including the root."""
 
     tokens: Tensor
     """int64 [B, P]: the draw at every node of the path; row b emits the first accepted[b] + 1."""
@@ -32,7 +31,7 @@ class Verdict:
     gaps: Tensor
     """float64 [B, P]: perturbed top-two gaps."""
     path: Tensor | None
-    """int64 [B, P]: node at each step of the path, the root repeated behind its end.
+    """int64 [B, P]: node at each step of the path, the root repeated after its end.
 
     None: node p at step p.
     """
@@ -49,7 +48,7 @@ def verify(
 
     logits [N, V] of the forwarded nodes, each computed with its ancestors as context; positions
     int64 [B, Q]: absolute position of the token drawn at each node; params: N rows; adjusted [N,
-    V]: what is drawn from instead, see `draw`.
+    V]: logits for the draw instead, see `draw`.
     """
     drawn = draw(logits, nodes.compute(positions), params, adjusted)
     tokens, logprobs, gaps = (
@@ -64,8 +63,8 @@ def verify(
 
 
 def accepted_drafts(drawn: Tensor, drafts: Tensor) -> Tensor:
-    """Leading drafts equal to the draws at their nodes: drawn [B, Q], drafts [B, Q - 1] -> int64
-    [B].
+    """Number of leading drafts equal to the draws at their nodes, int64 [B]: drawn [B, Q], drafts
+    [B, Q - 1].
     """
     if drafts.shape[1] == 0:
         return torch.zeros(len(drawn), dtype=torch.int64, device=drawn.device)

@@ -1,7 +1,7 @@
-"""Versions of one engine: prepared beside the serving ones; a policy's numbers then take the place
-of the serving ones in the same storages (models/in_place.py), a drafter is swapped by reference.
+"""Weight versions of one engine: prepared beside the serving versions, then committed.
 
-Owns no running request.
+A commit writes a policy's numbers over the serving storages (models/in_place.py); a drafter is
+swapped by reference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineWeights:
         *,
         memory_saver: bool = False,
     ) -> None:
-        """`directory`: where the policy was read; memory_saver: whether its memory can be freed."""
+        """directory: source of the policy; memory_saver: whether its memory can be freed."""
         self._policy = policy
         self._speculation = speculation
         self._model = model
@@ -56,8 +56,10 @@ class EngineWeights:
 
     @property
     def policy(self) -> DecoderWeights:
-        """What serves. Raises WeightsError where that is a mixture of two versions, which only a
-        whole version or another process mends.
+        """The serving policy.
+
+        Raises WeightsError while it mixes two versions; only a complete version or a new worker
+        repairs it.
         """
         if self._torn is not None:
             raise WeightsError(
@@ -70,16 +72,16 @@ class EngineWeights:
 
     @property
     def number_format(self) -> str:
-        """What the serving policy computes with."""
+        """Number format of the serving policy."""
         return self._model.number_format
 
     @property
     def versions(self) -> VersionSet:
-        """Serving set."""
+        """Serving set of versions."""
         return self._prepared.serving
 
     def prepare(self, target: Target, version: int, path: Path, profile: str = "") -> None:
-        """Load and check a version, a policy under a profile.
+        """Load and check a version; `profile` applies to a policy.
 
         Raises WeightsError, DataLoss, InvalidInput, ResourceExhausted or MissingCapability.
         """
@@ -92,10 +94,10 @@ class EngineWeights:
         self._prepared.forget(target, version)
 
     def commit(self, versions: VersionSet) -> bool:
-        """Serve a set; True when the policy changed.
+        """Serve a set; True if the policy changed.
 
-        Raises WeightsError and changes nothing when a part is missing, and what an update was
-        interrupted by when the old policy serves on.
+        Raises WeightsError and changes nothing if a part is missing. After an interrupted update it
+        raises the interrupting error; the old policy serves on, unless it cannot be loaded again.
         """
         changes = self._prepared.changes(versions)
         for new in changes.values():
@@ -107,7 +109,7 @@ class EngineWeights:
         return Target.POLICY in changes
 
     def _serve_policy(self, new: StagedWeights) -> None:
-        if self._released:  # `resume` reads it, and binds the drafters to it
+        if self._released:  # `resume` loads it and binds the drafters to it
             self._policy = replace(self._policy, head_hash=new.head_hash)
             self._speculation.policy_changed()
         else:
@@ -123,7 +125,7 @@ class EngineWeights:
         except BaseException as interrupted:
             self._restore(interrupted)
             raise
-        self._torn = None  # a version that was prepared has every tensor
+        self._torn = None  # a prepared version has every tensor
         return policy
 
     def _beside(self, new: StagedWeights) -> DecoderWeights:
@@ -133,7 +135,7 @@ class EngineWeights:
         return policy
 
     def _restore(self, interrupted: BaseException) -> None:
-        self._torn = interrupted  # until all of it is read, whatever else happens
+        self._torn = interrupted  # until all of it is loaded, despite other errors
         try:
             self._model.restore(self._policy, self._directory)
             self._speculation.drafters.bind(self._policy)
@@ -149,7 +151,7 @@ class EngineWeights:
             )
 
     def release(self) -> int:
-        """Free the policy's memory until `resume`; returns bytes, 0 where it stays."""
+        """Free the policy's memory until `resume`; returns bytes, 0 without memory_saver."""
         if not self.memory_saver:
             return 0
         self._released = True
@@ -157,12 +159,15 @@ class EngineWeights:
         for tensor in _tensors(self._policy):
             storage = tensor.untyped_storage()
             if storage.resizable():  # all but the rotation table
-                freed += storage.nbytes()  # 0 for one that tensors share, from the second on
-                storage.resize_(0)  # whoever refers to a tensor of it keeps its shape alone
+                freed += storage.nbytes()  # 0 from the second tensor of a shared storage on
+                storage.resize_(0)  # remaining references keep only the tensor's shape
         return freed
 
     def resume(self) -> None:
-        """Read the policy that serves again. Raises WeightsError, DataLoss or InvalidInput."""
+        """Load the serving policy again.
+
+        Raises WeightsError, DataLoss or InvalidInput.
+        """
         if self._released:
             self._policy = self._model.load(self._directory)
             self._speculation.drafters.bind(self._policy)
@@ -170,7 +175,7 @@ class EngineWeights:
 
 
 def _tensors(weights: object) -> Iterator[Tensor]:
-    """The tensors of weights and of their parts."""
+    """All tensors of the weights and their parts."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, tuple):

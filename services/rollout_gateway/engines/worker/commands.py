@@ -1,4 +1,4 @@
-"""Carries out the commands of the worker protocol on an engine, whatever process it lives in."""
+"""Executes the commands of the worker protocol on an engine in any process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
 
 Emit = Callable[[Sequence[Chunk]], object]
-"""Takes chunks that leave with the next TokensEmitted."""
+"""Receives chunks for the next TokensEmitted."""
 
 
 def answer(
@@ -22,9 +22,10 @@ def answer(
     emit: Emit,
     caught: type[Exception] = PacelineError,
 ) -> pb.WorkerEvent | None:
-    """Carries out a command; returns its answer, also to one that failed.
+    """Executes a command; returns its answer, or a failure event if it failed.
 
-    None for commands that have no answer or no number. After Shutdown the caller ends its loop.
+    Returns None for commands without an answer or a number. After Shutdown, the caller ends its
+    loop.
     """
     try:
         event = _carry_out(engine, command, emit)
@@ -61,7 +62,9 @@ def _carry_out(
 
 
 def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chunk]:
-    """What is answered once it is done; returns chunks of requests that it ended."""
+    """Executes a command that is answered once it is done; returns the chunks of requests that it
+    ended.
+    """
     match command.WhichOneof("command"):
         case "pause":
             return engine.pause(wire.noun_of(wire.PAUSE_MODES, command.pause.mode))
@@ -99,11 +102,11 @@ def _tags(values: Sequence[pb.MemoryTag]) -> list[MemoryTag]:
 
 
 def _enqueue(engine: CommandedEngine, message: pb.EngineRequest) -> Sequence[Chunk]:
-    """Queues a request; returns its last chunk when the engine refuses it."""
+    """Queues a request; returns its last chunk if the engine refuses it."""
     try:
         engine.enqueue(wire.request_from(message))
     except PacelineError as error:
-        # By what kind the error is: its own reason may be narrower, and the gateway goes by kinds.
+        # The gateway handles errors by their class, and an error's own reason may be narrower.
         refused = f"{type(error).reason}: {error}"
         return [Chunk(message.request_id, (), (), (), finish=Finish.ERROR, error=refused)]
     return ()

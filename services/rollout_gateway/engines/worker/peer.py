@@ -1,4 +1,6 @@
-"""A worker's side of its socket: commands in, events out, news collected between two rounds."""
+"""The worker's side of its socket: it receives commands, sends events, and collects chunks between
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ LINGER_MS = 2000
 
 
 class Peer:
-    """Owns the socket; the engine is the caller's."""
+    """Owns the socket; the caller owns the engine."""
 
     def __init__(self, address: str, ring: RowRing | None = None) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -34,7 +36,7 @@ class Peer:
         self.chunks: list[Chunk] = []
 
     def waits(self, wait_ms: int, others: Sequence[Any] = ()) -> bool:
-        """True when a command, or news on another socket, has come within so many ms."""
+        """True if a command, or a message on another socket, arrived within `wait_ms`."""
         if not others:
             return bool(self._socket.poll(wait_ms))
         poller = zmq.Poller()
@@ -43,18 +45,18 @@ class Peer:
         return bool(poller.poll(wait_ms))
 
     def receive(self) -> bytes:
-        """The next command; waits for one."""
+        """Waits for the next command and returns it."""
         return self._socket.recv()
 
     def send(self, event: pb.WorkerEvent) -> None:
-        """One event.
+        """Send one event.
 
-        Raises zmq.Again when the gateway has not taken anything for SEND_DEADLINE_MS.
+        Raises zmq.Again if the gateway has accepted nothing for SEND_DEADLINE_MS.
         """
         self._socket.send(event.SerializeToString())
 
     def fail(self, error: PacelineError) -> None:
-        """Say why there is no engine."""
+        """Report why no engine could be built."""
         self.send(pb.WorkerEvent(failed=wire.failed_to(error)))
 
     def obey(
@@ -63,7 +65,7 @@ class Peer:
         command: pb.WorkerCommand,
         caught: type[Exception] = PacelineError,
     ) -> None:
-        """Carry a command out and answer; raises what is not `caught`."""
+        """Execute a command and answer it; exceptions other than `caught` are raised."""
         event = answer(engine, command, self.chunks.extend, caught)
         if event is not None:
             if self._ring is not None and event.HasField("health"):
@@ -72,10 +74,10 @@ class Peer:
             self.send(event)
 
     def flush(self, may_leave: Callable[[Chunk], bool] = lambda _: True) -> None:
-        """Send what has been collected; rows alone are told of when an eighth of the ring waits.
+        """Send the collected chunks. Without chunks, it reports rows only when they fill an eighth
+        of the ring.
 
-        `may_leave` holds back the last chunk of a request whose rows are still on their way to the
-        ring.
+        `may_leave` delays the last chunk of a request until its rows have reached the ring.
         """
         ring = self._ring
         ready: list[Chunk] = []
@@ -93,6 +95,6 @@ class Peer:
         self.send(pb.WorkerEvent(tokens=tokens))
 
     def close(self) -> None:
-        """Send what was given; waits at most LINGER_MS."""
+        """Send queued messages, within LINGER_MS at most."""
         self._socket.close()
         self._context.term()

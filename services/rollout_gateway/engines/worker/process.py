@@ -1,7 +1,7 @@
-"""Serves one engine over one socket; a process of its own.
+"""The worker process, which serves one engine over one socket.
 
-Commands are taken between rounds; while the engine has work nothing waits, otherwise the process
-sleeps on the socket. At most one TokensEmitted leaves per round.
+The process receives commands between rounds and sends at most one TokensEmitted per round. It never
+waits while the engine has work; otherwise it sleeps on the socket.
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ FAULTS_UNTIL_BROKEN = 3
 
 
 class EngineBroken(Exception):
-    """The engine fails round after round; the process ends and the gateway starts another."""
+    """The engine failed in several consecutive rounds; the process exits and the gateway starts
+    another.
+    """
 
 
 def build_engine(spec: WorkerSpec, sink: RowSink | None) -> Engine:
-    """The engine a spec names. Raises ConfigError for an unknown kind."""
+    """Builds the engine of a spec.
+
+    Raises ConfigError for an unknown kind.
+    """
     kind = find_engine(spec.kind)
     settings = import_object(kind.settings).model_validate(spec.engine)
     engine: Engine = import_object(kind.build)(settings, sink)
@@ -47,7 +52,7 @@ def build_engine(spec: WorkerSpec, sink: RowSink | None) -> Engine:
 
 
 class Worker:
-    """One engine served over one socket."""
+    """The command loop of one engine."""
 
     def __init__(self, engine: Engine, peer: Peer, worker_index: int) -> None:
         self._engine = engine
@@ -58,7 +63,10 @@ class Worker:
         self._stopping = False
 
     def run(self) -> None:
-        """Serve until Shutdown or the parent's death. Raises EngineBroken."""
+        """Serve until Shutdown or the parent's death.
+
+        Raises EngineBroken.
+        """
         engine = self._engine
         ready = wire.ready_to(engine.info, self._index, engine.versions, engine.lm_head_hash)
         self._peer.send(pb.WorkerEvent(ready=ready))
@@ -70,7 +78,9 @@ class Worker:
         engine.close()
 
     def _take_commands(self) -> None:
-        """All waiting commands; sleeps for the first one only when the engine has nothing to do."""
+        """Execute all waiting commands. It sleeps until the first command only if the engine has no
+        work.
+        """
         while not self._stopping:
             wait_ms = 0 if self._engine.has_work or self._peer.chunks else PARENT_CHECK_MS
             if self._peer.waits(wait_ms):
@@ -81,7 +91,7 @@ class Worker:
                     return
 
     def _answer(self, command: pb.WorkerCommand) -> None:
-        # A fault of the engine, whatever it is, answers the command.
+        # Any fault of the engine is returned as the answer to the command.
         self._peer.obey(self._engine, command, caught=Exception)
         self._stopping = self._stopping or command.HasField("shutdown")
 
@@ -102,16 +112,16 @@ class Worker:
 
 
 def begin() -> WorkerSpec:
-    """Ties this process to its parent and reads what it is to serve."""
+    """Ties this process to its parent and reads its spec."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Both may reach the whole group; the gateway decides when workers end.
+        # A signal may reach the whole process group; the gateway decides when workers end.
         signal.signal(number, signal.SIG_IGN)
     return WorkerSpec.read(Path(os.environ[SPEC_VARIABLE]))
 
 
 def pin_cores(spec: WorkerSpec) -> None:
-    """Keep the process on the cores that were asked for."""
+    """Keep the process on the cores of its spec."""
     if spec.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(
             0, set(spec.cores) & os.sched_getaffinity(0) or os.sched_getaffinity(0)
@@ -119,7 +129,7 @@ def pin_cores(spec: WorkerSpec) -> None:
 
 
 def main() -> int:
-    """Process entry; 0 after Shutdown, 1 when the engine is broken, 2 for wrong settings."""
+    """Process entry. Returns 0 after Shutdown, 1 if the engine is broken, 2 for wrong settings."""
     spec = begin()
     answer_beats()
     pin_cores(spec)

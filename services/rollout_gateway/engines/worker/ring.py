@@ -1,24 +1,26 @@
-"""The shared-memory ring of hidden rows between one worker (writes) and the gateway's publisher
-(reads).
+"""The shared-memory ring of hidden rows: one worker writes, the gateway's publisher reads.
 
-Owns the layout of the memory, which has no name in any file system: the worker opens it by its
-creator's descriptor, and the kernel frees it with the last process that has it mapped. Neither side
-ever waits for the other. The first page is the header, six little-endian u64: magic, capacity in
-rows, bytes of a row's hidden state, rows written, rows read, rows dropped. The three counters only
-grow; modulo the capacity the first two give the slot. Rows are published by advancing `written`
-after their bytes.
+The memory has no name in any file system. The worker opens it through its creator's file
+descriptor, and the kernel frees it when the last process unmaps it. Neither side ever waits for the
+other.
+
+The first page is the header, six little-endian u64: magic, capacity in rows, bytes of a row's
+hidden state, rows written, rows read, rows dropped. The three counters only grow; the first two
+modulo the capacity give the slot. `written` advances only after the bytes of its rows are complete.
 
 A row is the state at a token of its request's sequence, or at a draft that was verified and
-rejected. Its stamp `parent` says which, and where a draft hangs:
+rejected. Its `parent` distinguishes both and locates the parent of a draft:
 
-    0      a row of the sequence 1      a rejected draft under the sequence's row of the position
-    before, written by the same call 1 + d  a rejected draft under another one: the row that lies d
-    rows before it among the rows of its request
+  0      a row of the sequence
+  1      a rejected draft; its parent is the sequence's row at the previous position, same call
+  1 + d  a rejected draft; its parent is the row d rows earlier among the rows of its request
 
-A call writes rows of sequences first, then rejected drafts, parents before their children. Where
-room ends only the first rows are kept: drafts go before rows of sequences, and none is kept without
-its parent. A reader that loses rows on its own must look for each parent, a rejected row one
-position below; where there is none the child is lost as well.
+A call writes the rows of sequences first, then rejected drafts, parents before their children. If
+the ring is full, only the first rows are kept. So drafts are dropped before rows of sequences, and
+no draft is kept without its parent.
+
+A reader that loses rows itself must check each parent: for a rejected row, one position below. If
+the parent is missing, the child is lost too.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ RowArray = npt.NDArray[Any]
 
 
 def row_dtype(row_bytes: int) -> np.dtype[Any]:
-    """One row: request, policy version, absolute position, the token there, where it hangs, the
-    bytes of its state.
+    """One row: request, policy version, absolute position, its token, stamp of its parent, bytes of
+    its state.
     """
     return np.dtype(
         [
@@ -56,11 +58,13 @@ def row_dtype(row_bytes: int) -> np.dtype[Any]:
 
 
 class RowRing:
-    """Single producer, single consumer. A RowSink for engines on the writing side."""
+    """A ring with one producer and one consumer; on the writing side it is the RowSink of an
+    engine.
+    """
 
     def __init__(self, path: Path, buffer: mmap.mmap, handle: int | None = None) -> None:
         self.path = path
-        """For `attach` by another process, until `seal`."""
+        """Path for `attach` in another process, valid until `seal`."""
         self._buffer = buffer
         self._handle = handle
         self._header = np.frombuffer(buffer, dtype="<u8", count=6)
@@ -73,7 +77,10 @@ class RowRing:
 
     @classmethod
     def create(cls, capacity: int, row_bytes: int) -> RowRing:
-        """A new empty ring. Raises InvalidInput for sizes below 1."""
+        """Creates an empty ring.
+
+        Raises InvalidInput for sizes below 1.
+        """
         if capacity < 1 or row_bytes < 1:
             raise InvalidInput(
                 "a ring needs rows and bytes", seen=(capacity, row_bytes), allowed=">= 1"
@@ -86,7 +93,10 @@ class RowRing:
 
     @classmethod
     def attach(cls, path: Path) -> RowRing:
-        """The ring at another one's `path`. Raises DataLoss when there is none."""
+        """Opens the ring at another process's `path`.
+
+        Raises DataLoss if there is no ring.
+        """
         with path.open("r+b") as file:
             if os.fstat(file.fileno()).st_size <= HEADER_BYTES:
                 raise DataLoss("this file is too short for a ring of hidden rows", seen=path)
@@ -99,7 +109,7 @@ class RowRing:
 
     @property
     def rows_dropped(self) -> int:
-        """Rows that found no room since creation."""
+        """Rows dropped since creation because the ring was full."""
         return int(self._header[_DROPPED])
 
     def write(
@@ -111,9 +121,9 @@ class RowRing:
         hidden: npt.NDArray[np.uint8],
         parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
-        """Append rows; those beyond the free room are dropped and counted. hidden [n, row_bytes].
+        """Append rows; rows beyond the free room are dropped and counted. hidden [n, row_bytes].
 
-        Returns rows kept.
+        Returns the number of rows kept. Raises InvalidInput for another shape.
         """
         if hidden.shape != (len(request_ids), self.row_bytes):
             raise InvalidInput(
@@ -139,8 +149,10 @@ class RowRing:
         return kept
 
     def read(self, rows_written: int) -> RowArray:
-        """Rows up to `rows_written` not read before, as a structured copy (see row_dtype); frees
-        their slots.
+        """Returns the unread rows up to `rows_written` as a structured copy (see row_dtype) and
+        frees their slots.
+
+        Raises DataLoss for rows that the ring does not hold.
         """
         start = int(self._header[_READ])
         if rows_written - start > self.capacity or rows_written > self.rows_written:
@@ -155,15 +167,13 @@ class RowRing:
         return rows
 
     def _stretches(self, start: int, count: int) -> list[slice]:
-        """Where rows start .. start + count - 1 lie: in one stretch, or to the end and on from the
-        beginning.
-        """
+        """Slots of the rows start .. start + count - 1: one slice, then the slice after a wrap."""
         first = start % self.capacity
         end = min(first + count, self.capacity)
         return [slice(first, end), slice(0, count - (end - first))]
 
     def seal(self) -> None:
-        """Nobody attaches any more; mapped memory lives until both sides end."""
+        """Close the path for `attach`; mapped memory lives until both sides end."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

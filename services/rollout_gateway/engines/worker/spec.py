@@ -1,4 +1,4 @@
-"""Declares the JSON file from which a worker process starts."""
+"""The JSON file that configures a worker process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field
 SPEC_VARIABLE = "PACELINE_WORKER_SPEC"
 """Environment variable: path of the WorkerSpec file."""
 SOCKET_VARIABLE = "PACELINE_WORKER_SOCKET"
-"""Environment variable: ipc address the worker connects its DEALER to."""
+"""Environment variable: ipc address for the worker's DEALER socket."""
 
 
 class WorkerSpec(BaseModel):
-    """One worker: which engine, how many threads, which cores, where its ring lies."""
+    """Settings of one worker: engine, threads, cores and ring."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker_index: int
-    place: int = 0  # its number among all workers of the run, which chooses core and GPU
+    place: int = 0  # its number among all workers of the run; determines core and GPU
     kind: str  # see paceline.services.rollout_gateway.engines.find_engine
     threads: int = 1  # 0: measured, at most as many as `cores`
     cores: tuple[int, ...] = ()  # empty: not pinned

@@ -1,4 +1,4 @@
-"""Converts worker protocol messages to engine nouns and back."""
+"""Conversion between worker protocol messages and the engine's types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def _numbers(kind: type[E], wire_enum: Any, prefix: str) -> dict[Any, E]:
-    """Values of a wire enum that an engine takes, with their nouns."""
+    """Maps the wire values of an enum to members of `kind`."""
     return {wire_enum.Value(f"{prefix}_{noun.name}"): noun for noun in kind}
 
 
@@ -51,7 +51,10 @@ _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
 def noun_of(nouns: Mapping[Any, E], value: int) -> E:
-    """The noun of an enum's value. Raises InvalidInput for one that no engine takes."""
+    """The member for a wire value.
+
+    Raises InvalidInput for a value that no engine accepts.
+    """
     if value not in nouns:
         allowed = [str(noun) for noun in nouns.values()]
         raise InvalidInput("no engine takes this value", seen=int(value), allowed=allowed)
@@ -78,9 +81,7 @@ def failed_to(error: errors.PacelineError) -> pb.CommandFailed:
 
 
 def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineError:
-    """The error a worker reports, of its own class; InternalError for a class that is not known
-    here.
-    """
+    """The error that a worker reports, in its own class; InternalError for an unknown class."""
     kind = errors.FAMILIES.get(failed.family, errors.InternalError)
     return kind(f"{sender}{failed.message}", reason=failed.reason)
 
@@ -90,7 +91,7 @@ def rows_from(message: pb.WorkerReady) -> RowLayout:
 
 
 def spans_from(kind: type[Span], messages: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
-    """Spans moved by `shift` tokens; neighbours that are alike become one."""
+    """Spans shifted by `shift` tokens; equal neighbours are merged."""
     return tuple(
         dataclasses.replace(from_message(kind, one), start=one.start + shift, end=end + shift)
         for one, end in runs(kind, messages)
@@ -106,11 +107,11 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "choice": tuple,
     "logit_bias": lambda bias: tuple(sorted(bias.items())),
 }
-"""Parameters whose wire form is another: repeated fields, and 0 for what was left out."""
+"""Parameters with another wire form: repeated fields, and 0 for an unset value."""
 
 
 def sampling_from(message: tpb.SamplingParams) -> Sampling:
-    """What is left out gets the value that switches it off."""
+    """Unset parameters get the value that disables them."""
     values: dict[str, Any] = {
         name: _READ[name](getattr(message, name)) if name in _READ else getattr(message, name)
         for name in _SAMPLING
