@@ -254,8 +254,8 @@ def doctor(
 
 for _command in operate.COMMANDS:
     app.command()(_command)
-for _command in operate.DRAFTER_COMMANDS:
-    drafter.command()(_command)
+for _drafter_command in operate.DRAFTER_COMMANDS:
+    drafter.command()(_drafter_command)
 for _name, _work in files.COMMANDS.items():
     app.command(_name)(_work)
 
