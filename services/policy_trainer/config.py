@@ -16,7 +16,7 @@ class PolicyOptimizerConfig(OptimizerConfig):
 
     moments: Literal["float32", "int8"] = "float32"
     """Numbers that the two moments are kept in; int8 takes a quarter of the memory, by torchao (the
-    extra `int8`), and has no fused kernel.
+    extra `int8`).
     """
 
 

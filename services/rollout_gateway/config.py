@@ -79,7 +79,7 @@ class QueueConfig(Config):
 
     limit: int = Field(default=1024, ge=1)
     """Requests waiting at once; more are refused."""
-    per_key: int = Field(default=256, ge=1)
+    per_key: ClassVar[int] = 256
     """Requests of one session key that wait at once."""
     running: int = Field(default=0, ge=0)
     """Requests in the engine at once; 0: engine.max_batch and one more a worker."""
@@ -312,7 +312,7 @@ class GatewayConfig(ServiceConfig):
     """
     release_after_s: float = Field(default=1.0, gt=0)
     """Seconds after which an idle worker gives its slot away, in open traffic."""
-    reclaim_after_s: float = Field(default=2.0, gt=0)
+    reclaim_after_s: ClassVar[float] = 2.0
     """Seconds that requests of callers wait for lent workers before the coordinator hears of it and
     takes the drafter's slots back.
     """

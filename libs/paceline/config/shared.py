@@ -149,8 +149,6 @@ class OptimizerConfig(Config):
     """Largest global gradient norm."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises linearly from lr / warmup_steps."""
-    fused: bool = True
-    """One kernel for the update of all parameters instead of one for each of its operations."""
 
 
 class ServiceConfig(Config):
