@@ -48,13 +48,17 @@ _SETTINGS = {
     "coordinator.prompts_per_step": 2,
     "coordinator.samples_per_task": 4,
     "coordinator.sampling.max_tokens": 32,
-    "coordinator.reward": "math_answer",
+    "coordinator.reward": "length",
     "gateway.engine.max_sequence_tokens": 256,
     "gateway.engine.workers": 1,
     "gateway.engine.threads": 1,
     "policy_trainer.ranks": 1,
     "policy_trainer.checkpoint_interval_steps": 1,
 }
+_REWARD = """class Length:  # differs within a group, so that every step trains
+    def score(self, episode):
+        return float(len(episode.text))
+"""
 _KILL = re.compile(r"rank 0 of policy_trainer\.rank was killed by SIGKILL")
 _ALARM = re.compile(r"\w+ (died|given_up|impaired)\b")
 Row = dict[str, Any]
@@ -65,9 +69,14 @@ class Run:
 
     def __init__(self, place: Path, model: Path) -> None:
         self.place, self.happenings = place, Happenings()
+        self._rule = (place / "length").with_suffix(".py")
         self._address = f"127.0.0.1:{free_port()}"
         models = {f"{one}.model": model for one in ("gateway", "policy_trainer", "drafter_trainer")}
-        files = {"run.dir": place / "run", "coordinator.tasks_path": place / "tasks.jsonl"}
+        files = {
+            "run.dir": place / "run",
+            "coordinator.tasks_path": place / "tasks.jsonl",
+            "gateway.rewards.own": f'{{ length = "{self._rule}:Length" }}',
+        }
         address = {"addresses.policy_trainer": self._address}
         self._words = [
             f"{key}={one}" for key, one in (_SETTINGS | models | files | address).items()
@@ -78,6 +87,7 @@ class Run:
         """Starts the run; afterwards no process of it is left."""
         tasks = ({"prompt": f"What is {one} + 3?", "answer": str(one + 3)} for one in range(40))
         (self.place / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+        self._rule.write_text(_REWARD)
         environment = {**os.environ, _MARK: str(self.place)}
         for variable in ("REDIS_URL", VARIABLE):
             environment.pop(variable, None)
