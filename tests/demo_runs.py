@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,9 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from benchmarks.chaos.remains import read_remains
-from paceline.local.patience import patient
 
 SMALL = (
     "coordinator.prompts_per_step=4",
@@ -59,35 +55,3 @@ def wait_for(process: subprocess.Popen[str], text: str) -> list[str]:
         if text in line:
             return lines
     pytest.fail(f"{text!r} never came:\n{''.join(lines)}")
-
-
-def paceline(run: Path, *words: str) -> str:
-    """What a command to the run prints."""
-    command = [sys.executable, "-m", "paceline.cli.main", *words]
-    command += ["--config", str(run / "config.toml")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=patient(200), check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def trained_once(out: Path) -> None:
-    """Every sample of a run that has ended below `out`."""
-    run = out / "demo-0-1"
-    assert left_over(out) == []
-    (out / "run").symlink_to(run)
-    (out / "kept").mkdir()
-    (out / "kept" / "hashes.json").write_text("{}")
-    branches = read_remains(out, "demo-0-1").branches
-    for key, one in branches.items():
-        assert one.finals == one.appended == 1, key
-        assert [fate.partition(":")[0] for fate in one.fates] == ["trained"], key
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["phase"] == "finished"
-    assert summary["trajectories_published"] == len(branches) == summary["steps"] * 16
-    assert summary["trespasses"] == {"engine": 0, "policy": 0, "drafter": 0}
-    for line in (run / "steps.jsonl").read_text().splitlines():
-        step = json.loads(line)
-        wall_s = summary["slots"] * step["step_s"]
-        assert sum(step["slot_s"].values()) == pytest.approx(wall_s, rel=0.01)

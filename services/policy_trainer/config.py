@@ -16,7 +16,7 @@ class PolicyOptimizerConfig(OptimizerConfig):
 
     moments: Literal["float32", "int8"] = "float32"
     """Numbers that the two moments are kept in; int8 takes a quarter of the memory, by torchao (the
-    extra `int8`), and has no fused kernel.
+    extra `int8`).
     """
 
 
@@ -59,7 +59,7 @@ class AuditConfig(Config):
     """
 
     share: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of audited trajectories, chosen by a hash of their seeds; 0: no audit. Tokens of the
+    """Share of audited trajectories, chosen by a hash of their seeds; 0: no audit. Tokens from the
     step's start weights need no further forward.
     """
     least_tokens: int = Field(default=256, ge=100)

@@ -77,7 +77,7 @@ class QueueConfig(Config):
 
     limit: int = Field(default=1024, ge=1)
     """Maximum waiting requests; further requests are refused."""
-    per_key: int = Field(default=256, ge=1)
+    per_key: ClassVar[int] = 256
     """Maximum waiting requests per session key."""
     running: int = Field(default=0, ge=0)
     """Maximum requests in the engine; 0: engine.max_batch plus one per worker."""
@@ -310,7 +310,7 @@ class GatewayConfig(ServiceConfig):
     """
     release_after_s: float = Field(default=1.0, gt=0)
     """Idle time before a worker lends its slot, in open traffic, seconds."""
-    reclaim_after_s: float = Field(default=2.0, gt=0)
+    reclaim_after_s: ClassVar[float] = 2.0
     """Wait of callers' requests for lent workers before the coordinator reclaims the drafter's
     slots, seconds.
     """

@@ -8,7 +8,6 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from demo_runs import left_over, wait_for
 from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, started
@@ -99,29 +98,3 @@ async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
             visible = kept.order.environment["CUDA_VISIBLE_DEVICES"].split(",")
     assert len(set(visible)) == 3
     assert set(visible) < {"0", "1", "2", "3"}
-
-
-def node_of(actor: int) -> str:
-    """Host of the node whose actor a process is."""
-    above = _above(psutil.Process(actor))
-    return next(host for host in NODES if f"node_ip_address={host}" in above)
-
-
-def nodes_of_ranks(port: int) -> set[str]:
-    """Hosts of the policy's ranks in the cluster whose head listens there."""
-    return nodes_of(".policy_trainer.rank", port)
-
-
-def nodes_of(module: str, port: int) -> set[str]:
-    """Hosts of the processes that run a module in the cluster whose head listens there."""
-    found = [
-        one
-        for one in psutil.process_iter(["cmdline"])
-        # A fork's line is as long as its parent's, filled up with spaces.
-        if " ".join(one.info["cmdline"] or ()).strip().endswith(module)
-    ]
-    return {node_of(one.pid) for one in found if f"{HEAD}:{port}" in _above(one)}
-
-
-def _above(process: psutil.Process) -> str:
-    return " ".join(word for one in process.parents() for word in one.cmdline())

@@ -160,8 +160,6 @@ class OptimizerConfig(Config):
     """Maximum global gradient norm."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates of the linear warm-up, from lr / warmup_steps to lr."""
-    fused: bool = True
-    """A single kernel for the update of all parameters."""
 
 
 class ServiceConfig(Config):

@@ -141,10 +141,9 @@ def _adamw(
     }
     if moments == "int8":
         return quantised_adamw(parameters, settings, MOMENTS)
-    made = AdamW(parameters, **settings, foreach=not config.fused, fused=config.fused)
+    made = AdamW(parameters, **settings, fused=True)
     for parameter in parameters:
         fresh = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        # The fused kernel keeps its step count on its device, the other kernels on the CPU.
-        place = parameter.device if config.fused else "cpu"
-        made.state[parameter] = {"step": torch.zeros((), device=place), **fresh}
+        # The fused kernel counts steps where it runs.
+        made.state[parameter] = {"step": torch.zeros((), device=parameter.device), **fresh}
     return made

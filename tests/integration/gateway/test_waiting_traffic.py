@@ -14,11 +14,17 @@ from integration.gateway.commands import release, resume
 from integration.gateway.conftest import Served
 
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.v1 import rollout_pb2 as rpb
 
 PATIENCE_S = patient(20)
-SOON = {"reclaim_after_s": 0.2}
 SLOW = {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"]}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator is told early."""
+    monkeypatch.setattr(GatewayConfig, "reclaim_after_s", 0.2)
 
 
 @asynccontextmanager
@@ -44,7 +50,7 @@ async def answered(request: asyncio.Task[httpx.Response]) -> None:
 async def test_callers_that_wait_for_lent_workers_are_told_of_and_served_once_they_are_back(
     serve_gateway: Any,
 ) -> None:
-    async with serve_gateway(engine={"workers": 2}, **SOON) as served:
+    async with serve_gateway(engine={"workers": 2}) as served:
         await release(served, 3, 0, 1)
         async with listening(served) as news:
             waits = ask(served)
@@ -57,9 +63,12 @@ async def test_callers_that_wait_for_lent_workers_are_told_of_and_served_once_th
             await answered(waits)
 
 
-async def test_nothing_is_told_while_nobody_waits_for_a_lent_worker(serve_gateway: Any) -> None:
+async def test_nothing_is_told_while_nobody_waits_for_a_lent_worker(
+    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GatewayConfig, "reclaim_after_s", 0.01)
     async with (
-        serve_gateway(engine={"workers": 2}, reclaim_after_s=0.01) as served,
+        serve_gateway(engine={"workers": 2}) as served,
         listening(served) as news,
     ):
         await release(served, 3, 0)
@@ -77,7 +86,7 @@ async def test_more_than_the_serving_workers_take_at_once_is_told_of(
     serve_gateway: Any, script: dict[str, Any]
 ) -> None:
     script |= SLOW
-    async with serve_gateway(engine={"workers": 2, "max_batch": 1}, **SOON) as served:
+    async with serve_gateway(engine={"workers": 2, "max_batch": 1}) as served:
         await release(served, 3, 1)
         async with listening(served) as news:
             requests = [ask(served, max_tokens=200) for _ in range(3)]

@@ -113,8 +113,15 @@ def worlds() -> Iterator[list[World]]:
 
 
 def make(worlds: list[World], running: int = 1, **keys: Any) -> World:
-    worlds.append(World(QueueConfig(**keys), running))
+    worlds.append(World(configured(**keys), running))
     return worlds[-1]
+
+
+def configured(per_key: int = 256, **keys: Any) -> QueueConfig:
+    """Settings with another value of the class's constant `per_key`."""
+    config = QueueConfig(**keys)
+    vars(config)["per_key"] = per_key
+    return config
 
 
 def test_requests_enter_at_once_while_there_is_room(worlds: list[World]) -> None:
@@ -314,7 +321,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        config = QueueConfig(limit=self.limit, per_key=self.per_key, wait_s=self.wait_s)
+        config = configured(self.per_key, limit=self.limit, wait_s=self.wait_s)
         self.world = World(config, self.places)
         self.inside: set[int] = set()
         self.entered: list[int] = []
