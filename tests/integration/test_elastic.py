@@ -21,7 +21,7 @@ from integration.coordinator_world import (
 )
 from integration.test_pause import Work, asked, told
 
-from paceline.cli.pause import resume_run
+from paceline.cli.choice import resume_run
 from paceline.cli.workers import add_workers, drain_workers
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.rpc import rpc_errors

@@ -254,8 +254,8 @@ def doctor(
 
 for _command in operate.COMMANDS:
     app.command()(_command)
-for _command in operate.DRAFTER_COMMANDS:
-    drafter.command()(_command)
+for _choice in operate.DRAFTER_COMMANDS:
+    drafter.command()(_choice)
 for _name, _work in files.COMMANDS.items():
     app.command(_name)(_work)
 

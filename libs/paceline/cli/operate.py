@@ -31,21 +31,21 @@ def status(run: Run = None, address: CoordinatorAddress = None, config: ConfigFi
 
 def stop(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """End a run with the step that runs now, and wait for it; Ctrl-C only ends the waiting."""
-    from paceline.cli.stop import stop_run
+    from paceline.cli.choice import stop_run
 
     run_to_exit(stop_run(_coordinator(address, config, run), Console()))
 
 
 def pause(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Let a run rest after what is under way, and wait for it; agents get all workers then."""
-    from paceline.cli.pause import pause_run
+    from paceline.cli.choice import pause_run
 
     run_to_exit(pause_run(_coordinator(address, config, run), Console()))
 
 
 def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Let a paused run go on."""
-    from paceline.cli.pause import resume_run
+    from paceline.cli.choice import resume_run
 
     run_to_exit(resume_run(_coordinator(address, config, run), Console()))
 
