@@ -34,7 +34,8 @@ vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP sp
 arctic: LSTM speculator of either method, for Snowflake's ArcticInference plugin of vLLM (method
 arctic).
 
-native: every kind; what `paceline serve gateway --drafter DIR` and `paceline drafter train --from DIR` read.
+native: every kind; the form that `paceline serve gateway --drafter DIR` and
+`paceline drafter train --from DIR` read.
 """
 
 
