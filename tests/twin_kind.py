@@ -13,9 +13,7 @@ from torch import Tensor
 from paceline.config import Config
 from paceline.models.config import ModelConfig
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.eagle.checkpoint import ARCHITECTURES
-from paceline.speculators.eagle.drafter import EagleDrafter
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import ARCHITECTURES, EagleDrafter, EagleNet
 from paceline.speculators.kinds import SpeculatorKind, last_state_only
 
 KIND = SpeculatorKind(

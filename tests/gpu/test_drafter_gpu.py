@@ -21,7 +21,7 @@ from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import Membership, on_cpu
 from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]

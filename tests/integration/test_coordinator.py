@@ -33,8 +33,8 @@ from integration.coordinator_world import (
 from rich.console import Console
 
 from paceline.cli.access import coordinator_of
+from paceline.cli.choice import stop_run
 from paceline.cli.status import show_status
-from paceline.cli.stop import stop_run
 from paceline.config.tables import write_tables
 from paceline.errors import (
     ConfigError,

@@ -18,7 +18,7 @@ from paceline.services.drafter_trainer.offline.trainer import acceptance as offl
 from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
 from paceline.services.drafter_trainer.rows.sample import sample_from
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.models.config import read_config
 from paceline.rpc import channel
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.speculators.shift import read_shift
 from paceline.streams import FeatureBatch, connect
 from paceline.streams.fields import SCHEMA_VERSION

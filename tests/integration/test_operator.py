@@ -23,10 +23,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cli.access import Coordinator, coordinator_of
-from paceline.cli.choice import Request, choose_drafter, choose_profile
+from paceline.cli.choice import (
+    Request,
+    choose_drafter,
+    choose_profile,
+    pause_run,
+    resume_run,
+    stop_run,
+)
 from paceline.cli.main import app
-from paceline.cli.pause import pause_run, resume_run
-from paceline.cli.stop import stop_run
 from paceline.config import SecurityConfig
 from paceline.errors import FailedPrecondition, PacelineError, Unavailable
 from paceline.local.ports import free_port

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 SPECULATOR = """
-from paceline.speculators.eagle.drafter import EagleDrafter
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleDrafter
+from paceline.speculators.eagle import EagleNet
 {kind}
 
 class TwinNet(EagleNet):

@@ -273,7 +273,7 @@ def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(
 
     tokens, trained = run()
     from paceline.models.config import read_config
-    from paceline.speculators.eagle.net import EagleNet
+    from paceline.speculators.eagle import EagleNet
 
     fresh = served.client.log_path.parent / "fresh"
     EagleNet(read_config(DEMO / "policy_trained"), seed=3).save(fresh)

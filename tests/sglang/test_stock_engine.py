@@ -12,7 +12,7 @@ from sglang_served import greedy, stock
 from transformers import PreTrainedModel
 
 from paceline.models.config import read_config
-from paceline.speculators.eagle.net import EagleNet, EagleOptions
+from paceline.speculators.eagle import EagleNet, EagleOptions
 
 pytestmark = pytest.mark.sglang
 PROMPTS = [

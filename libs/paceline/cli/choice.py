@@ -1,10 +1,11 @@
-"""What an operator chooses to serve: `paceline drafter rollback`, `pin`, `unpin`, `use-profile`."""
+"""Requests of an operator to a run: stop, pause, resume, and the choice of what serves next."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
 from paceline.cli.access import Coordinator, asked
+from paceline.cli.awaited import over, wait_until
 from paceline.v1 import coordinator_pb2 as pb
 
 Request = pb.RollBackRequest | pb.PinDrafterRequest | pb.UnpinDrafterRequest
@@ -57,3 +58,44 @@ def drafter_line(drafters: pb.DrafterChoice) -> str:
         waits = "its own commit" if chosen is None else "unpin" if drafters.pinned else "a step"
         parts.append(f"d{drafters.promoted} was promoted and waits for {waits}")
     return "; ".join(parts)
+
+
+async def pause_run(coordinator: Coordinator, console: Console) -> int:
+    """Prints what the run still does until it rests: 0, or 1 when it does not come to that.
+
+    Raises Unavailable when no coordinator answers, FailedPrecondition when no run goes on or all
+    its steps have begun. Whoever is cancelled waits no longer; the run pauses all the same.
+    """
+    async with asked(coordinator, "PauseRun", pb.PauseRunRequest()) as (stub, answer):
+        console.print(f"the run pauses after {answer.steps} steps", highlight=False)
+        left = "the coordinator has left; the next one of the run pauses it", 1
+        return await wait_until(stub, console, _rests, left, "the run still pauses")
+
+
+async def resume_run(coordinator: Coordinator, console: Console) -> int:
+    """Prints whether the run had been paused; 0. Raises as `pause_run` does."""
+    async with asked(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
+        told = "the run goes on" if answer.was_paused else "the run goes on: it was not paused"
+        console.print(told, highlight=False)
+        return 0
+
+
+def _rests(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
+    if snapshot.phase == "paused":
+        told = f"the run is paused after {snapshot.step} steps, of {snapshot.total_steps}"
+        return f"{told}; to go on: paceline resume", 0
+    if (ended := over(snapshot)) is not None:
+        return ended[0], 1
+    return None if snapshot.paused else ("the run is not paused any more", 1)
+
+
+async def stop_run(coordinator: Coordinator, console: Console) -> int:
+    """Prints what the run still does until it has ended: 0, or 1 when it failed meanwhile.
+
+    Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
+    is over. Whoever is cancelled waits no longer; the run ends all the same.
+    """
+    async with asked(coordinator, "StopRun", pb.StopRunRequest()) as (stub, answer):
+        console.print(f"the run ends with {answer.total_steps} steps", highlight=False)
+        left = "the coordinator has left", 0
+        return await wait_until(stub, console, over, left, "the run still ends")

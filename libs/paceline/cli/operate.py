@@ -31,21 +31,21 @@ def status(run: Run = None, address: CoordinatorAddress = None, config: ConfigFi
 
 def stop(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """End a run after the running step, and wait for it; Ctrl-C only ends the wait."""
-    from paceline.cli.stop import stop_run
+    from paceline.cli.choice import stop_run
 
     run_to_exit(stop_run(_coordinator(address, config, run), Console()))
 
 
 def pause(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Pause a run after the steps in progress, and wait for it; agents then get all workers."""
-    from paceline.cli.pause import pause_run
+    from paceline.cli.choice import pause_run
 
     run_to_exit(pause_run(_coordinator(address, config, run), Console()))
 
 
 def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Continue a paused run."""
-    from paceline.cli.pause import resume_run
+    from paceline.cli.choice import resume_run
 
     run_to_exit(resume_run(_coordinator(address, config, run), Console()))
 

@@ -18,8 +18,8 @@ from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig, architecture
 from paceline.speculators.dflash.checkpoint import ARCHITECTURE as DFLASH
 from paceline.speculators.dflash.net import DflashNet
-from paceline.speculators.eagle.checkpoint import ARCHITECTURES as EAGLE
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import ARCHITECTURES as EAGLE
+from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle3.checkpoint import ARCHITECTURE as EAGLE3
 from paceline.speculators.eagle3.net import Eagle3Net
 from paceline.speculators.net import DraftNet

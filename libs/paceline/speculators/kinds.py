@@ -83,8 +83,8 @@ _SGLANG_SHAPES = ("3_1_4", "5_1_6", "3_2_8")
 _KINDS = (
     SpeculatorKind(
         "eagle",
-        "paceline.speculators.eagle.drafter:EagleDrafter",
-        "paceline.speculators.eagle.net:EagleNet",
+        "paceline.speculators.eagle:EagleDrafter",
+        "paceline.speculators.eagle:EagleNet",
         tuple(f"{target}Eagle" for target in ARCHITECTURES),
         shapes=("3_1_4", "5_1_6", "7_1_8"),
         sglang=SGLangSupport(
@@ -97,7 +97,7 @@ _KINDS = (
     ),
     SpeculatorKind(
         "eagle3",
-        "paceline.speculators.eagle3.drafter:Eagle3Drafter",
+        "paceline.speculators.eagle3.net:Eagle3Drafter",
         "paceline.speculators.eagle3.net:Eagle3Net",
         ("LlamaForCausalLMEagle3",),
         shapes=("3_1_4", "5_1_6", "7_1_8"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
+import jinja2
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -258,3 +259,82 @@ def _example(
 def _short(value: object) -> str:
     text = value.decode(errors="replace").strip() if isinstance(value, bytes) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+class ModelText:
+    """Tokenizer and chat template of a model directory. Raises ConfigError where there is none."""
+
+    def __init__(self, directory: Path, eos_token_ids: Sequence[int]) -> None:
+        """`eos_token_ids`: end tokens of the model; a completion's answer ends with the first."""
+        from transformers import AutoTokenizer  # seconds of import, needed for text alone
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"no tokenizer can be loaded from {directory}: {reason}",
+                allowed='records with "input_ids"',
+            ) from error
+        self._eos = tuple(eos_token_ids)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
+        """Every answer counts whose beginning the template renders the same whatever follows, at
+        least the last.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if messages[-1]["role"] != "assistant":
+            whole = self._render(messages, answer=True)
+            answers = []
+        else:
+            whole = self._render(messages)
+
+        parts, done = list[tuple[str, bool]](), 0
+        for i in answers:
+            before, after = self._render(messages[:i], answer=True), self._render(messages[: i + 1])
+            if whole.startswith(after) and after.startswith(before) and len(before) >= done:
+                parts += [
+                    (whole[done : len(before)], False),
+                    (whole[len(before) : len(after)], True),
+                ]
+                done = len(after)
+
+        if answers and not parts:
+            raise InvalidInput(
+                "the chat template does not begin an answer as it ends a prompt", seen=whole[-80:]
+            )
+
+        parts.append((whole[done:], False))
+        return self._join([(self._encode(text), said) for text, said in parts])
+
+    def completion(self, prompt: str, response: str | None) -> Example:
+        """The prompt as the tokenizer begins a text; the answer ends with the model's end token."""
+        begun = self._tokenizer(prompt, add_special_tokens=True)["input_ids"]
+        # Some tokenizers end every text.
+        while len(begun) > 1 and begun[-1] in self._eos:
+            begun = begun[:-1]
+        said = [] if response is None else [*self._encode(response), *self._eos[:1]]
+        return self._join([(begun, False), (said, True)])
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
+        try:
+            plain = [dict(message) for message in messages]
+            return str(
+                self._tokenizer.apply_chat_template(
+                    plain, tokenize=False, add_generation_prompt=answer
+                )
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            raise InvalidInput(f"the chat template refused the messages: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _join(self, parts: Sequence[tuple[list[int], bool]]) -> Example:
+        ids, mask = list[int](), list[bool]()
+        for part, said in parts:
+            ids += part
+            # What a template writes after the end token was never generated.
+            end = next((i + 1 for i, token in enumerate(part) if token in self._eos), len(part))
+            mask += [said and i < end for i in range(len(part))]
+        return Example(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))

@@ -18,14 +18,13 @@ from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
 from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
-from paceline.services.drafter_trainer.offline.data import Example, read_samples
+from paceline.services.drafter_trainer.offline.data import Example, ModelText, read_samples
 from paceline.services.drafter_trainer.offline.generation import (
     answer_prompts,
     answers_file,
     write_answers,
 )
 from paceline.services.drafter_trainer.offline.target import TargetModel
-from paceline.services.drafter_trainer.offline.text import ModelText
 from paceline.services.drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
 from paceline.speculators.loading import trained_net
 from paceline.speculators.net import DraftNet

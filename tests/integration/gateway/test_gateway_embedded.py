@@ -20,7 +20,7 @@ from paceline.models.config import read_config
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engine_settings import engine_settings
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.streams import RedisStream, decode_features, decode_trajectory, run_key
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet

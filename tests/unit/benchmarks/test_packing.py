@@ -15,7 +15,7 @@ from benchmarks.packing import (
     packed_loss,
     padded_loss,
 )
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 
 
 def test_packed_and_padded_samples_have_one_loss_and_one_gradient() -> None:

@@ -1,4 +1,4 @@
-"""What `paceline profile` measures, prints and writes."""
+"""Measurements of a profile against float32."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import Membership
 from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.training.checkpoints import CheckpointWriter
 

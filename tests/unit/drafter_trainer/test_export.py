@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsErr
 from paceline.models.config import read_config
 from paceline.services.drafter_trainer.export import app, export_checkpoint
 from paceline.speculators.dflash.net import DflashNet, DflashOptions
-from paceline.speculators.eagle.net import EagleNet, EagleOptions
+from paceline.speculators.eagle import EagleNet, EagleOptions
 from paceline.speculators.export import Format
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions

@@ -15,8 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, InvalidInput
-from paceline.services.drafter_trainer.offline.data import Example, read_samples
-from paceline.services.drafter_trainer.offline.text import ModelText
+from paceline.services.drafter_trainer.offline.data import Example, ModelText, read_samples
 
 WORDS = ["<bos>", "<eos>", "<u>", "<a>", "add", "one", "two", "three", "four", "five"]
 TEMPLATE = (

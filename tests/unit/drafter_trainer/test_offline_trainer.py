@@ -19,8 +19,7 @@ from paceline.models.config import read_config
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
 from paceline.services.drafter_trainer.offline.rank import train
 from paceline.services.drafter_trainer.offline.trainer import acceptance
-from paceline.speculators.eagle.drafter import EagleDrafter
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleDrafter, EagleNet
 from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.loading import read_drafter
 

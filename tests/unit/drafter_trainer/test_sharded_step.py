@@ -18,7 +18,7 @@ from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
 
 Plan = list[list[tuple[int, int]]]

@@ -38,8 +38,7 @@ from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.sample import sample_from
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.services.drafter_trainer.trainer import DrafterTrainer
-from paceline.speculators.eagle.drafter import EagleDrafter
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleDrafter, EagleNet
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.net import DraftNet

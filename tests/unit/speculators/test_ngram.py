@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.ngram.contexts import CONTEXTS, ContextTable
+from paceline.speculators.ngram.answers import CONTEXTS, ContextTable
 from paceline.speculators.ngram.drafter import NgramSpeculator
 
 

@@ -15,7 +15,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import ModelConfig, architecture, parse_config, read_count
 from paceline.models.inner_layers import dflash_inner_layers
 from paceline.models.loading import layer_shapes
-from paceline.speculators.eagle.checkpoint import layer_config_json
+from paceline.speculators.eagle import layer_config_json
 from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.net import check_fit
 

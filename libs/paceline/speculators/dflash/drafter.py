@@ -29,7 +29,7 @@ from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
 from paceline.speculators.dflash.checkpoint import layer_prefixes
 from paceline.speculators.dflash.net import DflashNet
 from paceline.speculators.draft_tree import Beam, grow_tree
-from paceline.speculators.layer.cached import CachedDrafter
+from paceline.speculators.layer.drafter import CachedDrafter
 from paceline.speculators.net_drafter import logprobs
 
 

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, architecture, parse_config
 from paceline.models.inner_layers import INNER_STATES, eagle3_inner_layers
 from paceline.models.loading import layer_shapes
-from paceline.speculators.eagle.checkpoint import check_one_layer
+from paceline.speculators.eagle import check_one_layer
 from paceline.speculators.kinds import SPECULATORS
 
 KIND = SPECULATORS["eagle3"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,11 +24,12 @@ from torch.nn import functional
 from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
+from paceline.models.decoder import LayerWeights, project
 from paceline.models.inner_layers import INNER_STATES, inner_layers
-from paceline.models.loading import check_tensors
-from paceline.models.products import Linear
+from paceline.models.loading import check_tensors, fuse_layer
+from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec
-from paceline.speculators.eagle.checkpoint import layer_config_json
+from paceline.speculators.eagle import layer_config_json
 from paceline.speculators.eagle3.checkpoint import (
     ARCHITECTURE,
     KIND,
@@ -40,6 +42,7 @@ from paceline.speculators.eagle3.checkpoint import (
     token_maps,
 )
 from paceline.speculators.kinds import SpeculatorKind
+from paceline.speculators.layer.drafter import LayerDrafter
 from paceline.speculators.layer.parts import (
     Attention,
     ChainKeys,
@@ -322,3 +325,76 @@ def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
     full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     full[..., token_ids] = logits
     return full
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3State:
+    """One version of the drafter's weights, fused for inference."""
+
+    layer: LayerWeights
+    """Its input_norm is that of the embedding."""
+    fc: Tensor
+    """[H, 3 H]"""
+    hidden_norm: Tensor
+    """[H]"""
+    norm: Tensor
+    """[H]"""
+    head: Tensor
+    """[Vd, H]"""
+    norm_before_residual: bool
+    token_ids: Tensor | None
+    """int64 [Vd]: tokens of draft ids; None: the draft vocabulary is the target's."""
+
+
+class Eagle3Drafter(LayerDrafter[Eagle3Net]):
+    """The speculator "eagle3"."""
+
+    net = Eagle3Net
+    _state: Eagle3State
+
+    def _fuse(self, net: Eagle3Net) -> None:
+        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+        fc, hidden_norm, norm, head = (
+            tensors[f"{name}.weight"].to(self._device, self._dtype)
+            for name in ("fc", "midlayer.hidden_norm", "norm", "lm_head")
+        )
+        self._state = Eagle3State(
+            layer=fuse_layer(net.config, tensors, "midlayer.", self._dtype, self._device),
+            fc=fc,
+            hidden_norm=hidden_norm,
+            norm=norm,
+            head=head,
+            norm_before_residual=net.options.norm_before_residual,
+            token_ids=None if net.t2d.all() else net.token_ids.to(self._device),
+        )
+
+    def _true_features(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self._state.fc)
+
+    @property
+    def _layer(self) -> LayerWeights:
+        return self._state.layer
+
+    def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        state = self._state
+        assert state.layer.input_norm is not None
+        embedded = self._normed(
+            functional.embedding(tokens, self._target.embed), state.layer.input_norm
+        )
+        normed = self._normed(features, state.hidden_norm)
+        residual = normed if state.norm_before_residual else features
+        inputs = torch.cat((embedded, normed), dim=-1)
+        return residual, project(inputs, state.layer.qkv, state.layer.qkv_bias)
+
+    def _logits(self, features: Tensor) -> Tensor:
+        return linear(self._normed(features, self._state.norm), self._state.head)
+
+    def _token_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self._state.token_ids is None else self._state.token_ids[draft_ids]
+
+    def _over_tokens(self, logits: Tensor) -> Tensor:
+        ids = self._state.token_ids
+        return logits if ids is None else over_tokens(logits, ids, self._config.vocab_size)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)

@@ -5,7 +5,7 @@ Prompt lookup (Saxena 2023), suffix decoding (Oliaro et al. 2024, arXiv 2411.049
 RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts. Contexts are the
 last 16, 8, 4 or 2 tokens in the answers to this prompt, earlier and running ones, and the last 6, 4
 or 2 tokens in all sequences. The longest known context proposes; from four tokens on, the prompt's
-own contexts are first. Both are bounded (contexts.py, answers.py).
+own contexts are first. Both are bounded (answers.py).
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from paceline.errors import MissingCapability
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.ngram.answers import (
-    AnswerStore,
-    KeptAnswers,
-    PromptAnswers,
-    prompt_key,
-)
-from paceline.speculators.ngram.contexts import (
     ANSWER_CONTEXTS,
     ANSWERS_FIRST,
+    AnswerStore,
     ContextTable,
+    KeptAnswers,
+    PromptAnswers,
     answer_prior,
     likeliest,
+    prompt_key,
 )
 
 

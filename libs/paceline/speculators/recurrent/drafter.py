@@ -20,8 +20,7 @@ from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.net_drafter import NetDrafter, logprobs
 from paceline.speculators.recurrent.lstm import LstmNet
 from paceline.speculators.recurrent.mlp import MlpNet
-from paceline.speculators.recurrent.net import RecurrentNet, State
-from paceline.speculators.recurrent.parts import StepWeights
+from paceline.speculators.recurrent.net import RecurrentNet, State, StepWeights
 
 
 class RecurrentDrafter(NetDrafter[RecurrentNet]):

@@ -2,7 +2,7 @@
 (ArcticTraining), methods "sum_lstm" and "sum_rnn".
 
 Names and config.json of the checkpoint are those of Arctic Inference's plug-in for vLLM; see net.py
-for what is not the cell's, widths.py for which widths there are. With a the token's weight ew / sw
+for what is not the cell's, net.py for which widths there are. With a the token's weight ew / sw
 (as in mlp.py, its D the first of inner_dim) and, of sum_lstm, W the first projections for draft 0
 and the second ones for all others, E the token's embedding:
 
@@ -39,9 +39,20 @@ from paceline.models.config import ModelConfig, read_count, read_flag
 from paceline.models.products import Linear, linear
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
-from paceline.speculators.recurrent.net import RecurrentNet, RecurrentOptions, State
-from paceline.speculators.recurrent.parts import BiasedNorm, Layer, StepWeights, biased_norm
-from paceline.speculators.recurrent.widths import Chain, Widths, chain_text, parse_chain, read_chain
+from paceline.speculators.recurrent.net import (
+    BiasedNorm,
+    Chain,
+    Layer,
+    RecurrentNet,
+    RecurrentOptions,
+    State,
+    StepWeights,
+    Widths,
+    biased_norm,
+    chain_text,
+    parse_chain,
+    read_chain,
+)
 
 GATES = ("forget", "input", "output", "cell")
 """In the order in which their sums stand beside each other."""

@@ -21,9 +21,15 @@ from paceline.models.config import ModelConfig, read_count, read_flag
 from paceline.models.products import Linear
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
-from paceline.speculators.recurrent.net import RecurrentNet, RecurrentOptions, State
-from paceline.speculators.recurrent.parts import BiasedNorm, StepWeights, biased_norm
-from paceline.speculators.recurrent.widths import Chain
+from paceline.speculators.recurrent.net import (
+    BiasedNorm,
+    Chain,
+    RecurrentNet,
+    RecurrentOptions,
+    State,
+    StepWeights,
+    biased_norm,
+)
 
 KIND = SPECULATORS["mlp"]
 (ARCHITECTURE,) = KIND.architectures

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field
@@ -25,13 +27,149 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
-from paceline.models.config import ModelConfig, architecture
+from paceline.models.config import MAX_COUNT, ModelConfig, architecture
 from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.net import DraftNet, Objective
 from paceline.speculators.packed import PackedRow
-from paceline.speculators.recurrent.parts import NORM_EPS, NormPair, StepWeights, stacked
-from paceline.speculators.recurrent.widths import Chain
+
+NORM_EPS = 1e-6
+
+
+class NormPair(NamedTuple):
+    """Weight and bias of a norm, [width] or [1]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+class Layer(NamedTuple):
+    """What follows in a stack: norm, GELU, matrix [out, in]."""
+
+    norm: NormPair
+    matrix: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """Weights of one draft; a cell has G gates of width P, which is D unless told otherwise."""
+
+    proj: Tensor
+    """[G P, H] for the first draft, [G P, D] for others."""
+    embeds: tuple[Tensor, ...]
+    """[V, P] for each gate, or one for all."""
+    norms: tuple[NormPair, ...]
+    """Of the cell."""
+    head: Tensor
+    """[V, D]"""
+    embed_stack: tuple[Layer, ...] = ()
+    """Behind the embedding."""
+    proj_stack: tuple[Layer, ...] = ()
+    """Behind proj."""
+    inner: tuple[Tensor, ...] = ()
+    """The cell's matrices between its norms."""
+
+
+class BiasedNorm(nn.Module):
+    """Weight and bias of `biased_norm`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+
+def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is
+    subtracted.
+
+    A single weight goes to all of x, a single x to every weight: repeated, its mean is the same.
+    """
+    if x.shape[-1] != len(weight):
+        width = max(x.shape[-1], len(weight))
+        x, weight = x.expand(-1, width), weight.expand(width)
+    return functional.rms_norm(x, weight.shape, weight, NORM_EPS) + bias
+
+
+def stacked(x: Tensor, layers: Iterable[Layer]) -> Tensor:
+    """What a stack makes of x [N, width]."""
+    for norm, matrix in layers:
+        x = linear(functional.gelu(biased_norm(x, *norm)), matrix)
+    return x
+
+
+Chain = tuple[int, ...]
+"""Widths of a stack, from its first to its last."""
+
+
+def parse_chain(given: object) -> Chain:
+    """Widths of a number or of a text "4096.2048". Raises ValueError."""
+    parts = str(given).split(".") if type(given) in (int, str) else [""]
+    chain = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in parts)
+    if not all(1 <= width <= MAX_COUNT for width in chain):
+        raise ValueError('a width or a chain of them: "4096" or "4096.2048", each at least 1')
+    return chain
+
+
+def read_chain(raw: Mapping[str, Any], key: str) -> str:
+    """A chain of a config.json, as text. Raises InvalidInput naming the key."""
+    try:
+        return chain_text(parse_chain(raw.get(key)))
+    except ValueError as error:
+        raise InvalidInput(
+            f"{key} is no width", seen=raw.get(key, "(none)"), allowed=str(error)
+        ) from error
+
+
+def chain_text(chain: Chain) -> str:
+    """What `parse_chain` reads."""
+    return ".".join(map(str, chain))
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """The three chains of a drafter."""
+
+    inner: Chain
+    """Of the state: the first is what a gate or a draft sums up to, the last what the head reads.
+    """
+    proj: Chain
+    """Of what the state is projected to."""
+    emb: Chain
+    """Of embeddings: tables have the first."""
+
+    def check(self, method: str) -> None:
+        """Raises InvalidInput naming the first two widths that do not fit."""
+        for (name, width), (other, into), single in _meetings(self, method):
+            if width != into and not (single and width == 1):
+                raise InvalidInput(
+                    f"{name} does not fit {other} in an LSTM drafter of {method}",
+                    seen=width,
+                    allowed=f"{into} or 1" if single else into,
+                )
+
+
+Named = tuple[str, int]
+
+
+def _meetings(widths: Widths, method: str) -> Iterator[tuple[Named, Named, bool]]:
+    """What meets what, and whether a single number would do for the first."""
+    summed, state = ("inner_dim[0]", widths.inner[0]), ("inner_dim[-1]", widths.inner[-1])
+    if method == "sum_lstm":
+        # No stacks there: what stands behind a first width is not read. The embedding is repeated
+        # for the gates, whose sums lie beside each other: a single number would not be one a gate.
+        proj = ("proj_dim[0]", widths.proj[0])
+        yield ("emb_dim[0]", widths.emb[0]), proj, False
+        yield proj, state, True
+        yield summed, state, True
+        return
+    for key, chain in (("emb_dim", widths.emb), ("proj_dim", widths.proj)):
+        for place, (before, behind) in enumerate(pairwise(chain)):
+            yield (f"{key}[{place + 1}]", behind), (f"{key}[{place}]", before), True
+    proj = ("proj_dim[-1]", widths.proj[-1])
+    yield ("emb_dim[-1]", widths.emb[-1]), proj, True
+    yield proj, summed, True
+
 
 State = tuple[Tensor, ...]
 """What one draft leaves to the next, [N, D] each: first what the head reads."""

@@ -28,7 +28,7 @@ from paceline.services.drafter_trainer.gate.evaluate import (
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 
 STEPS = 4

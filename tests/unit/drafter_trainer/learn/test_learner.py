@@ -16,7 +16,7 @@ from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 from paceline.training.offload import bring_back, lay_aside
 from paceline.training.shards import tensors_of

@@ -23,7 +23,7 @@ from unit.drafter_trainer.samples import (
 
 from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.services.drafter_trainer.rows.sample import Branches, FeatureSample, sample_from
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.speculators.loading import trained_net
 from paceline.speculators.packed import PackedRow
 from paceline.streams import decode_features, encode_features

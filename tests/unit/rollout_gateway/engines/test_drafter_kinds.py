@@ -28,7 +28,7 @@ from paceline.services.rollout_gateway.engines.nouns import (
     RowLayout,
 )
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.loading import net_of
 from paceline.speculators.shift import FILE, AcceptanceShift

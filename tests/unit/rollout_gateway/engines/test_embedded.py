@@ -25,7 +25,7 @@ from paceline.services.rollout_gateway.engines.nouns import (
     RowLayout,
 )
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 
 FAMILIES = ("llama", "qwen2", "qwen3")

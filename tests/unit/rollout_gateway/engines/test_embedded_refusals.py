@@ -23,7 +23,7 @@ from paceline.services.rollout_gateway.engines.embedded.build import build_embed
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 
 Tensors = dict[str, Tensor]
 LAYERS, COUNT = "1 to 4096", "1 to 2147483647"

@@ -23,7 +23,7 @@ from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")

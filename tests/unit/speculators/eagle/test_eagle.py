@@ -16,8 +16,7 @@ from paceline.errors import InvalidInput, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.eagle.drafter import EagleDrafter
-from paceline.speculators.eagle.net import EagleNet, EagleOptions, chain_features
+from paceline.speculators.eagle import EagleDrafter, EagleNet, EagleOptions, chain_features
 
 TOKENS = 30
 

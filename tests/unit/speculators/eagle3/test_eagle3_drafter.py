@@ -18,8 +18,7 @@ from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.eagle3.drafter import Eagle3Drafter
-from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
+from paceline.speculators.eagle3.net import Eagle3Drafter, Eagle3Net, Eagle3Options
 from paceline.speculators.kinds import find_kind
 from paceline.speculators.loading import build_drafter
 
