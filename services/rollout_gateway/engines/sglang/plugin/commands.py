@@ -230,7 +230,7 @@ class SchedulerEngine:
             )
 
     def _mark(self, *, stale: bool) -> None:
-        """Mark requests past their prefill: do they keep keys and values of an earlier policy?"""
+        """Mark whether requests past their prefill keep keys and values of an earlier policy."""
         waiting = {req.rid for req in self._plugin.scheduler.waiting_queue}
         for rid, tracked in self._plugin.requests.items():
             tracked.sequence.stale = stale and rid not in waiting

@@ -33,7 +33,7 @@ class PrefixLookups:
                 self.seconds += time.perf_counter() - began
 
         cache.match_prefix = timed
-        keep = getattr(cache, _KEEPS, None)  # None from 0.5.23 on, where it looks up nothing
+        keep = getattr(cache, _KEEPS, None)  # None from SGLang 0.5.23 on: no lookups to exclude
         if keep is None:
             return
 

@@ -284,7 +284,7 @@ class Plugin:
     # ---- between two rounds
 
     def between_rounds(self, sockets: list[Any]) -> list[bytes]:
-        """On rank 0, send rows and chunks and receive commands; sleep when nothing is left to do."""
+        """On rank 0, send rows and chunks and receive commands; sleep while there is no work."""
         assert self.peer is not None
         now = time.perf_counter()
         if self._busy_since is not None:

@@ -112,8 +112,7 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
         _open(modules, own)
         try:
             _load(model, part)
-        # too late to reject the version: earlier layers are new already
-        except WeightsError as error:
+        except WeightsError as error:  # too late to reject: earlier layers are new
             raise RuntimeError(str(error)) from error
         for name, loaded in own.items():
             _round(name, modules[name], serving[name])

@@ -249,8 +249,8 @@ def verify_hook(
 def as_sglang(tokens: Tensor, accepted: Accepted, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """The results in SGLang's form.
 
-    predict int32 [B * N]; number of accepted tokens, bonus token included, int32 [B]; global nodes
-    of the path int32 [B, D], -1 after its end.
+    Returns predict int32 [B * N] and the number of accepted tokens, bonus token included, int32
+    [B]. The third result is the global nodes of the path int32 [B, D], -1 after its end.
     """
     offsets = torch.arange(len(accepted.path), device=tokens.device)[:, None] * nodes
     index = torch.where(accepted.path >= 0, accepted.path + offsets, -1)
