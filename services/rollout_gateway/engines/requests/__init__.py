@@ -1,1 +1,1 @@
-"""What every engine needs of a request: admission, draws, penalties, grammars."""
+"""Per-request parts that every engine shares: admission, draws, penalties, grammars."""

@@ -1,4 +1,4 @@
-"""Admits requests to an engine that runs a model, and fixes where each of them ends."""
+"""Admits requests to an engine that runs a model, and determines where each request ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.services.rollout_gateway.engines.sampling import (
 
 
 def check_capabilities(engine: str, capabilities: Collection[Capability], request: Request) -> None:
-    """Raises MissingCapability for a request that asks for what the engine has not declared."""
+    """Raises MissingCapability for a request that needs an undeclared capability of the engine."""
     asked = {
         Capability.CAPTURE: request.capture,
         Capability.PENALTIES: request.sampling.adjusted,
@@ -45,7 +45,7 @@ class Admission:
         tokenizer: Path,
         max_sequence_tokens: int,
     ) -> None:
-        """tokenizer: a tokenizer.json, which stop strings need."""
+        """tokenizer: path of a tokenizer.json, which stop strings need."""
         self.max_sequence_tokens = max_sequence_tokens
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
@@ -54,13 +54,13 @@ class Admission:
 
     @classmethod
     def of_model(cls, config: ModelConfig, model_dir: Path, max_sequence_tokens: int) -> Admission:
-        """To a model; no sequence is longer than its context."""
+        """Admission for a model; no sequence is longer than the model's context."""
         longest = min(max_sequence_tokens, config.max_position_embeddings)
         tokenizer = model_dir / "tokenizer.json"
         return cls(config.vocab_size, config.eos_token_ids, tokenizer, longest)
 
     def sequence(self, request: Request) -> RunningSequence:
-        """A sequence that waits. Raises InvalidInput naming the value that cannot work."""
+        """A sequence that waits for a slot. Raises InvalidInput naming the rejected value."""
         prompt, sampling, said = request.prompt, request.sampling, request.response
         check_prompt(prompt, self._vocab_size, self.max_sequence_tokens)
         check_sampling(sampling, self._vocab_size)
@@ -88,7 +88,7 @@ class Admission:
         )
 
     def _check_room(self, sampling: Sampling, limit: int, stops: frozenset[int]) -> None:
-        """Raises InvalidInput for a response that would have to end before it may."""
+        """Raises InvalidInput for a response that must end before min_tokens allows it."""
         if not sampling.min_tokens:
             return
         if sampling.min_tokens > limit:

@@ -1,4 +1,4 @@
-"""Measures how fast the device multiplies matrices: what tokens per second are divided by."""
+"""Measures the device's speed of matrix products, by which tokens per second are divided."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ PRODUCTS = 3
 
 @lru_cache
 def square_product_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """10^12 operations per second of C = A B with square matrices, 2 n^3 operations each; once per
-    process.
+    """10^12 operations per second of C = A B with square matrices, at 2 n^3 operations each.
 
-    It is the measured peak of such a product with the threads that torch has, not the vendor's
-    number, and on a shared machine it is what the others leave. n doubles until a product takes 2
-    ms or n is the largest of its kind of device; the median of 3 products of that size counts. Some
-    50 ms on a CPU, since a size is at most 8 times as much work as the one before.
+    Measured once per process. It is the measured peak with torch's threads, not the vendor's
+    number, and on a shared machine only the free share. n doubles until a product takes 2 ms or n
+    is the largest for its kind of device. The result is the median of 3 products of that size. It
+    takes some 50 ms on a CPU, since a size is at most 8 times as much work as the size before.
     """
     largest = LARGEST_SIZE.get(device.type, FIRST_SIZE)
     size = FIRST_SIZE
@@ -46,6 +45,6 @@ def _median_s(size: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done what was asked of it."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -20,7 +20,10 @@ class DrawTable:
     def params(
         self, key: Hashable, sampling: Sequence[Sampling], device: torch.device
     ) -> DrawParams:
-        """One row for each; key: differs when they do."""
+        """Parameters with one row per element of `sampling`.
+
+        key: must change whenever `sampling` changes.
+        """
         if self._params is None or key != self._key:
             self._key = key
             self._params = DrawParams.of(

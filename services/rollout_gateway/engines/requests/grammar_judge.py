@@ -1,9 +1,9 @@
-"""Builds every new grammar in a process beside the engine first: one that takes too long is killed
-with it.
+"""Builds every new grammar first in a separate process, which is killed when the build takes too
+long.
 
-Some schemas of a few bytes cost hours to build (a large multipleOf, many patterns in an allOf),
-whatever limits are set, and what builds them cannot be interrupted. What is judged fine costs the
-engine the same time once more and no longer.
+Some schemas of a few bytes take hours to build, whatever limits are set: a large multipleOf, or
+many patterns in an allOf. The builder cannot be interrupted. For an accepted grammar, the engine
+repeats the build in the same time and no longer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from paceline.services.rollout_gateway.engines.requests.json_schema import (
 )
 
 BUILD_DEADLINE_S = 2.0
-"""A grammar that takes longer is refused; the deadline is patient."""
+"""Deadline for building a grammar, in seconds; a slower grammar is rejected. The deadline is
+patient.
+"""
 START_DEADLINE_S = 60.0
-"""Until the process has read the tokenizer."""
+"""Deadline for the process to read the tokenizer, in seconds."""
 MAX_ADDRESS_BYTES = 8 << 30
-"""Address space of the process: a grammar that outgrows it ends the process and is refused."""
+"""Address space of the process. A grammar that outgrows it ends the process and is rejected."""
 
 
 class GrammarJudge:
-    """Starts its process at the first grammar, and another after one was killed."""
+    """Starts its process at the first grammar, and a new process after a kill."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._arguments = [str(tokenizer), str(vocab_size), json.dumps(list(eos_token_ids))]
@@ -42,7 +44,9 @@ class GrammarJudge:
         self._finalizer: weakref.finalize[..., GrammarJudge] | None = None
 
     def judge(self, grammar: str) -> None:
-        """Raises GrammarFault for a grammar that cannot be built, or not in time."""
+        """Raises GrammarFault for a grammar that cannot be built within the deadline and address
+        space.
+        """
         process = self._process or self._start()
         assert process.stdin is not None
         deadline_s = patient(BUILD_DEADLINE_S)
@@ -90,7 +94,7 @@ class GrammarJudge:
 
     @staticmethod
     def _answer(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
-        """What is wrong, empty for nothing; None when the process is gone or too late."""
+        """The fault of a grammar, empty for none; None when the process has ended or is late."""
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], deadline_s)
         line = process.stdout.readline() if readable else b""  # lines are written whole
@@ -103,8 +107,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Process entry: tokenizer.json, vocabulary and end tokens; grammars in, what is wrong with
-    each out.
+    """Process entry: reads grammars from stdin and writes the fault of each grammar to stdout.
+
+    Arguments: tokenizer.json, vocabulary size, end tokens.
     """
     path, vocab_size, eos_token_ids = sys.argv[1:]
     die_with_parent()

@@ -1,6 +1,7 @@
-"""Hands llguidance the bytes of a model's tokens, as the tokenizer's own decoder spells them.
+"""Gives llguidance the bytes of a model's tokens, as the tokenizer's own decoder spells them.
 
-Imports no torch, and llguidance, which comes with the engine, only where tokens are loaded.
+Imports no torch. llguidance is part of the engine's installation, and is imported only where tokens
+are loaded.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _BY_PLACE = {"WordPiece", "BPEDecoder"}
-"""Decoders that put spaces between words by their place: no grammar of characters follows them."""
+"""Decoders that place spaces between words by position. No grammar of characters can follow them.
+"""
 
 
 class GrammarTokens:
-    """The tokens of a tokenizer.json as a grammar sees them."""
+    """The tokens of a tokenizer.json in the form that a grammar needs."""
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Reads the file, in about a second for 100 000 tokens.
 
-        Raises InvalidInput naming a decoder whose tokens are no bytes.
+        Raises InvalidInput naming a decoder that does not map tokens to bytes.
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -61,8 +63,8 @@ class GrammarTokens:
         kept[lost] = False
         kept[list(eos_token_ids)] = True
         self.kept_at_front: npt.NDArray[np.uint8] = np.packbits(kept, bitorder="little")
-        """[ceil(V / 8)] tokens that lose no bytes, mostly a space, where they begin a response; a
-        bit each, the lowest first.
+        """[ceil(V / 8)] bitmask, lowest bit first: tokens that keep all bytes at the start of a
+        response. Other tokens lose bytes there, mostly a space.
         """
         self.special_token_ids = sorted({*self._special.values(), *eos_token_ids})
         self.eos_token_id = eos_token_ids[0]
@@ -72,15 +74,17 @@ class GrammarTokens:
             eos_token=list(eos_token_ids),
             slices=LLTokenizer.json_slices(),
         )
-        """The tokens for a matcher; `__call__` is how it finds tokens for a text."""
+        """The tokens for a matcher; llguidance calls `__call__` to tokenize a text."""
 
     def special(self, text: str) -> int | None:
-        """The special token of that name, if there is one."""
+        """The special token with this name, or None."""
         return self._special.get(text)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that the tokenizer takes for a UTF-8 text in the middle of another. Where it
-        changes the text, or takes a token that is no text, those are the longest tokens that fit.
+        """Tokens of a UTF-8 text in the middle of another text, as the tokenizer splits it.
+
+        Where the tokenizer changes the text, or uses special tokens, the longest tokens that fit
+        are returned.
         """
         try:
             ids: list[int] = self._within.encode(text.decode(), add_special_tokens=False).ids
@@ -94,7 +98,9 @@ class GrammarTokens:
 
 
 def _checked_decoder(tokenizer: Tokenizer, path: Path) -> tuple[str, ...]:
-    """Stages of a decoder whose text is that of its tokens' bytes. Raises InvalidInput."""
+    """Stages of a decoder that only joins its tokens' bytes. Raises InvalidInput for another
+    decoder.
+    """
     kinds = TokenSpelling(tokenizer).kinds
     if not kinds or _BY_PLACE & set(kinds):
         raise InvalidInput(

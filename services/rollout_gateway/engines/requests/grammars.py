@@ -1,16 +1,17 @@
-"""Grammars of the requests that run: which tokens may follow, at the end of a response and at every
-draft node.
+"""Masks the logits of running requests by their grammars, at the end of a response and at draft
+nodes.
 
-Owns one matcher per request that is structured and the masks on the logits; not what may be asked
-and how its grammar is made (structures.py, json_schema.py), not the draw, no engine's block of
-nodes. Masked logits take the place of the model's for everything after: penalties, masks by
-probability, the draw, and the log-probs that are reported, which are hence those of the masked
-distribution at the request's temperature.
+Masked logits replace the model's logits in all later steps: penalties, masks by probability, the
+draw, and the reported log-probs. The log-probs are therefore of the masked distribution at the
+request's temperature.
 
-The mask at a node depends on the response and on the drafts on the path to it, so it is the one
-that decoding without drafts would apply there: drafts are verified as always and change no token. A
-draft that the grammar refuses has probability 0. Where the grammar leaves one text only, its token
-is the one that the tokenizer itself takes for it.
+The mask at a node depends on the response and on the drafts on the path to it. It equals the mask
+of decoding without drafts, so verification is unchanged and drafts change no token. A draft that
+the grammar rejects has probability 0. Where the grammar leaves only one text, its token is the
+tokenizer's own token for it.
+
+This module owns one matcher per structured request. structures.py and json_schema.py define the
+grammars. Draws and an engine's layout of nodes are elsewhere.
 """
 
 from __future__ import annotations
@@ -48,43 +49,41 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 KEPT_GRAMMARS = 16
-"""Demands whose grammar is kept as built, those used last: the samples of a group make the same
-one.
-"""
+"""Number of most recently used grammars kept as built. The samples of a group share a grammar."""
 
 FAULT_S = 60.0
-"""Seconds for which a grammar that could not be built is not tried again: each try may hold the
-engine up for BUILD_DEADLINE_S.
+"""Seconds before a grammar that could not be built is tried again. Each try may delay the engine by
+BUILD_DEADLINE_S.
 """
 
 Allowed = npt.NDArray[np.uint8]
-"""[ceil(V / 8)] tokens that may follow, a bit each, the lowest first."""
+"""[ceil(V / 8)] bitmask of tokens that may follow, lowest bit first."""
 
 
 @dataclass(slots=True)
 class _Followed:
-    """Where one response stands in its grammar."""
+    """Progress of one response in its grammar."""
 
     matcher: LLMatcher
-    confirmed: int  # response tokens of the sequence when it was last looked at
-    ahead: list[int]  # what the matcher has taken beyond them
-    allowed: Allowed  # after all of it
+    confirmed: int  # response tokens of the sequence at the last call
+    ahead: list[int]  # tokens that the matcher has taken beyond `confirmed`
+    allowed: Allowed  # after all tokens taken
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMasks:
-    """What may follow at the nodes of one row that an allowed path leads to."""
+    """Masks of the nodes of one row that an allowed path reaches."""
 
     found: dict[int, Allowed]  # by node, the root among them
-    whole: bool  # False: a fault kept drafts from being masked; they are not to be followed
+    whole: bool  # False: a fault left drafts unmasked; they must not be followed
 
     def lost(self, width: int) -> list[int]:
-        """Of so many nodes the drafts that are not to be followed."""
+        """The drafts among `width` nodes that must not be followed."""
         return [] if self.whole else [node for node in range(1, width) if node not in self.found]
 
 
 class GrammarMasks:
-    """Follows the responses that are structured; the others cost nothing."""
+    """Follows structured responses; other responses cost nothing."""
 
     def __init__(self, config: ModelConfig, model_dir: Path) -> None:
         self._vocab = config.vocab_size
@@ -93,17 +92,17 @@ class GrammarMasks:
         self._tokens: GrammarTokens | None = None
         self._judge: GrammarJudge | None = None
         self._built: OrderedDict[Structure, LLMatcher] = OrderedDict()
-        # until when, what is wrong
+        # end of the block, error message
         self._faults: dict[Structure, tuple[float, str]] = {}
         self._followed: dict[RunningSequence, _Followed] = {}
 
     @property
     def possible(self) -> bool:
-        """Whether this engine can follow a grammar at all."""
+        """Whether this engine can follow grammars."""
         return bool(self._eos) and self._path.is_file() and find_spec("llguidance") is not None
 
     def check(self, sampling: Sampling) -> None:
-        """Raises InvalidInput naming the field; builds what following it will need."""
+        """Builds the grammar of a request in advance. Raises InvalidInput naming the field."""
         structure = structure_of(sampling)
         if structure is None:
             return
@@ -113,10 +112,10 @@ class GrammarMasks:
             raise structure.refused(fault) from fault
 
     def follow(self, sequence: RunningSequence, ahead: Sequence[int] = ()) -> None:
-        """Take what a structured response has said since, and `ahead`, drawn behind it and not in
-        it yet.
+        """Take the new tokens of a structured response, and `ahead`: drawn tokens that it does not
+        hold yet.
 
-        Raises GrammarFault when it cannot go on; `error_of` words it.
+        Raises GrammarFault when the response cannot continue; `error_of` gives the request's error.
         """
         followed = self._followed.get(sequence)
         if followed is None:
@@ -139,29 +138,31 @@ class GrammarMasks:
 
     @staticmethod
     def error_of(sequence: RunningSequence, fault: GrammarFault) -> str:
-        """Why a request ends that cannot go on; the reason is what was asked."""
+        """Error of a request that cannot continue. Its reason is InvalidInput's: the demand is at
+        fault.
+        """
         structure = structure_of(sequence.request.sampling)
         assert structure is not None
         return f"{InvalidInput.reason}: {structure.field} cannot be followed on: {fault}"
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
-        """Forget sequences that have ended; unknown ones are ignored."""
+        """Forget sequences that have ended; unknown sequences are ignored."""
         for sequence in ended:
             self._followed.pop(sequence, None)
 
     def close(self) -> None:
-        """End what was started to judge grammars."""
+        """End the process that judges grammars."""
         if self._judge is not None:
             self._judge.close()
 
     def __len__(self) -> int:
-        """Sequences that are followed."""
+        """Number of sequences with a matcher."""
         return len(self._followed)
 
     # ---- matchers
 
     def _matcher(self, structure: Structure) -> LLMatcher:
-        """A matcher of its own at the beginning. Raises InvalidInput or GrammarFault."""
+        """A new matcher at the beginning. Raises InvalidInput or GrammarFault."""
         built = self._built.get(structure)
         if built is None:
             built = self._built[structure] = self._build(structure)
@@ -182,8 +183,9 @@ class GrammarMasks:
         return build_matcher(self._tokens.guide, grammar)
 
     def _agreed(self, structure: Structure, grammar: str) -> str:
-        """What is wrong with a grammar, empty for nothing. An engine of several ranks has them
-        agree: the judgement depends on the time it takes.
+        """The fault of a grammar, empty for none.
+
+        An engine of several ranks makes its ranks agree, because the verdict depends on build time.
         """
         return self._judged(structure, grammar)
 
@@ -203,12 +205,12 @@ class GrammarMasks:
         return ""
 
     def _allowed(self, matcher: LLMatcher, begins: Structure | None = None) -> Allowed:
-        """The tokens that may follow. Raises GrammarFault, also when no token may.
+        """The tokens that may follow. Raises GrammarFault, also when no token may follow.
 
-        begins: set at the beginning of a response, where some tokens have another text.
+        begins: given at the beginning of a response, where some tokens have another text.
         """
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        if matcher.is_error():  # its mask would then allow the end token alone
+        if matcher.is_error():  # in this state its mask would allow the end token alone
             raise GrammarFault(matcher.get_error())
         allowed = bits[: -(-self._vocab // 8)].copy()
         if self._vocab % 8:
@@ -225,10 +227,10 @@ class GrammarMasks:
     def node_masks(
         self, sequence: RunningSequence, tokens: Sequence[int], parents: Sequence[int]
     ) -> NodeMasks:
-        """Masks of the nodes under where `follow` has left a response.
+        """Masks of the nodes below the position where `follow` left a response.
 
-        tokens, parents [Q]: of the row's nodes, parents first, the root its own parent; a token of
-        -1 is no node.
+        tokens, parents [Q]: the row's nodes, parents first, the root its own parent. Token -1 marks
+        the absence of a node.
         """
         followed = self._followed[sequence]
         children: dict[int, list[int]] = {}
@@ -239,8 +241,8 @@ class GrammarMasks:
         try:
             self._descend(followed.matcher, tokens, children, 0, masks)
         except GrammarFault:
-            # A broken matcher stays so: `follow` takes another, and meets the fault again if the
-            # draft is drawn.
+            # A broken matcher cannot be repaired. `follow` makes another matcher, and raises the
+            # fault again if the draft is drawn.
             del self._followed[sequence]
             return NodeMasks(masks, whole=False)
 
@@ -254,9 +256,7 @@ class GrammarMasks:
         node: int,
         masks: dict[int, Allowed],
     ) -> None:
-        """Masks of what hangs under a node at which the matcher stands, and stands again
-        afterwards.
-        """
+        """Add the masks below a node. The matcher is at this node before and after the call."""
         for child in children.get(node, ()):
             token = tokens[child]
             # nothing is drawn after an end
@@ -275,8 +275,9 @@ def _holds(allowed: Allowed, token: int) -> bool:
 
 
 def _move(matcher: LLMatcher, before: Sequence[int], now: Sequence[int]) -> bool:
-    """Have a matcher that stands behind `before` stand behind `now` instead; whether that is
-    elsewhere. Draws that a request has lost are drawn anew, and may then be others.
+    """Move a matcher from the tokens `before` to the tokens `now`; returns whether it moved.
+
+    Draws that a request has lost are drawn again, and may then differ.
     """
     alike = next(
         (index for index, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]),
@@ -289,9 +290,10 @@ def _move(matcher: LLMatcher, before: Sequence[int], now: Sequence[int]) -> bool
 
 
 def forbid_(logits: Tensor, index: Tensor, masks: Sequence[Allowed]) -> None:
-    """Set to -inf in the rows `index` int64 [n] of logits [N, V] what none of their masks allows.
+    """Set disallowed tokens to -inf in the rows `index` int64 [n] of logits [N, V], in place.
 
-    The bits travel to the device, an eighth of a byte a token.
+    masks: one for each row of `index`. They are copied to the device as bits, an eighth of a byte a
+    token.
     """
     bits = torch.from_numpy(np.stack(masks)).to(logits.device)
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)

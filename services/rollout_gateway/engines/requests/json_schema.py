@@ -1,7 +1,7 @@
-"""Turns the text of a JSON schema into llguidance's grammar and matcher, or refuses it.
+"""Converts the text of a JSON schema to llguidance's grammar and matcher, or rejects it.
 
-Imports no torch, and llguidance, which comes with the engine, only where a grammar is built:
-`check_json_schema` is the gateway's too.
+The gateway uses `check_json_schema` too, so this module imports no torch. It imports llguidance,
+which is part of the engine's installation, only where a grammar is built.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_SCHEMA_BYTES = 64 * 1024
-"""UTF-8 bytes of a schema at most."""
+"""Largest schema, in UTF-8 bytes."""
 MAX_SPACE = 20
-"""White space at most at a time: enough for a line break and its indentation, and no model goes on
-with it for ever.
+"""Longest run of white space. It suffices for a line break and indentation, and stops a model that
+would repeat white space for ever.
 """
 FORM: JsonCompileOptions = {
     "item_separator": ",",
@@ -27,13 +27,14 @@ FORM: JsonCompileOptions = {
     "whitespace_flexible": True,
     "whitespace_pattern": rf"[ \t\r\n]{{1,{MAX_SPACE}}}",
 }
-"""What keeps the text JSON; it overrides a schema's own "x-guidance"."""
+"""Options that keep the text JSON; they override a schema's own "x-guidance"."""
 _SAID_AT_MOST = 200
 
 
 class GrammarFault(Exception):
-    """A grammar cannot be built or followed on: it is wrong, a limit is reached, or no token may
-    follow.
+    """A grammar that cannot be built or followed further.
+
+    It is wrong, a limit is reached, or no token may follow.
     """
 
     def __init__(self, said: str) -> None:
@@ -48,9 +49,10 @@ def refused(why: object, schema: str) -> InvalidInput:
 
 
 def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
-    """The schema, parsed.
+    """The parsed schema.
 
-    Raises InvalidInput naming response_format; which schemas work only their grammar tells.
+    Raises InvalidInput naming response_format. Only building its grammar reveals whether a schema
+    works.
     """
     if ignore_eos:
         raise InvalidInput(
@@ -78,7 +80,7 @@ def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
 
 
 def grammar_of(schema: str, parsed: dict[str, Any]) -> str:
-    """llguidance's grammar of a checked schema, not yet built; {} is any JSON object.
+    """llguidance's grammar of a checked schema, not yet built; {} allows any JSON object.
 
     Raises InvalidInput.
     """
@@ -93,10 +95,10 @@ def grammar_of(schema: str, parsed: dict[str, Any]) -> str:
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning, its first mask computed. Raises GrammarFault.
+    """A matcher at the beginning, with its first mask computed. Raises GrammarFault.
 
-    The limits hold a step to tens of milliseconds and a matcher to tens of megabytes. They do not
-    hold its building.
+    The limits keep a step to tens of milliseconds and a matcher to tens of megabytes. They do not
+    limit the time of building it.
     """
     from llguidance import LLMatcher, LLParserLimits
 

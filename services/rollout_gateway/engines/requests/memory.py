@@ -1,6 +1,4 @@
-"""Which parts of its memory an engine has given back, and the rule that nothing runs until it has
-them again.
-"""
+"""Tracks the memory that an engine has released; no request runs until its return."""
 
 from __future__ import annotations
 
@@ -12,15 +10,15 @@ from paceline.services.rollout_gateway.engines.nouns import MemoryTag
 
 
 class MemoryPart(NamedTuple):
-    """How one part goes and comes back."""
+    """Functions that release and restore one part."""
 
     release: Callable[[], int]
-    """Frees it; returns bytes."""
+    """Frees the part; returns the bytes freed."""
     resume: Callable[[], None]
 
 
 class EngineMemory:
-    """The parts of one engine; tags of parts that it does not have are 0 bytes."""
+    """The parts of one engine; tags of absent parts count 0 bytes."""
 
     def __init__(self, parts: Mapping[MemoryTag, MemoryPart]) -> None:
         self._parts = parts

@@ -1,8 +1,7 @@
-"""Penalties, logit bias and forbidden tokens of the requests that run: what each has said so far,
-counted as it grows.
+"""Applies penalties, logit bias and token restrictions to the logits of running requests.
 
-The counts are kept by sequence, so that they survive slots that move and caches that are rebuilt.
-The formulas and the counts at draft nodes are paceline.models.penalties'.
+Token counts are kept by sequence and updated as it grows. They survive slots that move and caches
+that are rebuilt. paceline.models.penalties defines the formulas and the counts at draft nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from paceline.services.rollout_gateway.engines.requests.sequence import RunningS
 
 @dataclass(slots=True)
 class _Said:
-    """Tokens of one sequence."""
+    """Token counts of one sequence."""
 
     prompt_holds: Tensor  # bool [V]
     counts: Tensor  # int32 [V], of the first `counted` response tokens
@@ -38,13 +37,13 @@ class _Said:
         return cls(holds, torch.zeros(vocab, dtype=torch.int32, device=device))
 
     def grow(self, tokens: Sequence[int]) -> None:
-        """Count the response's tokens that are new."""
+        """Count the new tokens of the response."""
         _count_(self.counts, tokens[self.counted :])
         self.counted = len(tokens)
 
 
 class Penalties:
-    """Adjusts the logits of the rows that ask for it; the others cost nothing."""
+    """Adjusts the logits of rows that need it; other rows cost nothing."""
 
     def __init__(self) -> None:
         self._said: dict[RunningSequence, _Said] = {}
@@ -58,12 +57,12 @@ class Penalties:
         *,
         ahead: Mapping[int, Sequence[int]] | None = None,
     ) -> Tensor | None:
-        """Logits to draw from, float32 [B, Q, V]; None when no row asks. The given ones stay as
-        they are.
+        """Logits to draw from, float32 [B, Q, V]; None when no row needs adjustment. `logits` is
+        unchanged.
 
-        rows [B]: whose response is `tokens` (None: nothing is asked); logits [B, Q, V]; token_ids
-        int64 [B, Q] and parents: the draft nodes, see node_counts. ahead: row -> response tokens
-        drawn after `tokens`, not taken yet.
+        rows [B]: the sequence of each row, None for a row without a sequence; logits [B, Q, V].
+        token_ids int64 [B, Q] and parents: the draft nodes, see node_counts. ahead: row -> response
+        tokens that are drawn and not yet in its sequence.
         """
         asking = {
             row: one
@@ -98,12 +97,12 @@ class Penalties:
         return adjusted
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
-        """Forget sequences that will not be adjusted again; unknown ones are ignored."""
+        """Forget sequences that will not be adjusted again; unknown sequences are ignored."""
         for sequence in ended:
             self._said.pop(sequence, None)
 
     def __len__(self) -> int:
-        """Sequences that counts are held of."""
+        """Number of sequences with counts."""
         return len(self._said)
 
     def _grown(self, sequence: RunningSequence, logits: Tensor) -> _Said:
@@ -116,7 +115,7 @@ class Penalties:
 
 
 def _count_(counts: Tensor, tokens: Sequence[int]) -> None:
-    """Add one for each of the tokens to counts [V]."""
+    """Add one for each token to counts [V], in place."""
     if tokens:
         ids = torch.tensor(tokens, dtype=torch.int64, device=counts.device)
         counts.index_put_((ids,), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)
@@ -133,7 +132,7 @@ def _params(sequences: Iterable[RunningSequence], device: torch.device) -> Penal
 
 
 def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
-    """Add the bias of one request to its logits [Q, V]."""
+    """Add the bias of one request to its logits [Q, V], in place."""
     if bias:
         token_ids = torch.tensor([token for token, _ in bias], device=logits.device)
         values = torch.tensor(
@@ -143,8 +142,9 @@ def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
 
 
 def _forbid_(logits: Tensor, sequence: RunningSequence, indices: Tensor) -> None:
-    """Set what may not be drawn to -inf in logits [Q, V]; indices int64 [Q]: of the response's
-    tokens that are drawn from them.
+    """Set forbidden tokens to -inf in logits [Q, V], in place.
+
+    indices int64 [Q]: index in the response of the token drawn from each row.
     """
     asked, device = sequence.request.sampling, logits.device
     if asked.allowed_token_ids:

@@ -1,6 +1,6 @@
-"""Log-probs of a prompt's own tokens, from the states that its prefill computes.
+"""Computes log-probs of a prompt's own tokens from the states of its prefill.
 
-They are those of log_softmax(logits / temperature), as of every token that is drawn.
+They are log_softmax(logits / temperature), as for every drawn token.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from paceline.services.rollout_gateway.engines.nouns import PromptScore
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 SCORED_ROWS = 128
-"""Rows of logits at a time: of a long prompt they would be larger than the model."""
+"""Rows of logits computed at a time. All rows of a long prompt would be larger than the model."""
 
 
 def score_prompt(
     head: Callable[[Tensor], Tensor], sequence: RunningSequence, first: int, hidden: Tensor
 ) -> None:
-    """Adds the scores of the tokens behind those at `first` and on, whose states are hidden [n, W].
+    """Add the scores of the tokens after the positions from `first` on, which have states hidden
+    [n, W].
 
-    head: states to logits. Scores that are there already of these tokens give way. The last known
-    token of a response that goes on is no prompt's and is left out.
+    head: maps states to logits. Existing scores of the same tokens are replaced. The last token of
+    a continued response is not in the prompt and gets no score.
     """
     scores, asked = sequence.prompt_scores, sequence.request.sampling
     assert scores is not None
@@ -39,7 +40,7 @@ def score_prompt(
 
 
 def _scores(logits: Tensor, tokens: Tensor, temperature: float, count: int) -> list[PromptScore]:
-    """Of tokens int64 [n] under logits [n, V], with `count` alternatives each."""
+    """Scores of tokens int64 [n] under logits [n, V], with `count` alternatives each."""
     temperatures = torch.full((len(tokens),), temperature, device=logits.device)
     logprobs = behavior_logprobs(logits, temperatures)
     chosen = logprobs.gather(1, tokens[:, None])

@@ -1,4 +1,4 @@
-"""Follows one request inside the engine: what it said, where it stands, when it ends."""
+"""Follows one request inside the engine: its tokens, its progress and its end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
 
 
 class DrawnBy(NamedTuple):
-    """What drew a token."""
+    """Origin of a token: the policy version, arm and number format of its draw."""
 
     policy_version: int
     arm: str
     number_format: str
-    reused: bool = False  # this and the next as of DrawSpan
+    reused: bool = False  # `reused` and `stale` as in DrawSpan
     stale: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class RunningSequence:
-    """A request that has a slot or waits for one."""
+    """A request that has a slot or waits for a slot."""
 
     request: Request
     stop_ids: frozenset[int]
@@ -34,24 +34,25 @@ class RunningSequence:
     stop_text: StopText | None = None
     enqueued_s: float = field(default_factory=time.perf_counter)
     stages: Stages = field(default_factory=Stages)
-    length: int = 0  # known tokens: prompt and response
-    # tokens whose keys, values and state are in the slot; decoding needs length - 1
+    length: int = 0  # tokens of prompt and response
+    # tokens with keys, values and state in the slot; decoding needs length - 1
     cached: int = 0
-    captured: int = 0  # of these, tokens whose hidden rows have left
+    captured: int = 0  # cached tokens with hidden rows that have left
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    accepted_drafts: list[bool] = field(default_factory=list)  # of each token, whether it was one
-    # first response token of what drew it and those behind, up to the next
+    # for each token, whether it was a draft
+    accepted_drafts: list[bool] = field(default_factory=list)
+    # first response token of each origin; it covers the tokens up to the next
     origins: list[tuple[int, DrawnBy]] = field(default_factory=list)
-    copied: int = 0  # prompt tokens whose cache came from another sequence
-    stale: bool = False  # some of what is cached was computed under an earlier policy
+    copied: int = 0  # prompt tokens with a cache copied from another sequence
+    stale: bool = False  # part of the cache was computed under an earlier policy
     told: int = 0  # response tokens already reported
-    # of the prompt's tokens from the second on, where they are asked for; None once they are told
+    # scores of the prompt's tokens from the second on, if requested; None once reported
     prompt_scores: list[PromptScore] | None = field(default_factory=list)
     smallest_gap: float = float("inf")
     finish: Finish | None = None
-    error: str = ""  # why, when it ends by a fault of its own
+    error: str = ""  # reason, when the request ends by a fault of its own
     matched_stop: str = ""
     first_token_s: float = 0.0
     rounds: int = 0
@@ -63,12 +64,12 @@ class RunningSequence:
     trained_round_tokens: int = 0
     proposed_at: list[int] = field(default_factory=list)  # see SpeculationStats
     accepted_at: list[int] = field(default_factory=list)
-    arm_rounds: Counter[str] = field(default_factory=Counter)  # drafted ones
-    arm_tokens: Counter[str] = field(default_factory=Counter)  # of them
+    arm_rounds: Counter[str] = field(default_factory=Counter)  # drafted rounds only
+    arm_tokens: Counter[str] = field(default_factory=Counter)  # tokens of the drafted rounds
 
     @property
     def lacking(self) -> int:
-        """Tokens to prefill before it can decode."""
+        """Tokens to prefill before the sequence can decode."""
         return self.length - 1 - self.cached
 
     def take(
@@ -81,9 +82,11 @@ class RunningSequence:
         *,
         begins: bool = True,
     ) -> int:
-        """Append a round's tokens up to the first end condition; returns how many were taken.
+        """Append a round's tokens up to the first end condition; returns the number of tokens
+        taken.
 
-        The first `accepted` of them were drafts. begins: they are the first ones of their round.
+        The first `accepted` tokens were drafts. begins: the tokens are the first tokens of their
+        round.
         """
         if not self.tokens:
             self.first_token_s = time.perf_counter() - self.enqueued_s
@@ -124,10 +127,10 @@ class RunningSequence:
         *,
         trained: bool = False,
     ) -> None:
-        """Statistics of an arm's round with `drafted` proposals on `depth` levels; None: a chain,
-        one on each.
+        """Count an arm's round with `drafted` proposals on `depth` levels.
 
-        trained: they come from a speculator whose weights are swapped.
+        depth None: a chain with one proposal per level. trained: the proposals are from a
+        speculator with weights that are swapped.
         """
         self.rounds += 1
         self.drafted += drafted
@@ -150,14 +153,14 @@ class RunningSequence:
             self.accepted_at[position] += position < accepted
 
     def retract(self) -> None:
-        """Forget what was cached: everything is prefilled again."""
+        """Forget the cache: everything is prefilled again."""
         self.cached = self.captured = self.copied = 0
         self.stale = False
         if self.prompt_scores is not None:
             self.prompt_scores.clear()
 
     def chunk(self) -> Chunk:
-        """News since the last chunk."""
+        """Results since the last chunk."""
         told, self.told = self.told, len(self.tokens)
         ended, drawn = self.finish is not None, self._drawn(told)
         scores = self._new_scores()
@@ -184,17 +187,17 @@ class RunningSequence:
         )
 
     def end_scored(self) -> None:
-        """A request that generates nothing ends when its prompt is cached."""
+        """End a request that generates nothing; call it once the prompt is cached."""
         if self.token_limit == 0:
             self.finish = Finish.LENGTH
 
     @property
     def scoring(self) -> bool:
-        """Whether log-probs of the prompt have yet to be computed or told."""
+        """Whether log-probs of the prompt have yet to be computed or reported."""
         return self.request.sampling.scored and self.prompt_scores is not None
 
     def _new_scores(self) -> tuple[PromptScore, ...]:
-        """The prompt's, once they are whole."""
+        """The prompt's scores, once they are complete."""
         scores = self.prompt_scores
         if scores is None or len(scores) < len(self.request.prompt) - 1:
             return ()
@@ -202,7 +205,7 @@ class RunningSequence:
         return tuple(scores) if self.request.sampling.scored else ()
 
     def _drawn(self, told: int) -> list[tuple[tuple[int, int], DrawnBy]]:
-        """(start, end) of the tokens from `told` on, and what drew them."""
+        """(start, end) of the tokens from this index on, and their origin."""
         bounds = [*(start for start, _ in self.origins), len(self.tokens)]
         return [
             ((max(start, told), end), origin)

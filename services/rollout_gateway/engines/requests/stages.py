@@ -1,7 +1,7 @@
 """Times the stages of one request inside an engine: its wait, its prompt, its rounds by arm.
 
-One entry a stage, however many rounds it had: what leaves the engine is bounded. Times are those of
-the machine's clock, which the gateway shares.
+Each stage has one entry, however many rounds it had, so the engine's report is bounded. Times are
+from the machine's clock, which the gateway shares.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from paceline.services.rollout_gateway.engines.nouns import StageTime
 
 QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"
 DECODE_STAGES = 12
-"""Pairs of arm and policy version that are told apart; rounds of further ones are added to the last
-one.
+"""Pairs of arm and policy version with an entry of their own. Rounds of further pairs are added to
+the last entry.
 """
 
 
@@ -28,21 +28,23 @@ class Stages:
         self._rounds: dict[tuple[str, int], list[int]] = {}  # start, end, busy, rounds, tokens
 
     def admitted(self) -> None:
-        """It has got a slot; the first time counts."""
+        """The request has got a slot; only the first call counts."""
         self._admitted = self._admitted or self._clock()
 
     def cached(self) -> None:
-        """Its prompt is cached and rounds begin; the first time counts.
+        """The prompt is cached and rounds begin; only the first call counts.
 
-        An engine that draws the first token with the prompt never says so.
+        An engine that draws the first token with the prompt never calls this method.
         """
         if not self._cached:
             self._cached = self._last = self._clock()
 
     def round(self, arm: str, policy_version: int, tokens: int, *, begins: bool = True) -> None:
-        """It took tokens of a round that ends now. begins: they are the round's first ones."""
+        """The request took tokens of a round that ends now. begins: they are the round's first
+        tokens.
+        """
         now = self._clock()
-        if not self._cached:  # the prompt's own forward gave them
+        if not self._cached:  # the prompt's own forward gave the tokens
             self._cached = self._last = now
         key = (arm, policy_version)
         if key not in self._rounds and len(self._rounds) >= DECODE_STAGES:
@@ -55,9 +57,9 @@ class Stages:
         self._last = now
 
     def times(self, prompt_tokens: int) -> tuple[StageTime, ...]:
-        """All stages so far, in the order of their begin.
+        """All stages so far, ordered by their start.
 
-        prompt_tokens: that were computed for it, not copied.
+        prompt_tokens: prompt tokens that were computed for the request, not copied.
         """
         found = []
         if self._admitted:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 BYTES_PER_CHARACTER = 4
 WINDOW_SLACK = 8
 _MARK = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-"""Spelling of an added token that marks something; other added tokens are words or white space."""
+"""Pattern of an added token that is a mark; other added tokens are words or white space."""
 
 
 class TokenNames:
@@ -26,13 +26,14 @@ class TokenNames:
         }
 
     def among(self, token_ids: Iterable[int]) -> frozenset[str]:
-        """Names of these tokens."""
+        """Names of the given tokens."""
         return frozenset(self._texts[one] for one in token_ids if one in self._texts)
 
 
 def find_stop(text: str, stop: str, names: Collection[str], start: int = 0) -> int:
-    """Index of the first `stop` from `start` on that neither begins nor ends inside a name; -1 for
-    none.
+    """Index of the first `stop` from `start` on that neither begins nor ends inside a name.
+
+    -1 for none.
     """
     at = text.find(stop, start)
     spans = name_spans(text, names) if at >= 0 else []
@@ -42,7 +43,7 @@ def find_stop(text: str, stop: str, names: Collection[str], start: int = 0) -> i
 
 
 def name_spans(text: str, names: Collection[str]) -> list[tuple[int, int]]:
-    """(start, end) of the names that stand in a text."""
+    """(start, end) of the names in a text."""
     if not names:
         return []
     longest_first = sorted(names, key=len, reverse=True)
@@ -50,7 +51,7 @@ def name_spans(text: str, names: Collection[str]) -> list[tuple[int, int]]:
 
 
 def is_inside(at: int, spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether an index lies behind the first character of a span and before its end."""
+    """Whether an index is behind the first character of a span and before its end."""
     return any(start < at < end for start, end in spans)
 
 
@@ -61,13 +62,14 @@ class StopText:
         self._tokenizer = tokenizer
         self._stops = stops
         self._names = names
-        # A token holds at least one byte, so this many tokens hold every stop string that ends in
-        # the last one.
+        # A token holds at least one byte. This number of tokens therefore holds every stop string
+        # that ends in the last token.
         self._window = max(len(stop) for stop in stops) * BYTES_PER_CHARACTER + WINDOW_SLACK
 
     def match(self, tokens: list[int], least: int = 0) -> str:
-        """The stop string that the text of the tokens contains near its end; empty when none, and
-        before there are `least` tokens: one that an earlier token ends counts for nothing.
+        """The stop string near the end of the tokens' text; empty when there is none.
+
+        least: minimum number of tokens; stop strings that end in earlier tokens do not count.
         """
         if len(tokens) < least:
             return ""

@@ -1,9 +1,9 @@
-"""What a response has to be: JSON of a schema, a match of a regular expression, one of some texts,
-a sentence of a grammar, or calls of tools. Checks which, and turns it into llguidance's grammar.
+"""Checks the demand on the form of a response, and converts it to llguidance's grammar.
 
-Imports no torch, and llguidance, which comes with the engine, only where a grammar is made: the
-gateway refuses by the same check. How a grammar is built, and in which bounds, is json_schema.py's
-and grammar_judge.py's.
+The demand is JSON of a schema, a regular expression, a choice of texts, a grammar, or tool calls.
+The gateway rejects requests by the same check, so this module imports no torch. It imports
+llguidance, which is part of the engine's installation, only where a grammar is made. json_schema.py
+and grammar_judge.py build grammars within limits.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ FIELDS = {
     "grammar": "structured_outputs.grammar",
     "tool_grammar": "tools",
 }
-"""Parameters of Sampling that say what a response has to be, as callers spell them."""
+"""Parameters of Sampling that constrain the form of a response, with their names in the API."""
 MAX_CHOICES = 4096
-"""Texts to choose from at most."""
+"""Most texts of a choice."""
 MAX_TOOL_GRAMMAR_BYTES = 512 * 1024
-"""UTF-8 bytes of the grammar of all tools at most."""
+"""Largest grammar of all tools, in UTF-8 bytes."""
 _GBNF = "::="
-"""Sign of a grammar in the notation of llama.cpp, which vLLM's examples use."""
+"""Sign of a grammar in llama.cpp's notation, which vLLM's examples use."""
 _SEEN = 80
 
 
 class Structure(NamedTuple):
-    """The one demand on a response. Hashable: what is built from it is kept by it."""
+    """The one demand on a response. It is hashable, and the built grammar is cached under it."""
 
     kind: str  # a key of FIELDS
-    text: str  # what was asked for; of a choice its texts as a JSON array
+    text: str  # the demand's text; a choice has its texts as a JSON array
     after: str = ""  # text up to which the response is free
 
     @property
     def field(self) -> str:
-        """As callers spell it."""
+        """The demand's name in the API."""
         return FIELDS[self.kind]
 
     @property
     def begins_free(self) -> bool:
-        """Whether free text may stand first, of which every character may be missing."""
+        """Whether the response may start with free text, where a lost character does no harm."""
         return bool(self.after) or self.kind == "tool_grammar"
 
     def refused(self, why: object) -> InvalidInput:
@@ -65,15 +65,15 @@ class Structure(NamedTuple):
 
 
 def beyond_json(sampling: Sampling) -> bool:
-    """Whether anything but a JSON schema is to be followed."""
+    """Whether a demand other than a JSON schema applies."""
     return sampling.structured and not sampling.json_schema
 
 
 def structure_of(sampling: Sampling) -> Structure | None:
-    """What the response has to be; None when it is free.
+    """The demand on the form of the response; None when the response is free.
 
-    Raises InvalidInput naming the field, also for two demands at once. Which of them work only
-    their grammar tells.
+    Raises InvalidInput naming the field, also for two demands at once. Only building its grammar
+    reveals whether a demand works.
     """
     asked = [name for name in FIELDS if getattr(sampling, name)]
     if not asked:
@@ -97,7 +97,7 @@ def structure_of(sampling: Sampling) -> Structure | None:
 def structure_grammar(structure: Structure, after_token: int | None = None) -> str:
     """llguidance's grammar, not yet built. Raises InvalidInput naming the field.
 
-    after_token: the one that stands for the whole of `after`, if there is one.
+    after_token: the token that represents the whole of `after`, if the vocabulary has it.
     """
     grammar = _demanded(structure)
     return _behind(structure.after, after_token, grammar) if structure.after else grammar
@@ -122,7 +122,7 @@ def _demanded(structure: Structure) -> str:
 
 
 def _behind(after: str, token: int | None, grammar: str) -> str:
-    """The grammar behind free text, its end and a little white space."""
+    """The grammar after free text, the end of that text and a little white space."""
     inner = (
         json.loads(grammar)["grammars"]
         if grammar.lstrip().startswith("{")

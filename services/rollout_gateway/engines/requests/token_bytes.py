@@ -1,8 +1,7 @@
 """Spells single tokens in bytes, as their tokenizer's decoder does in the middle of a text.
 
-Imports no torch. Half a character has no text, so a decoder's text does not hold its bytes: the
-stages of the decoder are followed here one by one, and `token_bytes` compares the result with the
-decoder itself.
+A decoder's text cannot represent half a character, so this module applies the decoder's stages
+itself. `token_bytes` compares the result with the decoder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from paceline.errors import InvalidInput
 
 Spelled = str | bytes
-"""A token between two stages: bytes once a stage has turned it into some."""
+"""A token between two stages: bytes after a stage has converted it, text before."""
 _Stage = Callable[[Spelled], Spelled]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CLEANED = {
@@ -33,12 +32,13 @@ _CLEANED = {
     " 've": "'ve",
     " 're": "'re",
 }
-"""Texts that a WordPiece decoder puts right, in its order."""
+"""Corrections of a WordPiece decoder, in its order."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte by its character in GPT-2's alphabet: printable ones are themselves, the others in their
-    order follow from 256 on.
+    """Byte for each character of GPT-2's alphabet.
+
+    Printable bytes map to themselves; the remaining bytes follow in order from 256 on.
     """
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(itself)]
@@ -55,7 +55,7 @@ class TokenSpelling:
     """Spells the tokens of one tokenizer one at a time."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises InvalidInput naming a decoder that cannot be followed."""
+        """Raises InvalidInput naming a decoder stage that is not supported."""
         self._tokenizer = tokenizer
         stages = decoder_stages(tokenizer)
         kinds = [str(stage.get("type")) for stage in stages]
@@ -67,8 +67,9 @@ class TokenSpelling:
         ] or [_spaced]
 
     def __call__(self, token_id: int) -> bytes:
-        """Bytes of a token in the middle of a text; of a special token its name's, of an id without
-        a token none.
+        """Bytes of a token in the middle of a text.
+
+        A special token gives the bytes of its name; an id without a token gives no bytes.
         """
         spelled: Spelled | None = self._tokenizer.id_to_token(token_id)
         if spelled is None:
@@ -79,9 +80,9 @@ class TokenSpelling:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """[V] bytes of every token id in the middle of a text; of special tokens those of their names.
+    """[V] bytes of every token id in the middle of a text; a special token gives its name.
 
-    Raises InvalidInput naming the decoder where the tokenizer's own decoder has another text.
+    Raises InvalidInput naming the decoder where the tokenizer's own decoder gives another text.
     """
     spelling = TokenSpelling(tokenizer)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -103,8 +104,10 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def lost_at_front(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> list[int]:
-    """Tokens whose text at the beginning of a text is not `spelled`, their bytes in the middle of
-    one, [V]: many decoders leave out the first space.
+    """Tokens with another text at the beginning of a text than `spelled` [V], their bytes in the
+    middle.
+
+    Many decoders omit the first space.
     """
     plain = _plain_token(tokenizer, spelled)
     texts = _texts(tokenizer, [[token, plain] for token in range(len(spelled))])
@@ -124,7 +127,7 @@ def decoder_stages(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def decoder_name(kinds: Sequence[str]) -> str:
-    """A decoder as errors name it."""
+    """A decoder's name in error messages."""
     return " + ".join(kinds) or "null"
 
 
@@ -140,8 +143,10 @@ def _texts(tokenizer: Tokenizer, ids: list[list[int]]) -> list[str]:
 
 
 def _plain_token(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> int:
-    """The shortest token of ASCII letters or digits, else of ASCII characters, to put around
-    others. No byte token: a decoder reads those beside each other as one character.
+    """The shortest token of ASCII letters or digits, else of ASCII characters, to put around a
+    token.
+
+    Byte tokens are excluded, because a decoder joins neighbouring byte tokens into one character.
     """
     ascii_only = [
         token
@@ -158,7 +163,10 @@ def _plain_token(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> int:
 
 
 def _stage(settings: dict[str, Any], *, fused: bool) -> _Stage:
-    """fused: the stage gets the whole text at once. Raises InvalidInput for an unknown stage."""
+    """The function of a decoder stage. Raises InvalidInput for an unknown stage.
+
+    fused: the stage gets the whole text at once.
+    """
     match settings.get("type"):
         case "ByteLevel":
             return _byte_level
@@ -170,7 +178,7 @@ def _stage(settings: dict[str, Any], *, fused: bool) -> _Stage:
             return _of_text(lambda token: token.replace(settings["replacement"], " "))
         case "Replace":
             return _replacing(settings["pattern"], settings["content"])
-        case "Strip":  # of the whole text only its ends
+        case "Strip":  # after Fuse, it strips only the ends of the whole text
             return _same if fused else _of_text(lambda token: _stripped(token, settings))
         case "WordPiece":
             return _of_text(lambda token: _word_piece(token, settings))
@@ -194,7 +202,7 @@ def _same(token: Spelled) -> Spelled:
 
 
 def _spaced(token: Spelled) -> Spelled:
-    """A tokenizer without a decoder puts a space between tokens."""
+    """Spelling without a decoder: the tokenizer puts a space between tokens."""
     assert isinstance(token, str)
     return " " + token
 

@@ -1,4 +1,4 @@
-"""Makes the tokenizer of a model directory twice: for whole texts, and for the middle of a text."""
+"""Loads the tokenizer of a model directory in two forms: for whole texts and for text fragments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.models.reading import TextFiles
 
 
 def read_tokenizers(files: TextFiles) -> tuple[Tokenizer, Tokenizer]:
-    """The tokenizer of a directory, and a twin for the middle of a text: without the space that
-    some tokenizers put before a first word. Both are one object where nothing differs.
+    """The tokenizer of a directory, and a twin for text in the middle of another text.
 
-    Raises ConfigError for a directory without a tokenizer.
+    The twin omits the space that some tokenizers put before a first word. Both are one object where
+    nothing differs. Raises ConfigError for a directory without a tokenizer.
     """
     whole, spelled = files.tokenizer(), files.spelled
     stages = ("normalizer", "pre_tokenizer")

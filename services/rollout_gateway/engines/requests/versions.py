@@ -1,4 +1,4 @@
-"""Follows the versions of one engine: those prepared beside the serving set, and the commit."""
+"""Tracks the versions of one engine: the serving set, prepared versions, and the commit."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from paceline.errors import WeightsError
 from paceline.trajectory import Target, VersionSet
 
 PREPARED_AT_MOST = 2
-"""Versions of one target that wait for their commit; preparing more forgets the oldest."""
+"""Most versions of one target that may wait for their commit; preparing more drops the oldest."""
 S = TypeVar("S")
 Part = tuple[int, str]
-"""A version, and the profile that a policy is rounded to."""
+"""A version, and the profile that its policy is rounded to."""
 
 
 class PreparedVersions(Generic[S]):
-    """The serving set, and what was read of versions that may follow."""
+    """The serving set, and the prepared states of versions that may follow."""
 
     def __init__(self, profile: str = "") -> None:
-        """`profile`: that the engine's first policy is rounded to."""
+        """`profile`: number format that the engine's first policy is rounded to."""
         self.serving = VersionSet(profile=profile)
         self._prepared: dict[Target, dict[Part, S]] = {target: {} for target in Target}
 
     def put(self, target: Target, version: int, state: S, profile: str = "") -> None:
-        """A version has been read and checked, a policy under a profile."""
+        """Keep the state of a version that has been read and checked, a policy under a profile."""
         prepared = self._prepared[target]
         prepared[version, profile] = state
         while len(prepared) > PREPARED_AT_MOST:
             prepared.pop(next(iter(prepared)))
 
     def forget(self, target: Target, version: int) -> None:
-        """Drop a prepared version, if there is one, under whatever profile."""
+        """Drop a prepared version, if present, under every profile."""
         prepared = self._prepared[target]
         for part in [part for part in prepared if part[0] == version]:
             del prepared[part]
 
     def changes(self, versions: VersionSet) -> dict[Target, S]:
-        """What a commit would change.
+        """States that a commit of this set would change, by target.
 
-        Raises WeightsError when a part is not prepared or the set is older than the serving one.
+        Raises WeightsError when a part is not prepared or the set is older than the serving set.
         """
         if versions.seq < self.serving.seq:
             raise WeightsError(
@@ -63,7 +63,7 @@ class PreparedVersions(Generic[S]):
         return found
 
     def serve(self, versions: VersionSet) -> None:
-        """The set serves from now on; its parts wait no longer."""
+        """Make the set the serving set; its parts are no longer kept as prepared."""
         self.serving = versions
         for target in Target:
             self.forget(target, getattr(versions, target))

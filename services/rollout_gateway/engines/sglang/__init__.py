@@ -1,4 +1,4 @@
-"""SGLang as an engine: the stock package as a child, our plugin in its scheduler.
+"""SGLang as an engine: the stock package runs as a child process, with a plugin in its scheduler.
 
-The only folder that knows SGLang.
+Only this folder depends on SGLang.
 """

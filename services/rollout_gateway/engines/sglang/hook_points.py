@@ -1,7 +1,7 @@
-"""Where the plugin takes hold of SGLang: the functions it hooks, with their parameters by release.
+"""Lists the SGLang functions that the plugin hooks, with their parameters in each release.
 
-The one table of what another release can break. A release that is not in RELEASES is refused by
-name. Imports neither torch nor SGLang.
+Another release of SGLang can break only entries of this table. Releases outside RELEASES are
+rejected by name. This module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 RELEASES = ("0.5.21", "0.5.23")
-"""SGLang releases over which tests/sglang pass. The first is installed unless another is named."""
+"""SGLang releases that pass tests/sglang. Setup installs the first release unless another is named.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HookPoint:
-    """A function of SGLang, and the one of ours that goes before, after or around it."""
+    """An SGLang function, and the plugin function that runs before, after or around it."""
 
     target: str
     """Dotted path below sglang.srt."""
@@ -24,17 +25,17 @@ class HookPoint:
     hook: str
     """Module and function below plugin/."""
     parameters: str = ""
-    """Names of its parameters; a star before those that are given by name alone."""
+    """Parameter names of the SGLang function; a star precedes its keyword-only parameters."""
     moved: Mapping[str, str] = field(default_factory=dict)
-    """The parameters in releases where they are others."""
+    """Parameter names by release, for releases in which they differ from `parameters`."""
 
     @property
     def path(self) -> str:
-        """As SGLang's registry names it."""
+        """Full dotted path, as SGLang's hook registry names it."""
         return f"sglang.srt.{self.target}"
 
     def parameters_in(self, release: str) -> str:
-        """Names of its parameters in a release."""
+        """Parameter names in a release of SGLang."""
         return self.moved.get(release, self.parameters)
 
 
@@ -179,4 +180,4 @@ HOOK_POINTS = (
         "self, req, batch, result, i, logits_output",
     ),
 )
-"""In the order of a round: commands in, forward and draws, rows, arms, results out."""
+"""All hooks in the order of a round: commands, forward and draws, hidden rows, arms, results."""

@@ -1,8 +1,8 @@
 """Launches SGLang as an engine: `python -m paceline.services.rollout_gateway.engines.sglang.host`.
 
-Builds SGLang's arguments and environment, starts SGLang and waits until SGLang has ended. It
-serves nothing itself: the gateway's peer is our plugin in SGLang's rank-0 scheduler (plugin/). It
-leaves with its children, whatever ends it.
+Builds SGLang's arguments and environment, starts SGLang and waits until it ends. This process
+serves no requests: the gateway's peer is the plugin in SGLang's rank-0 scheduler (plugin/). Host
+and children end together, whatever the cause.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ from paceline.services.rollout_gateway.engines.worker.spec import (
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 
 CPU_KERNELS = Path(paceline.__file__).resolve().parents[2] / "tests/sglang/cpu_kernels"
-"""SGLang's kernels in plain torch, for machines without a GPU; part of a checkout alone."""
+"""SGLang's kernels in plain torch for machines without a GPU. Only a checkout contains them."""
 CONTEXT_MARGIN = 8
 """Positions SGLang keeps free beyond the longest request."""
 KV_MARGIN = 64
-"""KV slots of a request beyond its tokens: what drafts reserve."""
+"""KV slots that a request needs beyond its tokens, for drafts."""
 
 
 def check_installed() -> str:
-    """The version of SGLang. Raises ConfigError when it is absent or of another one."""
+    """SGLang's version.
+
+    Raises ConfigError when SGLang is absent or its release is not in RELEASES.
+    """
     try:
         found = version("sglang")
     except PackageNotFoundError:
@@ -66,10 +69,13 @@ def check_installed() -> str:
 
 
 def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
-    """Variables for SGLang and its children. Raises ConfigError without kernels for a CPU."""
+    """Environment variables for SGLang and its children.
+
+    Raises ConfigError when there is no GPU and the CPU kernels are missing.
+    """
     values = {
         "SGLANG_PLUGINS": "paceline",
-        # else a policy that computes no finite number draws as if all were well, also for a canary
+        # by default SGLang hides NaN logits: a broken policy would still draw, even in a canary
         "SGLANG_SANITIZE_NAN_LOGITS": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -86,7 +92,7 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
         path = [str(CPU_KERNELS), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         values |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            # compiling SGLang's top-k choice takes seconds, in rounds the bandit sees
+            # compiling SGLang's top-k selection takes seconds, in rounds that the bandit measures
             "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": os.pathsep.join(path),
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
@@ -131,7 +137,7 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
 
 
 def quantization(spec: SGLangSpec) -> dict[str, Any]:
-    """How SGLang rounds the policy; what drafts is not rounded."""
+    """Arguments that quantize the policy; the drafter is not quantized."""
     if not spec.profile:
         return {}
     return {
@@ -141,8 +147,9 @@ def quantization(spec: SGLangSpec) -> dict[str, Any]:
 
 
 def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
-    """What runs without a GPU: one attention backend for everything, named each time SGLang
-    asks.
+    """Arguments for a machine without a GPU.
+
+    One attention backend serves every role, so each of SGLang's backend arguments names it.
     """
     backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     return {
@@ -154,15 +161,17 @@ def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
 
 
 def drafts_reserved(spec: SGLangSpec) -> int:
-    """Positions behind a request's tokens that SGLang takes for the drafts of two rounds. Its table
-    of slots has rows for less, and what is written past one lands in the next request's.
+    """Positions behind a request's tokens that SGLang reserves for the drafts of two rounds.
+
+    SGLang sizes the rows of its slot table for fewer positions. A write past the end of a row would
+    reach the next request's row.
     """
     shape = ArmChooser(spec.arm_names, spec.bandit, spec.seed).maximum
     return 2 * max(shape.steps * shape.topk, shape.draft_tokens)
 
 
 def speculation(spec: SGLangSpec) -> dict[str, Any]:
-    """The launch shape that covers all arms; nothing when only `off` is served."""
+    """Launch arguments with one shape that covers all arms; empty when only `off` is served."""
     arms = ArmChooser(spec.arm_names, spec.bandit, spec.seed)
     if len(arms.arms) == 1:
         return {}
@@ -181,12 +190,11 @@ def speculation(spec: SGLangSpec) -> dict[str, Any]:
 
 
 def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
-    """The spec with a drafter directory that SGLang can load, written to `folder` where the given
-    one is not enough.
+    """The spec with a drafter directory that SGLang can load.
 
-    A kind's name becomes a fresh one from the seed, the same as in the embedded engine. A
-    checkpoint without an fc.bias gets zeros where SGLang's module has one, because it would keep
-    random values.
+    A speculator's name becomes a new drafter initialized from the seed, as in the embedded engine.
+    A checkpoint without `fc.bias` gets zeros where SGLang's module has this bias, because the
+    module would keep random values. A new or changed drafter is written to `folder`.
     """
     kind = spec.speculator
     if kind not in SGLANG or not SPECULATORS[kind].trained:
@@ -214,7 +222,7 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
 def launch(worker: WorkerSpec, folder: Path) -> None:
     """Start SGLang and return when its schedulers have ended.
 
-    Raises ConfigError for what cannot be served.
+    Raises ConfigError for settings or a model that cannot be served.
     """
     check_installed()
     spec = SGLangSpec.model_validate(worker.engine)
@@ -226,13 +234,13 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     complete = complete_drafter(spec, folder)
     if complete != spec:
-        # The plugin compares new drafters with the one SGLang was started from.
+        # The plugin compares new drafters with the drafter that SGLang loads at its start.
         settings = complete.model_dump(mode="json")
         worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
 
     values = arguments(complete, worker_index=worker.place, cuda=cuda)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
-    tempfile.tempdir = str(socket_directory())  # SGLang names the sockets of its parts there
+    tempfile.tempdir = str(socket_directory())  # SGLang creates its sockets there
     from paceline.services.rollout_gateway.engines.sglang.schedulers import SchedulersAlone
 
     engine = SchedulersAlone(**values)
@@ -244,9 +252,9 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
 
 
 def rendezvous(folder: Path, nccl_port: int) -> dict[str, str]:
-    """Variables by which SGLang's schedulers meet at a file of this user and listen on loopback.
+    """Variables that make SGLang's schedulers meet at a file of this user and listen on loopback.
 
-    Address and port only tell the shared memory of its CPU kernels from that of other engines.
+    Address and port only separate the shared memory of its CPU kernels from other engines' memory.
     """
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/store",
@@ -257,15 +265,17 @@ def rendezvous(folder: Path, nccl_port: int) -> dict[str, str]:
 
 
 def shared_memory() -> list[Path]:
-    """Files of /dev/shm that this process and its children have mapped: SGLang's own, which a kill
-    would leave. By number, since maps know a semaphore by the name that it had first.
+    """Files of /dev/shm that this process and its children have mapped.
+
+    SGLang creates these files, and a kill would leave them. They are matched by inode number,
+    because /proc maps list a semaphore under the first name it had.
     """
     folder = Path("/dev/shm")  # noqa: S108
     device = folder.stat().st_dev
     shown = f"{os.major(device):02x}:{os.minor(device):02x}"
     mapped: set[int] = set()
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             fields = (line.split(maxsplit=5) for line in lines)
             mapped |= {int(inode) for _, _, _, place, inode, *_ in fields if place == shown}
@@ -291,11 +301,10 @@ def main() -> int:
 
 
 def restarted(spec: SGLangSpec) -> bool:
-    """True in a process whose interpreter was started with SGLang's environment; else starts it so
-    in place.
+    """True when this interpreter started with SGLang's environment; otherwise replaces the process.
 
-    PYTHONPATH and thread counts are read when an interpreter or torch starts, so setting them here
-    would be too late.
+    The interpreter and torch read PYTHONPATH and thread counts at their start. Setting them in a
+    running process would be too late.
     """
     if os.environ.get("SGLANG_PLUGINS") == "paceline":
         return True
@@ -308,20 +317,19 @@ def restarted(spec: SGLangSpec) -> bool:
 
 
 def tie_to_parent() -> None:
-    """In a process that SGLang has spawned: it dies with the one that has spawned it, and at once
-    when that is dead.
+    """Ends this process, which SGLang has spawned, together with its parent.
 
-    SGLang itself does so only after its imports. A host that was killed until then has left
-    processes that never end.
+    Exits at once when the parent is already dead. SGLang itself ties its processes only after its
+    imports. A host killed before that moment would leave processes that never ended.
     """
     parent = int(os.environ[PARENT_VARIABLE])
     die_with_parent()
-    if os.getppid() != parent:  # dead already; perhaps nobody has waited for it yet
+    if os.getppid() != parent:  # already dead, perhaps not reaped yet
         raise SystemExit(1)
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # to what this process will spawn
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for processes that this process spawns
 
 
-if __name__ == "__mp_main__":  # multiprocessing runs the host's module first in what it spawns
+if __name__ == "__mp_main__":  # multiprocessing first runs the host's module in a spawned process
     tie_to_parent()
 if __name__ == "__main__":
     raise SystemExit(main())

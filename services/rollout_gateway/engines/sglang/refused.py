@@ -1,8 +1,8 @@
-"""Refuses arguments of SGLang's server that a worker cannot have, and names the alternatives.
+"""Rejects arguments of SGLang's server that a worker does not support, and names the alternatives.
 
 A worker is one scheduler and its tensor-parallel ranks. A command reaches all ranks between the
-same two rounds, so they serve one version set, and each token has one policy version. SGLang's
-other layouts have further schedulers, which a command would not reach.
+same two rounds. All ranks therefore serve one version set, and each token has one policy version.
+SGLang's other layouts have further schedulers, which a command would not reach.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from paceline.errors import ConfigError
 
 
 class Refusal(NamedTuple):
-    """Why an argument is refused."""
+    """Reason for rejecting an argument, and its alternative."""
 
     off: tuple[object, ...]
-    """Values that change nothing."""
+    """Values that leave the feature off; they are accepted."""
     why: str
     instead: str
 
@@ -77,7 +77,7 @@ _PREFIXES = {"disaggregation_": _SERVERS._replace(off=()), "encoder_": _SERVERS.
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first argument that a worker cannot have."""
+    """Raises ConfigError for the first argument that a worker does not support."""
     for name, value in arguments.items():
         begun = (found for prefix, found in _PREFIXES.items() if name.startswith(prefix))
         refusal = REFUSED.get(name) or next(begun, None)

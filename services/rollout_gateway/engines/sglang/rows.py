@@ -1,6 +1,6 @@
-"""What a captured hidden row of an SGLang engine holds.
+"""Describes the contents of a captured hidden row of an SGLang engine.
 
-Imports no torch; the gateway cuts its rings by it.
+The gateway sizes its row rings by this layout. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.speculators.kinds import SPECULATORS
 
 SHALLOWEST = 7
-"""Layers from which on SGLang's own rule, 2, L // 2 and L - 3, ascends; below it config.json must
-name layers.
+"""Fewest layers L at which SGLang's default layers 2, L // 2 and L - 3 ascend. For a shallower
+model the drafter's config.json must name the layers.
 """
 
 
 def layout_of_settings(settings: dict[str, Any]) -> RowLayout:
-    """See `row_layout`; from the values of SGLangSpec."""
+    """Row layout from the values of SGLangSpec; see `row_layout`."""
     return row_layout(SGLangSpec(**settings))
 
 
 def row_layout(spec: SGLangSpec) -> RowLayout:
-    """What a row of this engine holds. Raises ConfigError for a model too shallow for EAGLE-3."""
+    """Layout of one hidden row of this engine.
+
+    Raises ConfigError for a model that is too shallow for EAGLE-3.
+    """
     model = read_config_json(Path(spec.model_dir))
     hidden_size, layers = int(model["hidden_size"]), int(model["num_hidden_layers"])
     if spec.speculator == OFF:
@@ -36,7 +39,7 @@ def row_layout(spec: SGLangSpec) -> RowLayout:
     inner = SPECULATORS[spec.speculator].inner_layers(drafter, layers)
     if (
         inner
-        and spec.drafter_dir  # a fresh one names its layers
+        and spec.drafter_dir  # a newly initialized drafter names its layers
         and layers < SHALLOWEST
         and not (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ):

@@ -1,4 +1,4 @@
-"""SGLang's engine as far as we need it. Imports SGLang, so only once its environment is set."""
+"""Adapts SGLang's Engine for the host. Imports SGLang, so its environment must be set before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sglang.srt.entrypoints.engine import Engine
 
 
 class SchedulersAlone(Engine):
-    """Without the process that makes text of tokens: our plugin tells the gateway tokens, and the
-    few results of SGLang's own requests go back as tokens, too (skip_tokenizer_init).
+    """SGLang's engine without its detokenizer process.
 
-    That process would import SGLang once more, 8 s of CPU time.
+    The plugin sends tokens to the gateway. The few results of SGLang's own requests also return as
+    tokens (skip_tokenizer_init). A detokenizer process would import SGLang again, 8 s of CPU time.
     """
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Names the settings of the SGLang engine.
+"""Defines the settings of the SGLang engine.
 
-Imports neither torch nor SGLang, so that the gateway can check them.
+Imports neither torch nor SGLang, so that the gateway can check the settings.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.speculators.kinds import SGLANG, drafter_directory
 
 _PROFILE, _WEIGHTS, _CACHE = "profile", "arguments.quantization", "arguments.kv_cache_dtype"
 QUANTIZATION = {"int8_w8a8": "w8a8_int8"}
-"""What SGLang calls the profiles that it has."""
+"""SGLang's quantization method for each profile."""
 _SHORT = {"bfloat16": "bf16"}
-"""What SGLang's cache takes for the same."""
+"""SGLang's names for the same dtypes in its KV cache setting."""
 
 
 class SGLangConfig(Config):
@@ -33,8 +33,8 @@ class SGLangConfig(Config):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of GPUs per worker."""
     expert_parallel_size: int = Field(default=1, ge=1)
-    """Number of expert groups of these GPUs, a divisor of tensor_parallel_size. Each group holds a
-    share of the experts.
+    """Number of expert groups among the worker's GPUs, a divisor of tensor_parallel_size. Each
+    group holds a share of the experts.
     """
     memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Share of each GPU for weights and KV cache."""
@@ -84,7 +84,7 @@ class SGLangConfig(Config):
         return self
 
     def check_dtype(self, dtype: str) -> None:
-        """Raises ConfigError where a profile cannot be served in a dtype."""
+        """Raises ConfigError when the profile does not support a dtype."""
         if self.profile and dtype != "bfloat16":
             raise ConfigError(
                 f"gateway.engine.sglang.profile={self.profile} is not served in this "
@@ -94,7 +94,10 @@ class SGLangConfig(Config):
             )
 
     def check_model(self, experts: int) -> None:
-        """Raises ConfigError where a profile cannot be served of a model with so many experts."""
+        """Raises ConfigError when a profile is set for a model with experts.
+
+        experts: number of experts in a layer; 0 for a dense model.
+        """
         if self.profile and experts:
             raise ConfigError(
                 f"gateway.engine.sglang.profile={self.profile} rounds no experts",
@@ -103,8 +106,9 @@ class SGLangConfig(Config):
             )
 
     def rounding(self, dtype: str) -> dict[str, str]:
-        """The settings by which SGLang keeps weights, or keys and values, in other numbers than
-        `dtype`, and what it calls these.
+        """Settings that store weights or KV cache in another number format than `dtype`.
+
+        Maps the name of each setting to SGLang's name of the format.
         """
         named = {
             _PROFILE: self.profile,
@@ -116,7 +120,7 @@ class SGLangConfig(Config):
 
 
 class SGLangSpec(SGLangConfig, ModelSpec):
-    """What one SGLang engine serves and how. One engine serves one speculator."""
+    """Model, drafter and settings of one SGLang engine. An engine serves one speculator."""
 
     prefill_tokens: int = Field(default=2048, ge=16)
     """Prompt tokens of one prefill; SGLang's chunks are no shorter than 16."""
@@ -128,7 +132,7 @@ class SGLangSpec(SGLangConfig, ModelSpec):
 
     @property
     def number_format(self) -> str:
-        """What the policy computes with: int8_w8a8, fp8, bfloat16+kv_fp8_e5m2 ..."""
+        """Number format that the policy computes in: int8_w8a8, fp8, bfloat16+kv_fp8_e5m2 ..."""
         rounding = self.rounding(self.dtype)
         weights = rounding.get(_PROFILE) or rounding.get(_WEIGHTS, self.dtype)
         cache = rounding.get(_CACHE)
@@ -138,7 +142,7 @@ class SGLangSpec(SGLangConfig, ModelSpec):
     def speculator(self) -> str:
         """Name of the kind that drafts, or `off`.
 
-        Raises ConfigError for a drafter that SGLang does not know or misreads.
+        Raises ConfigError for a drafter that SGLang does not support or would misread.
         """
         if self.drafter in (OFF, *SGLANG):
             return self.drafter
@@ -147,7 +151,7 @@ class SGLangSpec(SGLangConfig, ModelSpec):
             allowed = f"{OFF}, {', '.join(SGLANG)} or a checkpoint directory"
             raise ConfigError("not a drafter for SGLang", seen=self.drafter, allowed=allowed)
         raw = json.loads(config.read_text(encoding="utf-8"))
-        if raw.get("norm_before_residual"):  # SGLang would serve it as if it were not there
+        if raw.get("norm_before_residual"):  # SGLang would ignore this option
             raise ConfigError(
                 "SGLang's EAGLE-3 does not know norm_before_residual", seen=True, allowed=False
             )
@@ -168,7 +172,9 @@ class SGLangSpec(SGLangConfig, ModelSpec):
 
     @property
     def shared_with_target(self) -> tuple[str, ...]:
-        """Names that never travel with a drafter."""
+        """Tensor names that a drafter shares with the target; a drafter's versions never contain
+        them.
+        """
         return () if self.drafter == OFF else SGLANG[self.speculator].shared_with_target
 
     @property

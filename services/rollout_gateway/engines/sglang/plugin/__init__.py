@@ -1,8 +1,8 @@
-"""Our plugin inside SGLang's processes (entry-point group sglang.srt.plugins): registers the hooks
-of hook_points.py and checks that they hold.
+"""Registers the hooks of hook_points.py in SGLang's processes (entry-point group
+sglang.srt.plugins).
 
-SGLang logs and goes on when a hook cannot be applied; we do not: an engine without one of them is
-another engine.
+SGLang only logs a hook that it cannot apply, and continues. The plugin raises an error instead,
+because an engine without one of its hooks behaves differently.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Arms of an SGLang engine: their names, their shapes, which one a round uses, what the bandit
-learns of it.
+"""Chooses the arm of each round of an SGLang engine, and reports rounds to the bandit.
 
-Owns the choice and its arithmetic; what a shape means to SGLang's workers is in rounds.py and
-runtimes.py. Imports neither torch nor SGLang.
-
-SGLang is launched with the smallest shape that covers all arms, because KV slots are reserved by
-it, and every round runs one of them: one shape for the whole batch. `off` is a tree of the root
-alone: nothing is drafted, and the drafter reads what it verified when a round drafts again, see
-unread.py; where no rows are kept it reads at once.
+SGLang is launched with the smallest shape that covers all arms, because this shape sizes its
+reservation of KV slots. Every round runs one arm: one shape for the whole batch. `off` is a tree of
+the root alone, and nothing is drafted. The drafter reads the verified tokens when a round drafts
+again, see unread.py; where no rows are kept it reads them at once. rounds.py and runtimes.py apply
+a shape to SGLang's workers. Imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -58,9 +55,9 @@ class ChosenArm:
 
     arm: ArmName
     explored: bool
-    teaches: bool  # false: the bandit is not told how the round went
-    era: int  # drafters that had served when it was chosen
-    situation: Situation | None = None  # known to the rank that chose
+    teaches: bool  # False: the bandit does not observe the round
+    era: int  # number of new drafters before the choice
+    situation: Situation | None = None  # set on the choosing rank only
 
 
 class ArmChooser:
@@ -73,9 +70,10 @@ class ArmChooser:
         self.bandit = build_bandit(bandit, tuple(names), seed)
         self._groups = bandit.groups
         self._warm: set[tuple[str, int]] = set()
-        self._era = 0  # drafters that have served
-        self._learned_era = 0  # the one the bandit knows of
-        self._shift: AcceptanceShift | None = None  # of the newest over that one
+        self._era = 0  # number of new drafters so far
+        self._learned_era = 0  # era of the drafter that the bandit models
+        # change of acceptance from that drafter to the newest drafter
+        self._shift: AcceptanceShift | None = None
 
     @property
     def maximum(self) -> TreeSize:
@@ -88,12 +86,13 @@ class ArmChooser:
         )
 
     def force(self, name: str) -> None:
-        """One arm for all requests; "" gives the choice back to the bandit. Raises InvalidInput."""
+        """Force one arm for all requests; "" lets the bandit choose again. Raises InvalidInput."""
         check_arm(name, self.arms)
         self.forced = name
 
     def choose(self, forced: str, tracked: Sequence[Tracked | None], drafter: int = 0) -> ChosenArm:
-        """The arm of the next round: `forced`, else what the requests ask for, else the bandit's.
+        """The arm of the next round: `forced`, else the arm that the requests force, else the
+        bandit's.
 
         tracked: the batch's requests, None for a request of SGLang's own; drafter: the serving
         version. Rounds teach the bandit nothing while a request's drafter state stems from an older
@@ -115,11 +114,11 @@ class ArmChooser:
         return ChosenArm(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
 
     def observe(self, plan: ChosenArm, taken: Sequence[int], seconds: float) -> None:
-        """Tell the bandit of a round: tokens of each row (0 for one that had ended before), seconds
-        of draft, verification and the drafter's catching up.
+        """Report a round to the bandit.
 
-        The first round of an arm in each batch-size group compiles and allocates; it says nothing
-        of the next ones.
+        taken: tokens of each row, 0 for a row that had ended before; seconds: draft, verification
+        and the drafter's catch-up. The first round of an arm in each batch-size group is ignored,
+        because it compiles and allocates.
         """
         if not plan.teaches or plan.era < self._era or plan.situation is None:
             return
@@ -132,10 +131,10 @@ class ArmChooser:
         )
 
     def renew(self, changed: Target, shift: AcceptanceShift | None = None) -> None:
-        """New weights serve.
+        """Record that new weights serve.
 
-        The bandit hears of a new drafter later, see `choose`, with the shift over the one that it
-        knows; of a new policy at once.
+        The bandit learns of a new policy at once. It learns of a new drafter later, see `choose`,
+        with the shift from the drafter that it models.
         """
         if changed is Target.DRAFTER:
             self._shift = shift if self._learned_era == self._era else None
@@ -154,15 +153,15 @@ class ArmChooser:
 
 
 def trained(arm: ArmName) -> bool:
-    """Whether its drafter has weights."""
+    """Whether the arm's drafter has weights."""
     return bool(arm.speculator) and SPECULATORS[arm.speculator].trained
 
 
 def asked_arm(tracked: Sequence[Tracked | None]) -> str:
-    """The arm that requests of a batch are forced to; empty when none is.
+    """The arm that requests of a batch force; empty when no request forces an arm.
 
-    The batch has one shape, so the others go along; of requests that disagree none gets its arm and
-    the round is off.
+    The batch has one shape, so its other requests use the same arm. When requests disagree, the
+    round is off.
     """
     asked = {
         one.request.forced_arm for one in tracked if one is not None and one.request.forced_arm
@@ -173,11 +172,11 @@ def asked_arm(tracked: Sequence[Tracked | None]) -> str:
 def first_nodes(
     drafts: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_], nodes: int, kept: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """The first `kept` nodes of trees of `nodes` each: drafts [B * nodes], mask [B * nodes *
-    nodes], both flat.
+    """The first `kept` nodes of trees of `nodes` nodes each.
 
-    Nodes come level by level and a row of the mask marks a node's ancestors, which have smaller
-    indices, so that the first nodes of a tree are a tree.
+    drafts: flat [B * nodes]; mask: flat [B * nodes * nodes]. Nodes are ordered level by level. A
+    row of the mask marks a node's ancestors, which have smaller indices. The first nodes of a tree
+    are therefore a tree.
     """
     tokens = drafts.reshape(-1, nodes)[:, :kept]
     ancestors = mask.reshape(-1, nodes, nodes)[:, :kept, :kept]
@@ -185,10 +184,10 @@ def first_nodes(
 
 
 def taken_tokens(accepted: int, output_tokens: int, finished_tokens: int | None) -> int:
-    """Tokens of a row's round up to its end: accepted, less those that lie past the stop.
+    """Tokens of a row's round up to its end: accepted tokens, less tokens past the stop.
 
-    output_tokens: response tokens with this round's; finished_tokens: where the response ends, None
-    while it goes on.
+    output_tokens: response tokens, this round's included. finished_tokens: length of an ended
+    response, None while it continues.
     """
     past = output_tokens - finished_tokens if finished_tokens is not None else 0
     return max(accepted - max(past, 0), 0)

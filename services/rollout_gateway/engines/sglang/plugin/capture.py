@@ -1,9 +1,9 @@
-"""Hidden rows of verified tokens inside SGLang's scheduler process. Owns the hooks around them.
+"""Captures hidden rows of verified tokens inside SGLang's scheduler process.
 
-Every forward of the target stores its rows under the KV slots of its tokens; when a request ends,
-the rows of its whole sequence are read back through its slots, so that a prefix served from the
-cache loses none. Row i is the state at token i; the last token was never forwarded and has none. It
-owns neither the ring nor which requests are captured.
+Every forward of the target stores its rows under the KV slots of its tokens. When a request ends,
+the rows of its whole sequence are read through its slots. A prefix from the cache therefore loses
+no rows. Row i is the state at token i; the last token was never forwarded and has no row. This
+module owns neither the ring nor the choice of captured requests.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.prompt_scores impor
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from paceline.telemetry import get_logger
 
-_TARGET = "paceline_adds_last"  # on the target's LogitsProcessor, to tell it from the drafter's
+_TARGET = "paceline_adds_last"  # marks the target's LogitsProcessor, not the drafter's
 # on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer
 _ROWS = "paceline_rows"
 
 log = get_logger(__name__)
 
 
-# ---- what is captured
+# ---- setup
 
 
 def start(plugin: Any) -> None:
-    """Set up the rows once the scheduler has its KV pool: of rank 0, whence they leave, and of the
-    other ranks where a drafter reads them.
+    """Create the row store once the scheduler has its KV pool.
 
-    Raises ConfigError when the model captures other layers than declared, or has no room for the
-    rows.
+    Rank 0 sends rows to the ring; other ranks store rows only where a drafter reads them. Raises
+    ConfigError when the model captures other layers than declared, or has no room for the rows.
     """
     if plugin.rows is None:
         return
@@ -69,10 +68,10 @@ def start(plugin: Any) -> None:
 
 
 def full_rows(plugin: Any, original: Callable[[], Any]) -> Any:
-    """AROUND get_server_return_hidden_states_mode: all rows of every target forward, whatever
-    requests ask for.
+    """AROUND get_server_return_hidden_states_mode: return all rows of every target forward.
 
-    Fixed for the engine's life, because CUDA graphs are recorded with it.
+    The mode does not depend on requests. It is fixed for the engine's life, because CUDA graphs are
+    recorded with it.
     """
     if plugin.rows is None:
         return original()
@@ -82,8 +81,8 @@ def full_rows(plugin: Any, original: Callable[[], Any]) -> Any:
 
 
 def model_loaded(plugin: Any, result: None, runner: Any) -> None:
-    """AFTER ModelRunner.load_model: the target gives its inner states too, whatever it speculates
-    with.
+    """AFTER ModelRunner.load_model: make the target return its inner states too, with any
+    speculator.
     """
     if runner.is_draft_worker or plugin.rows is None or not (layers := plugin.rows.inner):
         return
@@ -102,8 +101,10 @@ def add_last(
     aux_hidden_states: Any = None,
     hidden_states_before_norm: Any = None,
 ) -> Any:
-    """AROUND LogitsProcessor.forward: the last state behind the inner ones, also inside a recorded
-    CUDA graph. The prompts of a prefill are scored by it first.
+    """AROUND LogitsProcessor.forward: append the last state to the inner states, also in CUDA
+    graphs.
+
+    Before that, score the prompts of a prefill.
     """
     score_prompts(plugin, processor, hidden_states, lm_head, logits_metadata)
     if aux_hidden_states is not None and getattr(processor, _TARGET, False):
@@ -131,10 +132,12 @@ def forwarded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND ModelRunner.forward: rows of a prefill, a chunk of one, or a round without drafts."""
+    """AROUND ModelRunner.forward: store rows of a prefill, a prefill chunk, or a round without
+    drafts.
+    """
     if runner.is_draft_worker or plugin.rows is None:
         return original(runner, forward_batch, *args, **kwargs)
-    # Taken before the call, which may pad them.
+    # Read before the call, which may pad these tensors.
     slots = forward_batch.out_cache_loc
     tokens = forward_batch.input_ids
     positions = forward_batch.positions
@@ -147,7 +150,7 @@ def forwarded(
         return output
     rows = _rows_of(output.logits_output)
     if rows is None or len(rows) != len(slots):
-        stored.forget(slots)  # not one row per token: better none than shifted ones
+        stored.forget(slots)  # not one row per token: no rows are better than shifted rows
     else:
         stored.put(slots, tokens, positions, plugin.versions.policy, rows)
 
@@ -163,11 +166,11 @@ def verified(
     accept_lens: Tensor,
     accept_index: Tensor,
 ) -> None:
-    """Rows of the accepted nodes of every tree.
+    """Store the rows of the accepted nodes of every tree.
 
-    accept_index [B, D] global nodes of each path, accept_lens [B] how many count (the root is the
-    first). SGLang moves the KV of a path to the front of its request's block after this, so the row
-    of step j belongs to slot j of it.
+    accept_index [B, D]: global nodes of each path; accept_lens [B]: nodes that count, the root
+    included. SGLang later moves a path's KV to the front of its request's block. The row of step j
+    therefore belongs to slot j of the block.
     """
     stored = plugin.slot_rows
     if stored is None or batch.forward_mode.is_idle():
@@ -190,7 +193,7 @@ def verified(
 
 
 def _part_from_last(layout: RowLayout, logits_output: Any) -> None:
-    """SGLang's own field gets back what its drafter expects, the inner states alone."""
+    """Restore SGLang's own field to the inner states alone, as its drafter expects."""
     rows = getattr(logits_output, "hidden_states", None)
     if rows is not None and rows.shape[-1] == layout.width:
         setattr(logits_output, _ROWS, rows)
@@ -207,10 +210,10 @@ def _rows_of(logits_output: Any) -> Tensor | None:
 
 
 def released(plugin: Any, req: Any, tree_cache: Any, *_: Any, **__: Any) -> None:
-    """BEFORE release_kv_cache: the rows of an ended request start to leave, while its slots are
-    still its own.
+    """BEFORE release_kv_cache: start copying an ended request's rows while it still owns its slots.
 
-    A retracted request comes here too; it will be computed anew, so nothing of it leaves.
+    SGLang also calls this for a retracted request. That request is computed again, so no rows are
+    sent.
     """
     stored = plugin.slot_rows
     if stored is None or plugin.ring is None or not req.finished() or not req.kv.holds_kv:
@@ -220,7 +223,7 @@ def released(plugin: Any, req: Any, tree_cache: Any, *_: Any, **__: Any) -> None
         return
     ids = np.concatenate((req.origin_input_ids, req.output_ids_through_stop)).astype(np.int32)
     count = min(len(ids) - 1, req.kv.kv_committed_len)
-    # Short of room the first rows stay behind: a drafter learns from the response.
+    # Without enough room the first rows are dropped: a drafter learns from the response.
     first = max(0, count - stored.room())
     stored.rows_dropped += first
     if first < count:
@@ -232,15 +235,18 @@ def released(plugin: Any, req: Any, tree_cache: Any, *_: Any, **__: Any) -> None
 
 
 def drain(plugin: Any) -> None:
-    """Write what has arrived on the host to the ring. Never waits; call it between rounds."""
+    """Write the rows that have arrived on the host to the ring. Never waits; call it between
+    rounds.
+    """
     stored = plugin.slot_rows
     while stored is not None and stored.leaving and stored.leaving[0].gathered.done:
         _write(plugin, stored.leaving.popleft())
 
 
 def on_their_way(plugin: Any, request_id: int) -> bool:
-    """True while rows of this request are not in the ring yet: its last chunk must not be told
-    before.
+    """True while rows of this request are not in the ring yet.
+
+    The request's last chunk must not be sent before that.
     """
     return plugin.slot_rows is not None and any(
         one.request_id == request_id for one in plugin.slot_rows.leaving
@@ -248,7 +254,7 @@ def on_their_way(plugin: Any, request_id: int) -> bool:
 
 
 def _write(plugin: Any, leaving: Leaving) -> None:
-    """Valid rows to the ring, one call per policy version; the others are counted."""
+    """Write valid rows to the ring, in one call per policy version, and count the invalid rows."""
     hidden, valid, versions = leaving.gathered.result()
     plugin.rows_invalid += len(valid) - int(valid.sum())
     ring = plugin.ring

@@ -1,6 +1,6 @@
-"""One SGLang scheduler process as the commands of the worker protocol see an engine.
+"""Executes the commands of the worker protocol on one SGLang scheduler process.
 
-Every rank obeys; rank 0 answers.
+Every rank executes a command; rank 0 answers.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 
 def obey(plugin: Plugin, payload: bytes) -> None:
-    """One command, between two rounds.
+    """Execute one command between two rounds.
 
-    A refusal is answered; what SGLang itself raises ends the process.
+    A rejected command gets an error as its answer. An exception of SGLang itself ends the process.
     """
     command = pb.WorkerCommand.FromString(payload)
     engine = SchedulerEngine(plugin)
@@ -61,7 +61,7 @@ def obey(plugin: Plugin, payload: bytes) -> None:
 
 
 class SchedulerEngine:
-    """CommandedEngine of engines/base.py over SGLang's scheduler."""
+    """Implements CommandedEngine of engines/base.py with SGLang's scheduler."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
@@ -86,9 +86,9 @@ class SchedulerEngine:
         plugin.scheduler.handle_generate_request(as_sglang_request(tracked, key))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
-        """Requests end now; what SGLang still does for them in the running round is not told.
+        """End requests now; later results of the running round are not reported.
 
-        Their last chunks leave by the plugin, so there are none to return.
+        The plugin sends their last chunks, so the returned list is empty.
         """
         from sglang.srt.managers.io_struct import AbortReq
 
@@ -119,15 +119,17 @@ class SchedulerEngine:
         self._plugin.scheduler.continue_generation(asked)
 
     def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
-        """A policy under the profile that SGLang was started with; it has no second copy to change
-        by.
+        """Prepare a version; a policy must have the profile that SGLang was started with.
+
+        Raises MissingCapability for another profile: SGLang has no second copy of the policy to
+        convert.
         """
         if target is Target.POLICY and profile != self._plugin.spec.profile:
             raise missing("sglang", Capability.PROFILES)
         self._plugin.weights.prepare(target, version, path, self._tried)
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
-        """The mode concerns a change of the policy."""
+        """Serve a set of versions; the mode applies only to a change of the policy."""
         plugin = self._plugin
         changes, over = plugin.weights.prepared.changes(versions), plugin.versions.drafter
         retract = Target.POLICY in changes and mode is PauseMode.RETRACT
@@ -161,8 +163,9 @@ class SchedulerEngine:
         self._plugin.arms.force(arm)
 
     def quarantine(self, withheld: Withheld) -> None:
-        """Requests from now on, those that wait included, have a namespace of the prefix cache each
-        where nothing may be reused.
+        """Bar arms, and stop prefix reuse where the quarantine requires it.
+
+        Without reuse, each new or waiting request has its own namespace of the prefix cache.
         """
         plugin = self._plugin
         plugin.arms.barred = frozenset(withheld.arms)
@@ -170,8 +173,9 @@ class SchedulerEngine:
         self._relabel()
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
-        """Nothing runs: SGLang would fail otherwise. Bytes: what is free on the device beyond what
-        was.
+        """Release device memory; returns the growth of free memory on the device, in bytes.
+
+        No request may be running, since SGLang would fail otherwise.
         """
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
@@ -185,7 +189,9 @@ class SchedulerEngine:
         return max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Weights come back from the host's copy; what was committed meanwhile is loaded then."""
+        """Restore memory. Weights return from the host's copy; versions committed meanwhile load
+        then.
+        """
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._check_memory()
@@ -197,8 +203,10 @@ class SchedulerEngine:
             self._plugin.weights.load_committed(self._updater)
 
     def _tried(self, target: Target, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Weights that are released have no memory to be rounded in: an update that then fails ends
-        the process, which starts again with what serves.
+        """Check the rounding of a version, unless the weights are released.
+
+        Released weights have no memory for rounding. An update that fails later ends the process,
+        which restarts with the serving set.
         """
         if MemoryTag.WEIGHTS not in self._released:
             check_rounding(self._updater, target, tensors, self._plugin.weights.ranks)
@@ -209,7 +217,7 @@ class SchedulerEngine:
 
     @property
     def _released(self) -> Collection[str]:
-        """Tags of the memory that SGLang has given back."""
+        """Tags of the memory that SGLang has released."""
         released: Collection[str] = self._updater.offload_tags
         return released
 
@@ -222,15 +230,13 @@ class SchedulerEngine:
             )
 
     def _mark(self, *, stale: bool) -> None:
-        """Of requests that are past their prefill: whether keys and values of an earlier policy
-        stay.
-        """
+        """Mark whether requests past their prefill keep keys and values of an earlier policy."""
         waiting = {req.rid for req in self._plugin.scheduler.waiting_queue}
         for rid, tracked in self._plugin.requests.items():
             tracked.sequence.stale = stale and rid not in waiting
 
     def _relabel(self) -> None:
-        """Version string of SGLang, and the prefix namespace of requests that still wait for their
+        """Update SGLang's version string, and the prefix namespace of requests that wait for
         prefill.
         """
         plugin = self._plugin

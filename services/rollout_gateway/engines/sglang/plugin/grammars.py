@@ -1,8 +1,8 @@
-"""Grammars over the trees that SGLang verifies, on every rank alike.
+"""Applies grammars to the trees that SGLang verifies, identically on every rank.
 
-SGLang's own grammars are off: they would mask what is drawn by its sampler, and draws are ours. A
-scheduler that runs ahead of its device has drawn tokens that no request holds yet; they are taken
-before the mask is computed, so such a round waits for the one before it.
+SGLang's own grammars are off: they mask the draws of SGLang's sampler, but the plugin draws
+instead. With overlap scheduling, the device may have drawn tokens that no request holds yet. These
+tokens are needed before the mask is computed, so such a round waits for the previous round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.services.rollout_gateway.engines.requests.structures import Struct
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 FAULT_BYTES = 1024
-"""Of what is wrong with a grammar, told to the other ranks."""
+"""Longest error message about a grammar that rank 0 broadcasts, in bytes."""
 
 
 def asks(tracked: Tracked | None) -> bool:
@@ -34,12 +34,12 @@ def asks(tracked: Tracked | None) -> bool:
 
 
 class TreeGrammars(GrammarMasks):
-    """Masks logits before they are drawn from."""
+    """Masks logits before the draw."""
 
     def __init__(self, config: ModelConfig, model_dir: Path, rank: int, tp_group: Any) -> None:
         super().__init__(config, model_dir)
         self._rank = rank
-        self._tp_group = tp_group  # None when there is one rank
+        self._tp_group = tp_group  # None with a single rank
 
     def mask_(
         self,
@@ -49,15 +49,15 @@ class TreeGrammars(GrammarMasks):
         token_ids: Tensor,
         parents: Tensor | None,
     ) -> None:
-        """Set to -inf in logits [B * N, V] what may not follow.
+        """Set forbidden tokens to -inf in logits [B * N, V], in place.
 
-        firsts [B]: absolute position of the token drawn at each root; token_ids int64 [B, N] and
-        parents: the nodes; a token becomes -1 where a fault keeps a draft from being masked. A
-        request that cannot go on has its error set and its row is left as it is.
+        firsts [B]: absolute position of the token drawn at each root. token_ids int64 [B, N] and
+        parents: the nodes; a draft that a fault leaves unmasked gets token -1. A request that
+        cannot continue gets its error set, and its row stays unmasked.
         """
         width = token_ids.shape[1]
         above = torch.zeros_like(token_ids) if parents is None else parents
-        unreached = above < 0  # the roots, and nodes that no list of children holds
+        unreached = above < 0  # the roots, and nodes outside every child list
         tokens = token_ids.masked_fill(unreached, -1).tolist()
         places: list[int] = []
         masks: list[Allowed] = []
@@ -74,7 +74,7 @@ class TreeGrammars(GrammarMasks):
             forbid_(logits, torch.tensor(places, device=logits.device), masks)
 
     def _stands(self, tracked: Tracked, first: int) -> bool:
-        """Bring the matcher to where a token is drawn; False when nothing drawn there counts."""
+        """Advance the matcher to the position of the draw; False when no draw there counts."""
         sequence, ahead = tracked.sequence, tracked.ahead(first)
         repeats = first - len(tracked.request.prompt) < len(sequence.tokens)
         ended = any(token in sequence.stop_ids for token in ahead)

@@ -1,11 +1,11 @@
-"""A policy in int8 inside SGLang: what a profile makes of a checkpoint's tensors on their way to
-SGLang's own loaders, and the product where SGLang has none.
+"""Serves a policy in int8 inside SGLang: rounds its weights, and multiplies where SGLang cannot.
 
-SGLang's method w8a8_int8 serves checkpoints that are stored rounded, with a scale for each row, and
-rounds activations itself, with a scale per token. A run's versions come as they are trained: each
-matrix of a decoder layer is rounded as the embedded engine rounds it, before it is sharded, so that
-the numbers do not depend on the ranks. On CUDA, and on CPUs with AMX, the product is SGLang's
-kernel (neither has been run); on other CPUs SGLang refuses, and whole numbers are multiplied here.
+SGLang's method w8a8_int8 serves checkpoints that are stored rounded, with a scale for each row. It
+rounds activations itself, with a scale per token. A run's versions arrive as they are trained. Each
+matrix of a decoder layer is therefore rounded on its way to SGLang's loaders, as in the embedded
+engine. Rounding precedes sharding, so the values do not depend on the ranks. On CUDA, and on CPUs
+with AMX, SGLang's kernel computes the product (neither has been run). On other CPUs SGLang has no
+kernel, and this module multiplies integers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def loading(
     weights: Pairs,
     target_device: torch.device,
 ) -> None:
-    """AROUND DefaultModelLoader.load_weights_only: what SGLang starts from is rounded, and so is
-    every version that follows; a drafter is not.
+    """AROUND DefaultModelLoader.load_weights_only: round the first policy and every later version.
+
+    A drafter is not rounded.
     """
     spec = plugin.spec
     layers: list[Any] = [one for one in model.modules() if _method_of(one) == _METHOD]
@@ -59,11 +60,11 @@ def loading(
 def as_profile(
     weights: Pairs, profile: Profile, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as w8a8_int8 loads them: of a matrix [N, K] its numbers, int8 [N, K], and
-    under its name and `_scale` the scales of its rows, float32 [N, 1]; all others as they are.
+    """Names and tensors as w8a8_int8 loads them.
 
-    Rounds what `dtype` keeps of a matrix, on `device`. Raises WeightsError for a scale that is not
-    finite.
+    A matrix [N, K] becomes int8 values [N, K], and float32 row scales [N, 1] under its name and
+    `_scale`. All other tensors stay unchanged. A matrix is converted to `dtype` on `device` before
+    it is rounded. Raises WeightsError for a scale that is not finite.
     """
     for name, one in weights:
         if _MATRIX.fullmatch(name) and one.is_floating_point():
@@ -75,17 +76,18 @@ def as_profile(
 
 
 class WholeNumbers:
-    """Method of a layer on a CPU without AMX, for which SGLang has no kernel: the product of the
-    embedded engine's profile, which adds whole numbers without rounding.
+    """Method of a layer on a CPU without AMX, for which SGLang has no kernel.
+
+    It uses the product of the embedded engine's profile, which adds integers without rounding.
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Other parameters than those that were loaded, as in SGLang's own method."""
+        """Replace the loaded parameters by new parameters, as SGLang's own method does."""
         layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
         layer.weight_scale = nn.Parameter(layer.weight_scale.data, requires_grad=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., N] of activations x [..., K]."""
+        """Product [..., N] of activations x [..., K]."""
         matrix = RoundedMatrix(layer.weight, layer.weight_scale.view(-1))
         product = matrix.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         return product if bias is None else product + bias

@@ -1,7 +1,6 @@
-"""Times SGLang's prefix cache: how long it takes to find what of a prompt is cached.
+"""Counts and times lookups in SGLang's prefix cache, which find the cached part of a prompt.
 
-What is found stays where it is, so nothing is copied. The cache is taken hold of as the scheduler
-has it, whichever of SGLang's kinds it is.
+A lookup copies nothing. The wrapper works on the scheduler's cache object, of any kind.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ _KEEPS = "cache_unfinished_req"
 
 
 class PrefixLookups:
-    """Of one scheduler's cache; a prompt that waits is looked up again before each round."""
+    """Lookups of one scheduler's cache; a waiting prompt is looked up again before each round."""
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
         self._keeping = False
 
     def watch(self, cache: Any) -> None:
-        """From now on."""
+        """Measure the lookups of a cache from now on."""
         match_prefix = cache.match_prefix
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -34,12 +33,12 @@ class PrefixLookups:
                 self.seconds += time.perf_counter() - began
 
         cache.match_prefix = timed
-        keep = getattr(cache, _KEEPS, None)  # None from 0.5.23 on, where it looks up nothing
+        keep = getattr(cache, _KEEPS, None)  # None from SGLang 0.5.23 on: no lookups to exclude
         if keep is None:
             return
 
         def keeping(*args: Any, **kwargs: Any) -> Any:
-            self._keeping = True  # the cache looks up what it has just put in, for itself
+            self._keeping = True  # the cache's own lookup of a new entry does not count
             try:
                 return keep(*args, **kwargs)
             finally:

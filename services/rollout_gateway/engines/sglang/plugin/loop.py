@@ -1,6 +1,6 @@
-"""Hooks on SGLang's scheduler loop: start, commands in, finish rule, chunks out.
+"""Hooks SGLang's scheduler loop: start, incoming commands, finish rule, outgoing chunks.
 
-Owns the order, no rule of its own.
+This module defines only the order; the rules are elsewhere.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import RID_
 
 
 def received(plugin: Plugin, original: Callable[[Any], Any], receiver: Any) -> Any:
-    """AROUND SchedulerRequestReceiver._pull_raw_reqs: our commands join SGLang's own, which then
-    reach every rank.
+    """AROUND SchedulerRequestReceiver._pull_raw_reqs: add the gateway's commands to SGLang's
+    requests.
+
+    SGLang then passes both to every rank.
     """
     if plugin.peer is None:
         return original(receiver)
@@ -28,8 +30,8 @@ def received(plugin: Plugin, original: Callable[[Any], Any], receiver: Any) -> A
 def processed(
     plugin: Plugin, original: Callable[[Any, Any], Any], scheduler: Any, recv_reqs: Sequence[Any]
 ) -> Any:
-    """AROUND Scheduler.process_input_requests: commands (bytes) are ours, everything else is
-    SGLang's.
+    """AROUND Scheduler.process_input_requests: execute commands (bytes), and leave the rest to
+    SGLang.
     """
     for payload in recv_reqs:
         if isinstance(payload, bytes):
@@ -40,7 +42,7 @@ def processed(
 def forwarding(
     plugin: Plugin, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND TpModelWorker.forward_batch_generation: whose rows the sampler is about to see."""
+    """AROUND TpModelWorker.forward_batch_generation: record the target's batch for the sampler."""
     if worker.is_draft_worker or batch is None:
         return original(worker, batch, *args, **kwargs)
     with swapped(plugin, "batch", batch):
@@ -50,16 +52,14 @@ def forwarding(
 def finishing(
     plugin: Plugin, original: Callable[..., Any], req: Any, new_accepted_len: int = 1
 ) -> None:
-    """AROUND Req.update_finish_state: where a request of ours ends is our rule, the same as in the
-    embedded engine.
-    """
+    """AROUND Req.update_finish_state: end the gateway's requests by the embedded engine's rule."""
     tracked = plugin.requests.get(req.rid)
     if tracked is None or req.finished() or req.to_finish:
         original(req, new_accepted_len)
         return
     plugin.settle()
     tracked.sequence.copied = req.cached_tokens
-    if tracked.sequence.error:  # its grammar ends here: what was drawn since is not told
+    if tracked.sequence.error:  # its grammar failed: draws since then are not reported
         tracked.sequence.finish = Finish.ERROR
     else:
         tracked.sequence.end_scored()
@@ -86,8 +86,9 @@ def streaming(
     skip_req: Any = None,
     is_idle_batch: bool = False,
 ) -> Any:
-    """AROUND _stream_output_generation: news of our requests go to the gateway, not to SGLang's
-    tokenizer.
+    """AROUND _stream_output_generation: send chunks of the gateway's requests to the gateway.
+
+    SGLang's tokenizer gets only results of SGLang's own requests.
     """
     for req in reqs:
         if req.rid.startswith(RID_PREFIX) and req is not skip_req:
@@ -119,5 +120,5 @@ def _stream_one(plugin: Plugin, req: Any) -> None:
 
 
 def start(plugin: Plugin, scheduler: Any) -> None:
-    """BEFORE Scheduler.run_event_loop."""
+    """BEFORE Scheduler.run_event_loop: start the plugin."""
     plugin.start(scheduler)

@@ -1,4 +1,4 @@
-"""Holds our requests, versions and parts inside one scheduler process of SGLang."""
+"""Holds the plugin's requests, versions and parts inside one scheduler process of SGLang."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 
 IDLE_MS = 1000
-"""A sleeping scheduler looks at its parent and at its other sockets at least this often."""
+"""A sleeping scheduler checks its parent and its other sockets at least this often, in ms."""
 
 
 class Plugin:
-    """One per scheduler process.
+    """State of the plugin in one scheduler process.
 
-    Made when SGLang loads its plugins, started when its event loop begins.
+    Created when SGLang loads its plugins; started when SGLang's event loop begins.
     """
 
     weights: PluginWeights
@@ -75,21 +75,21 @@ class Plugin:
     def __init__(self, worker: WorkerSpec) -> None:
         self.worker = worker
         self.spec = SGLangSpec.model_validate(worker.engine)
-        self.targets: list[str] = []  # hooks that SGLang was asked to apply
+        self.targets: list[str] = []  # functions that the plugin has registered hooks for
         self.rank = 0  # tensor-parallel rank
-        self.tp_group: Any = None  # SGLang's group of ranks; None when there is one
+        self.tp_group: Any = None  # SGLang's group of ranks; None with a single rank
         self.peer: Peer | None = None  # rank 0 only
         self.ring: RowRing | None = None
         self.rows: RowLayout | None = row_layout(self.spec) if worker.ring_path else None
         self.slot_rows: SlotRows | None = None
         self.unread = Unread()
         self.rows_invalid = 0
-        self.reuses = True  # false: in quarantine, no request takes keys and values of another
+        self.reuses = True  # False in quarantine: no request takes another's keys and values
         self.arms = ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
-        self.requests: dict[str, Tracked] = {}  # by SGLang's name of them
+        self.requests: dict[str, Tracked] = {}  # by SGLang's request id
         self._numbers = itertools.count(1)  # the same on every rank
-        self.batch: Any = None  # of the target's forward that runs now
-        self.arm = OFF  # of the round that runs now
+        self.batch: Any = None  # batch of the target's forward that runs now
+        self.arm = OFF  # arm of the round that runs now
         self._pending: list[PendingDraws] = []
         self._table = DrawTable()
         self._penalties = Penalties()
@@ -107,11 +107,15 @@ class Plugin:
 
     @property
     def origin(self) -> DrawnBy:
-        """What draws the tokens of the forward that runs now."""
+        """Policy version, arm and number format of the draws of the present forward."""
         return DrawnBy(self.versions.policy, self.arm, self.spec.number_format)
 
     def start(self, scheduler: Any) -> None:
-        """The model is loaded and the event loop is about to begin: say that we serve."""
+        """Start once the model is loaded; rank 0 then reports to the gateway that it serves.
+
+        Raises InternalError when SGLang did not apply all hooks, ConfigError when capture is
+        impossible.
+        """
         from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
         from sglang.srt.runtime_context import get_parallel
 
@@ -151,7 +155,7 @@ class Plugin:
     def _capabilities(self) -> frozenset[Capability]:
         capabilities = {
             Capability.PENALTIES: True,
-            # its ranks have parts of the states then where logits are computed
+            # with it, each rank has only a part of the states where logits are computed
             Capability.PROMPT_LOGPROBS: not self.spec.arguments.get("enable_layernorm_sp"),
             Capability.JSON_SCHEMA: self.grammars.possible,
             Capability.GRAMMARS: self.grammars.possible,
@@ -171,11 +175,12 @@ class Plugin:
         token_ids: Tensor,
         parents: Tensor | None = None,
     ) -> tuple[Draw, list[Tracked | None]]:
-        """The tokens AT `positions` [B * N] from logits [B * N, V], and whose they are [B].
+        """Draw the tokens AT `positions` [B * N] from logits [B * N, V]; returns also each row's
+        request [B].
 
-        token_ids int64 [B, N] and parents: the nodes whose logits they are, see
-        models.penalties.node_counts. Of requests with a grammar both are changed, see
-        TreeGrammars.mask_.
+        token_ids int64 [B, N] and parents: the nodes of the logits, see
+        models.penalties.node_counts. For requests with a grammar, logits and token_ids change in
+        place, see TreeGrammars.mask_.
         """
         tracked = [self.requests.get(req.rid) for req in reqs]
         sampling = [
@@ -189,7 +194,7 @@ class Plugin:
             logits.device,
         )
         if any(asks(one) for one in tracked):
-            self.settle()  # as below
+            self.settle()  # for the reason given in _adjusted
             firsts = positions.view(token_ids.shape)[:, 0].tolist()
             self.grammars.mask_(tracked, logits, firsts, token_ids, parents)
         adjusted = self._adjusted(tracked, logits, positions, token_ids, parents)
@@ -203,12 +208,13 @@ class Plugin:
         token_ids: Tensor,
         parents: Tensor | None,
     ) -> Tensor | None:
-        """Logits after penalties and bias; None when no request asks, and then nothing waits for
-        the device.
+        """Logits after penalties and bias; None when no request needs them.
+
+        Without such a request, nothing waits for the device.
         """
         if not any(one is not None and one.request.sampling.adjusted for one in tracked):
             return None
-        self.settle()  # a device that runs ahead has drawn tokens that no request holds yet
+        self.settle()  # with overlap scheduling, some drawn tokens are in no request yet
         firsts = positions.view(token_ids.shape)[:, 0].tolist()
         ahead = {row: one.ahead(firsts[row]) for row, one in enumerate(tracked) if one is not None}
         rows = [one.sequence if one is not None else None for one in tracked]
@@ -218,41 +224,46 @@ class Plugin:
         return adjusted.view(logits.shape) if adjusted is not None else None
 
     def keep(self, pending: PendingDraws) -> None:
-        """Draws of a round, until SGLang takes the round's tokens."""
+        """Keep a round's draws until SGLang takes the round's tokens."""
         self._pending.append(pending)
 
     def settle(self) -> None:
-        """Hand all draws made so far to their requests."""
+        """Record all draws made so far in their requests."""
         pending, self._pending = self._pending, []
         for one in pending:
             one.settle()
 
     def verified(self, *round_facts: Any) -> None:
-        """Rows of an accepted path; see capture.verified."""
+        """Store the rows of an accepted path; see capture.verified."""
         capture.verified(self, *round_facts)
 
     # ---- requests
 
     def cache_key(self, rid: str) -> str:
-        """Namespace of the prefix cache for a request: one of its own where nothing may be reused,
-        and while its prompt is scored, which needs the states of all its tokens.
+        """Namespace of the prefix cache for a request.
+
+        A request has its own namespace where reuse is barred, and while its prompt is scored.
+        Scoring needs the states of all prompt tokens.
         """
         key, shares = cache_key(self.versions), not self.requests[rid].sequence.scoring
         return key if self.reuses and shares else f"{key}/{rid}"
 
     def rid_for(self, request_id: int) -> str:
-        """A name for SGLang that no request has had."""
+        """An id for SGLang that no earlier request had."""
         return rid_of(request_id, next(self._numbers))
 
     def take(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
-        """SGLang has taken the tokens of a round."""
+        """Confirm the tokens that SGLang has taken from a round."""
         before = len(tracked.sequence.tokens)
         tracked.confirm(output_ids, strict=self.rank == 0)
         if not tracked.request.probe:
             self._tokens_emitted += len(tracked.sequence.tokens) - before
 
     def end(self, rid: str, finish: Finish | None = None, error: str = "") -> None:
-        """Tell the last chunk of a request and forget it. `finish`: it ends before its own end."""
+        """Send the last chunk of a request and forget the request.
+
+        `finish` and `error`: given when the request ends before its own end.
+        """
         tracked = self.requests.pop(rid)
         self._penalties.drop([tracked.sequence])
         self.grammars.drop([tracked.sequence])
@@ -262,7 +273,7 @@ class Plugin:
         self._reused_tokens += min(tracked.sequence.copied, len(tracked.request.prompt))
 
     def tell(self, chunks: Sequence[Chunk]) -> None:
-        """News for the gateway, sent between two rounds."""
+        """Queue chunks for the gateway; they are sent between two rounds."""
         if self.peer is not None:
             self.peer.chunks.extend(chunks)
 
@@ -273,7 +284,7 @@ class Plugin:
     # ---- between two rounds
 
     def between_rounds(self, sockets: list[Any]) -> list[bytes]:
-        """Rank 0: rows and chunks out, commands in; sleeps when there is nothing to do."""
+        """On rank 0, send rows and chunks and receive commands; sleep while there is no work."""
         assert self.peer is not None
         now = time.perf_counter()
         if self._busy_since is not None:

@@ -1,8 +1,8 @@
-"""Log-probs of prompts inside SGLang's scheduler process.
+"""Computes log-probs of prompts inside SGLang's scheduler process.
 
-SGLang's own are not told: they know neither temperature nor rank, and who asks for them is led
-around our draws. A request whose prompt is scored shares no prefix with others, so that the states
-of all its tokens pass here, in the pieces of its prefill.
+SGLang's own prompt log-probs include neither temperature nor rank, and requesting them bypasses the
+plugin's draws. A scored request shares no prefix with other requests. All its states are therefore
+computed here, in the chunks of its prefill.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from paceline.services.rollout_gateway.engines.requests.prompt_scores import sco
 def score_prompts(
     plugin: Any, processor: Any, hidden_states: Tensor, lm_head: Any, logits_metadata: Any
 ) -> None:
-    """Of the requests in a prefill of the target that ask for it.
+    """Score the prompts in a prefill of the target, for requests with prompt log-probs.
 
-    hidden_states [N, H]: of all tokens of the batch, perhaps with padding behind them. Every rank
-    computes the scores, since each has but its part of the head.
+    hidden_states [N, H]: states of all tokens of the batch, perhaps followed by padding. Every rank
+    computes the scores, because each rank holds only its part of the head.
     """
     batch = plugin.batch
     if batch is None or not batch.forward_mode.is_extend_without_speculative():

@@ -1,4 +1,4 @@
-"""Turns our requests into those that SGLang's scheduler takes."""
+"""Converts the gateway's requests to requests of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from paceline.trajectory import VersionSet
 
 
 def cache_key(versions: VersionSet) -> str:
-    """Namespace of the prefix cache: keys and values of another policy or drafter are never
-    reused.
+    """Namespace of the prefix cache for a version set.
+
+    Keys and values of another policy or drafter are therefore never reused.
     """
     return str(versions)
 
 
 def as_sglang_request(tracked: Tracked, key: str) -> Any:
-    """TokenizedGenerateReqInput; `key`: its namespace of the prefix cache.
+    """A TokenizedGenerateReqInput; `key`: its namespace of the prefix cache.
 
-    Draws and stops are ours, so SGLang is told of neither; it keeps the token limit. To it a
-    response that goes on is the end of the prompt. Where nothing is generated it draws one token,
-    which is not taken: without any it would leave its drafters and CUDA graphs.
+    The plugin draws tokens and applies stop conditions, so SGLang gets only the token limit. SGLang
+    treats the start of a continued response as the end of the prompt. A request that generates
+    nothing still draws one token, which the plugin drops. Without that token SGLang would bypass
+    its drafters and CUDA graphs.
     """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams

@@ -1,11 +1,12 @@
-"""New weights for layers that SGLang lays out anew after it has loaded them (`quantization =
-"fp8"`, the profile int8_w8a8), in the storages that serve, so that captured CUDA graphs read them.
+"""Loads new weights into layers that SGLang converts after loading.
 
-Rounding replaces a layer's parameters by others of another layout, which SGLang's loaders do not
-know. Two records mend that (FlashRL; Liu et al. 2025): the parameters as they are loaded, kept
-without memory, and those that serve. An update puts the first in the place of the second, lets
-SGLang load and round as at its start, copies the result into the storages that serve and puts these
-back; a decoder layer at a time, so that no more than one is there twice.
+Such layers occur with `quantization = "fp8"` and the profile int8_w8a8. Rounding replaces their
+parameters by parameters of another layout, which SGLang's loaders cannot fill. Two records solve
+this (FlashRL; Liu et al. 2025): the parameters in loading layout, kept without memory, and the
+serving parameters. An update installs the loading layout and lets SGLang load and round as at its
+start. It then copies the result into the serving storages, which captured CUDA graphs read, and
+restores the serving parameters. It converts a decoder layer at a time, so at most one layer exists
+twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A parameter as SGLang loads it: with what its loaders read of it, and without memory."""
+    """A parameter in loading layout, with the attributes that SGLang's loaders read.
+
+    It has memory only during an update.
+    """
 
     parameter: nn.Parameter
     shape: torch.Size
@@ -35,30 +39,31 @@ class Loaded:
 
     @staticmethod
     def of(parameter: nn.Parameter) -> Loaded:
-        """As it is now."""
+        """Record a parameter in its present layout."""
         return Loaded(parameter, parameter.shape, parameter.stride())
 
     def fill(self, device: torch.device) -> None:
-        """Memory for numbers that come now."""
+        """Allocate memory for the values of an update."""
         self.parameter.data = torch.empty_strided(
             self.shape, self.stride, dtype=self.parameter.dtype, device=device
         )
 
     def drop(self) -> None:
-        """Until the next update."""
+        """Free the memory until the next update."""
         self.parameter.data = self.parameter.data.new_empty(0)
 
 
 Record = dict[str, dict[str, Loaded]]
-"""By module and parameter."""
+"""Parameters in loading layout, by module and parameter name."""
 Pairs = Iterable[tuple[str, Tensor]]
 
 
 def postprocessed(
     plugin: Any, original: Callable[..., None], model: nn.Module, target_device: torch.device
 ) -> None:
-    """AROUND DefaultModelLoader.postprocess_weights: records what rounding replaces. An update has
-    rounded already when SGLang's session ends.
+    """AROUND DefaultModelLoader.postprocess_weights: record the parameters that rounding replaces.
+
+    Does nothing for a recorded model: an update has already rounded when SGLang's session ends.
     """
     if hasattr(model, _RECORD):
         return
@@ -69,7 +74,7 @@ def postprocessed(
     original(model, target_device)
     record: Record = {}
     for name, module in _rounding(model):
-        now = _parameters(module)  # those that serve as they were loaded are still there
+        now = _parameters(module)  # parameters that rounding leaves alone are still present
         replaced = {k: one for k, one in before[name].items() if now.get(k) is not one.parameter}
         if replaced:
             record[name] = replaced
@@ -80,7 +85,10 @@ def postprocessed(
 
 
 def take_as(model: nn.Module, loadable: Callable[[Pairs], Pairs]) -> None:
-    """Has an update load what `loadable` makes of a version's tensors; may raise WeightsError."""
+    """Make updates load `loadable(tensors)` in place of a version's tensors.
+
+    `loadable` may raise WeightsError.
+    """
     setattr(model, _LOADABLE, loadable)
 
 
@@ -90,10 +98,11 @@ def rounds(model: nn.Module) -> bool:
 
 
 def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Serves other numbers from the same storages: of a decoder layer all tensors or none.
+    """Load other values into the serving storages.
 
-    Raises RuntimeError where rounding came to another layout, or to numbers that are not finite. An
-    update that is interrupted leaves layers of both versions: the process has to end.
+    tensors: for each decoder layer, all its tensors or none. Raises RuntimeError where rounding
+    gives another layout or values that are not finite. An interrupted update leaves layers of both
+    versions, so the process must end.
     """
     record: Record = getattr(model, _RECORD)
     modules = dict(model.named_modules())
@@ -103,7 +112,7 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
         _open(modules, own)
         try:
             _load(model, part)
-        except WeightsError as error:  # no refusal: layers before this one are new
+        except WeightsError as error:  # too late to reject: earlier layers are new
             raise RuntimeError(str(error)) from error
         for name, loaded in own.items():
             _round(name, modules[name], serving[name])
@@ -112,7 +121,7 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 class NotFinite(NamedTuple):
-    """Numbers that rounding left and nothing can be computed with."""
+    """Values of a parameter that rounding left not finite."""
 
     place: str
     numbers: int
@@ -120,10 +129,11 @@ class NotFinite(NamedTuple):
 
 
 def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> NotFinite | None:
-    """Rounds a version as `update` does, a layer at a time, and keeps nothing of it: the first
-    parameter that is not finite then, such as a scale, or None. What serves stays as it is.
+    """Round a version as `update` does, a layer at a time, and discard the result.
 
-    Raises WeightsError where a profile finds it so.
+    Returns the first parameter that is then not finite, such as a scale, or None. The serving
+    weights stay unchanged. Raises WeightsError where the profile itself finds a value that is not
+    finite.
     """
     record: Record = getattr(model, _RECORD)
     modules = dict(model.named_modules())
@@ -150,9 +160,7 @@ def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> NotFinite | None:
 
 @contextmanager
 def _elsewhere(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Has what is written to parameters written to copies, and puts back the parameters that were
-    there.
-    """
+    """Redirect writes of parameters to copies, and restore the previous parameters at the end."""
     before = {name: dict(module._parameters) for name, module in modules.items()}
     held = [(one, one.data) for own in before.values() for one in own.values() if one is not None]
     for one, data in held:
@@ -168,7 +176,7 @@ def _elsewhere(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def _open(modules: Mapping[str, nn.Module], own: Record) -> None:
-    """Puts parameters to load into where rounded ones serve."""
+    """Replace serving parameters by parameters in loading layout."""
     for name, loaded in own.items():
         device = next(iter(_parameters(modules[name]).values())).device
         for key, one in loaded.items():
@@ -182,8 +190,9 @@ def _load(model: Any, part: Mapping[str, Tensor]) -> None:
 
 
 def _first_wrong(name: str, module: nn.Module) -> NotFinite | None:
-    """Of the parameters of a module after rounding. Numbers of eight bits are cut to what they can
-    hold: their scales are looked at.
+    """First parameter of a module that is not finite after rounding.
+
+    Eight-bit values saturate at their range, so only their scales are checked.
     """
     for key, one in _parameters(module).items():
         if one.is_floating_point() and one.itemsize > 1:
@@ -228,7 +237,7 @@ def _of_layer(record: Record, layer: str) -> Record:
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of each decoder layer, and under an empty name all others."""
+    """Tensors of each decoder layer; tensors outside all layers are under the empty name."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, one in tensors.items():
         parts.setdefault(_layer_of(name), {})[name] = one

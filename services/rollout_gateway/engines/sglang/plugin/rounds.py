@@ -1,10 +1,10 @@
-"""A decode round of SGLang with the arm of our choice: hooks on its speculative workers and on its
+"""Runs each decode round of SGLang with the chosen arm: hooks on its speculative workers and
 results.
 
-Owns where the choice meets SGLang; the choice is in arms.py, what a shape needs in runtimes.py.
-Rank 0 chooses and the others follow. On a CPU a round's seconds are the wall clock around it. On a
-GPU two events on the forward stream bracket the round; they are read when SGLang has waited for the
-round's result anyway, so nothing waits for the device.
+Rank 0 chooses the arm, and the other ranks follow. arms.py makes the choice; runtimes.py holds the
+data of each shape. On a CPU, the duration of a round is the wall clock around it. On a GPU, two
+events on the forward stream bracket the round. They are read when SGLang has waited for the round's
+result anyway, so the measurement never waits for the device.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import (
 from paceline.services.rollout_gateway.engines.sglang.plugin.unread import read_on
 
 RUNTIMES = "paceline_runtimes"
-"""Attribute of a speculative worker: its Runtimes."""
+"""Attribute of a speculative worker that holds its Runtimes."""
 ROUND = "paceline_round"
-"""Attribute of a result: the Round that gave it."""
+"""Attribute of a result that holds its RunningRound."""
 
 
 class RoundClock:
-    """Seconds of one round, known once its result is on the host."""
+    """Measures the seconds of one round, which are available once its result is on the host."""
 
     def __init__(self, device: str) -> None:
         self._events: list[Any] = []
@@ -47,7 +47,7 @@ class RoundClock:
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """The round's work is done (CPU) or queued (GPU)."""
+        """Stop once the round's work is done (CPU) or queued (GPU)."""
         self._seconds = time.perf_counter() - self._started
         self._mark()
 
@@ -59,7 +59,7 @@ class RoundClock:
 
     @property
     def seconds(self) -> float:
-        """From begin to end."""
+        """Seconds from start to stop."""
         if self._events:
             begin, end = self._events
             return float(begin.elapsed_time(end)) / 1000
@@ -68,22 +68,20 @@ class RoundClock:
 
 @dataclass(frozen=True, slots=True)
 class RunningRound:
-    """What a result needs to be told of later."""
+    """Plan and clock of a round, kept with its result."""
 
     plan: ChosenArm
     clock: RoundClock
 
 
 def prepare_eagle(plugin: Any, original: Any, worker: Any) -> None:
-    """AROUND EAGLEWorkerV2.init_cuda_graphs: makes what each arm needs beside the launch shape's
-    own.
-    """
+    """AROUND EAGLEWorkerV2.init_cuda_graphs: build the runtime values of every arm."""
     original(worker)
     setattr(worker, RUNTIMES, eagle_runtimes(worker, plugin.arms))
 
 
 def prepare_ngram(plugin: Any, original: Any, worker: Any) -> None:
-    """AROUND NGRAMWorker.init_cuda_graphs: as prepare_eagle."""
+    """AROUND NGRAMWorker.init_cuda_graphs: build the runtime values of every arm."""
     original(worker)
     setattr(worker, RUNTIMES, ngram_runtimes(worker, plugin.arms))
 
@@ -94,9 +92,9 @@ def eagle_round(
     """AROUND EAGLEWorkerV2.forward_batch_generation: draft, verify and catch up with the round's
     arm.
 
-    With steps 0 SGLang verifies the root alone. Where its states are kept the drafter reads them
-    when a round drafts again, which is not part of that round's seconds: no arm is better or worse
-    for what came before it.
+    With steps 0 SGLang verifies the root alone. Where states are kept, the drafter reads them
+    before the next round that drafts. That time is outside the round's seconds, so earlier rounds
+    do not change an arm's result.
     """
     if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
         if plugin.slot_rows is not None and not batch.forward_mode.is_idle():
@@ -114,11 +112,11 @@ def eagle_round(
 def eagle_catch_up(
     plugin: Any, original: Any, drafter: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AROUND EagleDraftWorker._draft_extend_for_decode: proposals for the next round at the
-    launch's width; none where the round was off and its states are kept.
+    """AROUND EagleDraftWorker._draft_extend_for_decode: propose for the next round, at launch
+    width.
 
-    What a round leaves for the next is merged with what prefill leaves, and the next round may be
-    wider than this one.
+    An `off` round with kept states proposes nothing. Batches merge a round's proposals with a
+    prefill's proposals, and the next round may be wider than this round.
     """
     if plugin.arm == OFF and plugin.slot_rows is not None:
         plugin.unread.hand_on(result.next_draft_input)
@@ -140,7 +138,7 @@ def ngram_round(
 
 
 def ngram_drafts(plugin: Any, original: Any, worker: Any, batch: Any) -> Any:
-    """AROUND NGRAMWorker._prepare_draft_tokens: trees of the launch's size, cut to the round's."""
+    """AROUND NGRAMWorker._prepare_draft_tokens: cut trees of launch size to the round's size."""
     kept, nodes = worker.draft_token_num, plugin.arms.maximum.draft_tokens
     with swapped(worker, "draft_token_num", nodes):
         drafts, mask = original(worker, batch)
@@ -148,16 +146,15 @@ def ngram_drafts(plugin: Any, original: Any, worker: Any, batch: Any) -> Any:
 
 
 def ngram_learn(plugin: Any, original: Any, worker: Any, batch: Any) -> None:
-    """AROUND NGRAMWorker._update_ngram_corpus: what it reads of the round before has the launch's
-    width.
-    """
+    """AROUND NGRAMWorker._update_ngram_corpus: read the previous round's tokens at launch width."""
     with swapped(worker, "draft_token_num", plugin.arms.maximum.draft_tokens):
         original(worker, batch)
 
 
 def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, batch: Any) -> Any:
-    """AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens: the accept lengths are on the
-    host.
+    """AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens: report the round to the bandit.
+
+    The accept lengths are on the host by then.
     """
     going = [not (req.finished() or req.is_retracted) for req in batch.reqs]
     tokens = original(processor, result, batch)
@@ -178,11 +175,11 @@ def row_advanced(
     row: int,
     logits_output: Any,
 ) -> None:
-    """AROUND SchedulerBatchResultProcessor._handle_finish_state_updated_req: counts the round for
-    its request.
+    """AROUND SchedulerBatchResultProcessor._handle_finish_state_updated_req: count a request's
+    round.
 
-    Called for each row of a decode round, drafted or not, after its end is known and before
-    anything is told of it.
+    SGLang calls this for each row of a decode round, drafted or not. By then the row's end is
+    determined, and no result of the row has been sent.
     """
     tracked = plugin.requests.get(req.rid)
     if tracked is not None:
@@ -200,7 +197,7 @@ def row_advanced(
 
 
 def _plan(plugin: Any, batch: Any) -> ChosenArm:
-    """The round's plan, the same arm on every rank; only the rank that chose it learns from it."""
+    """The round's plan, with the same arm on every rank; only the choosing rank learns from it."""
     arms, group, plan = plugin.arms, plugin.tp_group, None
     if plugin.rank == 0:
         tracked = [plugin.requests.get(req.rid) for req in batch.reqs]
@@ -233,9 +230,7 @@ def _run(
 
 
 def _narrow(draft_input: Any, arm: ArmName) -> None:
-    """Of the proposals a round begins with, [B, launch topk] by falling probability, those the arm
-    keeps.
-    """
+    """Keep the arm's part of the initial proposals, [B, launch topk] by falling probability."""
     topk = arm.shape.topk
     if arm.drafted and draft_input.topk_p.shape[1] > topk:
         draft_input.topk_p = draft_input.topk_p[:, :topk].contiguous()
@@ -243,9 +238,7 @@ def _narrow(draft_input: Any, arm: ArmName) -> None:
 
 
 def _widen(draft_input: Any, width: int, launch: int) -> None:
-    """Accepted tokens [B * width] to rows of the launch's width, which is what merging batches
-    expects.
-    """
+    """Pad accepted tokens [B * width] to rows of launch width, which merging batches needs."""
     if width == launch:
         return
     tokens = draft_input.accept_tokens.view(-1, width)

@@ -1,10 +1,9 @@
-"""What SGLang's workers hold while a shape runs: one set of values per arm, made at start. Owns no
-choice of arm.
+"""Holds the state of SGLang's workers for each arm: one set of values per arm, built at start.
 
 SGLang keeps a shape in attributes of its workers and model runners: numbers, attention backends,
-CUDA graphs. A set is made as SGLang's own switch of steps makes one (SpecRuntimeState), with topk
-set beside steps and draft tokens, and it is put in place and taken away around each decode round,
-so that prefill and the scheduler always see the launch shape.
+CUDA graphs. A set is built as SGLang's own switch of steps builds it (SpecRuntimeState), with topk
+beside steps and draft tokens. A decode round installs its set and removes it afterwards, so prefill
+and the scheduler always see the launch shape. arms.py chooses the arm.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class Values:
 
     @classmethod
     def now(cls, slots: Sequence[Slot]) -> Values:
-        """What the slots hold at present."""
+        """The slots' present values."""
         return cls(tuple(slots), tuple(getattr(owner, name) for owner, name in slots))
 
     def put(self) -> None:
-        """Write them back."""
+        """Write the values back."""
         for (owner, name), value in zip(self.slots, self.held, strict=True):
             setattr(owner, name, value)
 
@@ -49,7 +48,7 @@ class Runtimes:
 
     @contextmanager
     def serving(self, arm: ArmName) -> Iterator[None]:
-        """The arm's values inside, those of the launch after."""
+        """Install the arm's values inside the context, and the launch's values afterwards."""
         self._arms[arm.name].put()
         try:
             yield
@@ -58,7 +57,7 @@ class Runtimes:
 
 
 def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
-    """One set per arm for an EAGLEWorkerV2 whose own graphs exist.
+    """Build one set per arm for an EAGLEWorkerV2 that has already built its own graphs.
 
     Raises ConfigError when SGLang was launched with another shape or with settings that break a
     switch.
@@ -84,7 +83,7 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     launch_shape = TreeSize(
         worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
     )
-    with ExitStack() as contexts:  # those SGLang itself builds its drafting graphs in
+    with ExitStack() as contexts:  # SGLang itself builds its drafting graphs in these contexts
         contexts.enter_context(speculative_moe_backend_context())
         contexts.enter_context(speculative_moe_a2a_backend_context())
         return _runtimes(
@@ -98,7 +97,7 @@ def _runtimes(
     slots: Sequence[Slot],
     shape_worker: Callable[[TreeSize], None],
 ) -> Runtimes:
-    """Values of every arm, the worker shaped for one after the other."""
+    """Values of every arm; the worker takes on one arm's shape after another."""
     if launch_shape != arms.maximum:
         raise ConfigError(
             "SGLang was launched with a shape that is not the arms' maximum",
@@ -146,7 +145,7 @@ def _target_slots(worker: Any) -> list[Slot]:
 
 
 def _shape_eagle(worker: Any, shape: TreeSize) -> None:
-    """Leave the workers holding what the shape needs."""
+    """Set the workers up for a shape."""
     drafter = worker._draft_worker
     for one in (worker, drafter):
         one.topk = shape.topk
@@ -168,9 +167,10 @@ def _shape_eagle(worker: Any, shape: TreeSize) -> None:
 
 
 def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
-    """One set per arm for an NGRAMWorker. The corpus always gives trees of the launch's size, of
-    which a round takes the first nodes. Raises ConfigError when SGLang was launched with another
-    number of draft tokens.
+    """Build one set per arm for an NGRAMWorker.
+
+    The corpus always gives trees of the launch's size, and a round uses their first nodes. Raises
+    ConfigError when SGLang was launched with another number of draft tokens.
     """
     tokens = worker.draft_token_num
     return _runtimes(
@@ -208,7 +208,7 @@ def _ngram_slots(worker: Any) -> list[Slot]:
 
 
 def _shape_ngram(worker: Any, draft_tokens: int) -> None:
-    """Leave the worker holding buffers, attention backend and graph of trees with so many nodes."""
+    """Set up the worker's buffers, attention backend and graph for trees of this size."""
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
     from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
@@ -226,7 +226,7 @@ def _shape_ngram(worker: Any, draft_tokens: int) -> None:
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value inside."""
+    """Give an attribute another value inside the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -237,9 +237,7 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _published(**values: int) -> Iterator[None]:
-    """SGLang's settings with other values inside, which its backends and graphs read while they are
-    made.
-    """
+    """Change SGLang's settings inside the context; new backends and graphs read them there."""
     from sglang.srt.runtime_context import get_context, get_spec
 
     before = {name: getattr(get_spec(), name) for name in values}

@@ -1,10 +1,9 @@
-"""The draw of a token inside SGLang: our rule for every row, with and without drafts. Owns no
-SGLang state.
+"""Draws tokens inside SGLang by Paceline's sampling rule, with and without drafts.
 
-Everywhere x = argmax(logits / T + Gumbel(seed, absolute position)) as in paceline.models.sampling.
-Verification follows the child that equals x and ends where none does, so a tree of any shape and no
-tree at all give the same tokens. The draft tree does not depend on the draws, hence following it is
-exact whatever it holds.
+Every draw is x = argmax(logits / T + Gumbel(seed, absolute position)), as in
+paceline.models.sampling. Verification follows the child node that equals x and ends where no child
+matches. A tree of any shape and no tree at all therefore give the same tokens. The draft tree does
+not depend on the draws, so verification is exact for any tree. This module owns no SGLang state.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Outcome of verifying trees; B rows, N nodes a tree, D the deepest path."""
+    """Outcome of verifying B trees of N nodes each; D is the deepest path."""
 
     path: Tensor
     """int64 [B, D]: local nodes of the accepted path, -1 after its end."""
     lengths: Tensor
-    """int64 [B]: nodes of the path, the root included: tokens emitted."""
+    """int64 [B]: nodes of the path, the root included; equals the number of emitted tokens."""
 
 
 def accepted_path(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int) -> Accepted:
-    """Follow, from the root, the child whose token equals the draw at its parent.
+    """From the root, follow the child node that equals the draw at its parent.
 
-    drawn, candidates [B, N]: the draw at each node and the token it stands for (column 0 is the
-    root); parents [B, N]: see parents_of. depth: longest path allowed, the root included.
+    drawn, candidates [B, N]: the draw at each node and the node's own token (column 0 is the root).
+    parents [B, N]: see parents_of. depth: longest path allowed, the root included.
     """
     path, drafts = follow(drawn, candidates, parents)
     lengths = (drafts + 1).clamp(max=depth)
@@ -52,13 +51,13 @@ def accepted_path(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int
 
 
 def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
-    """Local parent of each node [B, N], -1 for the root and for nodes no child list holds.
+    """Local parent of each node [B, N]; -1 for the root and for nodes outside every child list.
 
     next_token, next_sibling [B, N]: local node of the first child and of the next sibling, -1 for
     none. A parent has a smaller index than its children.
     """
     batch, nodes = next_token.shape
-    # One column more takes the writes of lists that have ended.
+    # An extra column absorbs the writes of lists that have ended.
     parents = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=next_token.device)
     owners = torch.arange(nodes, device=next_token.device).expand(batch, nodes)
     child = next_token.long()
@@ -71,22 +70,23 @@ def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
 
 
 def foreign_sampling(req: Any) -> Sampling:
-    """The sampling of a request that is not ours (SGLang's own health check): drawn by the same
-    rule.
+    """Sampling parameters of a request from SGLang itself, such as its health check.
+
+    The plugin draws such requests by the same rule.
     """
     params = req.sampling_params
     seed = int.from_bytes(hashlib.sha256(req.rid.encode()).digest()[:8], "little") >> 1
     top_k = 0 if params.top_k >= 1 << 30 else params.top_k
-    if top_k == 1:  # SGLang's spelling of temperature 0
+    if top_k == 1:  # SGLang's way to express temperature 0
         return Sampling(seed, 1, temperature=0.0)
     return Sampling(seed, 1, params.temperature, params.top_p, top_k, params.min_p)
 
 
 @dataclass(slots=True)
 class PendingDraws:
-    """Draws of one round on their way to the host; settled once their copy has ended.
+    """Draws of one round while they are copied to the host.
 
-    B rows, D tokens at most.
+    B rows, at most D tokens per row.
     """
 
     rows: list[Tracked | None]
@@ -100,7 +100,7 @@ class PendingDraws:
     copied: Any = None  # CUDA event
 
     def settle(self) -> None:
-        """Give every request its draws; waits for the copy if it is still under way."""
+        """Record the draws in their requests; waits until the copy has ended."""
         if self.copied is not None:
             self.copied.synchronize()
         columns = (self.positions, self.lengths, self.tokens, self.logprobs, self.gaps)
@@ -127,9 +127,10 @@ def pending(
     accepted: Accepted,
     origin: DrawnBy,
 ) -> PendingDraws:
-    """Draws [B * N] along the accepted paths, copied to the host without waiting.
+    """Collect the draws [B * N] along the accepted paths and copy them to the host without waiting.
 
-    positions [B]: of the first drawn token; logits [B * N, V].
+    positions [B]: absolute position of the first drawn token. logits [B * N, V]. Rows that request
+    top log-probs do wait for the device.
     """
     batch = len(accepted.path)
     nodes = drawn.tokens.shape[0] // batch
@@ -153,7 +154,10 @@ def pending(
 def _alternatives(
     rows: list[Tracked | None], logits: Tensor, flat: Tensor, lengths: Tensor
 ) -> dict[int, list[Alternatives]]:
-    """Most likely tokens of the rows that ask for them; waits for the device, so only then."""
+    """Most likely tokens of the rows that request top log-probs.
+
+    Only such rows wait for the device.
+    """
     found: dict[int, list[Alternatives]] = {}
     for row, tracked in enumerate(rows):
         wanted = tracked.request.sampling.top_logprobs if tracked is not None else 0
@@ -176,7 +180,7 @@ def sample_hook(
     positions: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """AROUND Sampler.forward: one token per row after a prefill or a round without drafts."""
+    """AROUND Sampler.forward: draw one token per row after a prefill or a round without drafts."""
     batch = plugin.batch
     logits = logits_output.next_token_logits
     if batch is None or logits.shape[0] != len(batch.reqs) or return_logprob:
@@ -213,9 +217,7 @@ def verify_hook(
     uno_target_max_top_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """AROUND eagle_sample: which nodes of each tree are accepted, and the token after each of
-    them.
-    """
+    """AROUND eagle_sample: select the accepted nodes of each tree and the token after each node."""
     if batch.forward_mode.is_idle():
         return original(
             verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, **kwargs
@@ -245,8 +247,10 @@ def verify_hook(
 
 
 def as_sglang(tokens: Tensor, accepted: Accepted, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """predict int32 [B * N], accepted tokens with the bonus int32 [B], global nodes of the path
-    int32 [B, D].
+    """The results in SGLang's form.
+
+    Returns predict int32 [B * N] and the number of accepted tokens, bonus token included, int32
+    [B]. The third result is the global nodes of the path int32 [B, D], -1 after its end.
     """
     offsets = torch.arange(len(accepted.path), device=tokens.device)[:, None] * nodes
     index = torch.where(accepted.path >= 0, accepted.path + offsets, -1)

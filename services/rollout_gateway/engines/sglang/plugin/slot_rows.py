@@ -1,8 +1,7 @@
-"""Hidden rows by KV slot, on the engine's device. Owns the rows, their stamps and their way to the
-host.
+"""Stores hidden rows by KV slot on the engine's device, and copies them to the host.
 
-Stamps (token, position, policy version) tell rows whose slot was filled by anything else. Which
-tokens are stored, and where the rows go, is capture.py's.
+Stamps (token, position, policy version) reveal a row when its slot has been filled again.
+capture.py decides which tokens are stored and where the rows are sent.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from paceline.errors import ConfigError
 
 MB = 1 << 20
 LEAVING_BYTES = 256 * MB
-"""Rows on their way from a CUDA device to the host, at most; what is beyond leaves without its
-first rows.
+"""Limit of rows in transit from a CUDA device to the host. Beyond it, a sequence loses its first
+rows.
 """
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Gathered:
-    """Rows read from their slots, on the host or on the way there. n rows."""
+    """n rows read from their slots, on the host or in transit to it."""
 
     hidden: Tensor  # [n, width]
     valid_if: tuple[Tensor, Tensor]  # token and position stamps int32 [n]
     versions: Tensor  # int64 [n]
-    token_ids: npt.NDArray[np.int32]  # [n] what the token stamps must be
+    token_ids: npt.NDArray[np.int32]  # [n] expected token stamps
     first: int  # absolute position of row 0
-    copied: Any = None  # CUDA event; None: they are here
+    copied: Any = None  # CUDA event; None: the rows are on the host
 
     @property
     def done(self) -> bool:
@@ -44,7 +43,7 @@ class Gathered:
     def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Rows as bytes [n, row bytes], whether their stamps fit [n], policy versions [n].
 
-        Only when `done`.
+        Call it only when `done`.
         """
         token, position = (stamp.numpy() for stamp in self.valid_if)
         versions: npt.NDArray[np.int64] = self.versions.numpy()
@@ -67,15 +66,17 @@ class Leaving:
 
 
 class SlotRows:
-    """One row per KV slot on the engine's device. Bounded by the KV pool: nothing grows with
-    requests.
+    """One row per KV slot on the engine's device. The KV pool bounds its size, not the requests.
 
-    On CUDA no call waits for the device: rows are stored on the caller's stream and read on a
-    stream of their own; the two are ordered by events on the device. One thread.
+    Except `first_unread`, no call waits for a CUDA device. Rows are stored on the caller's stream
+    and read on a separate stream; events on the device order the two streams. Use it from one
+    thread.
     """
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`slots`: highest KV slot + 1. Raises ConfigError when the device has no room for them."""
+        """`slots`: highest KV slot + 1. Raises ConfigError when the device has no room for the
+        rows.
+        """
         self.slots, self.width = slots, width
         self.unused_slot = slots  # rows put here are never read
         self.nbytes = (slots + 1) * (width * dtype.itemsize + 17)
@@ -87,16 +88,16 @@ class SlotRows:
                 allowed=f"at least {self.nbytes // MB} MB",
             )
 
-        # One slot more takes the rows of rejected drafts: leaving them out would need their number
-        # on the host.
+        # An extra slot absorbs the rows of rejected drafts. Leaving them out would need their
+        # number on the host.
         self.hidden = torch.zeros(slots + 1, width, dtype=dtype, device=device)
         self.token = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
         self.position = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
         self.version = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
-        # verified in a round without drafts, and the drafter has not read it since
+        # verified in a round without drafts, and not read by the drafter since
         self.unread = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         self.leaving: deque[Leaving] = deque()
-        self.rows_dropped = 0  # no room among the rows on their way
+        self.rows_dropped = 0  # dropped because too many rows were in transit
         self._cuda = device.type == "cuda"
         if self._cuda:
             self._side = torch.cuda.Stream(device)
@@ -112,8 +113,10 @@ class SlotRows:
         *,
         unread: bool = False,
     ) -> None:
-        """Store rows: slots, tokens, positions integer [n], hidden [n, width] of any float
-        dtype. unread: no drafter reads them in this round.
+        """Store rows.
+
+        slots, tokens, positions: integer [n]; hidden [n, width]: any float dtype. unread: no
+        drafter reads these rows in this round.
         """
         self._before_write()
         index = slots.long()
@@ -125,7 +128,9 @@ class SlotRows:
         self._after_write()
 
     def first_unread(self, slots: Tensor, lengths: Tensor) -> list[int]:
-        """Of each row's slots [B, longest] the first that is unread, its length [B] where none is.
+        """First unread column in each row's slots [B, longest]; the row's length [B] where all is
+        read.
+
         Waits for the device.
         """
         columns = torch.arange(slots.shape[1], device=slots.device)
@@ -134,21 +139,22 @@ class SlotRows:
         return found
 
     def mark_read(self, slots: Tensor) -> None:
-        """The drafter has read the tokens of these slots [n]."""
+        """Record that the drafter has read the tokens in the given slots [n]."""
         self.unread.index_fill_(0, slots, False)
 
     def forget(self, slots: Tensor) -> None:
-        """The rows of these slots [n] are not valid any more."""
+        """Invalidate the rows in the given slots [n]."""
         self._before_write()
         self.version.index_fill_(0, slots.long(), -1)
         self._after_write()
 
     def gather(self, slots: Tensor, token_ids: npt.NDArray[np.int32], first: int = 0) -> Gathered:
-        """Rows of n neighbouring positions from `first` on: slots integer [n], token_ids [n] what
-        they must be of.
+        """Read the rows of n neighbouring positions, starting at `first`.
+
+        slots: integer [n]; token_ids [n]: expected tokens.
         """
         parts = (self.hidden, self.token, self.position, self.version)
-        # the table of slots may change before they are read
+        # the slot table may change before the rows are read
         index = slots.to(torch.int64, copy=True)
         if not self._cuda:
             hidden, token, position, version = (part.index_select(0, index) for part in parts)
@@ -166,7 +172,7 @@ class SlotRows:
         return Gathered(hidden, (token, position), version, token_ids, first, copied)
 
     def room(self) -> int:
-        """Rows that may start to leave now."""
+        """Number of rows that may start their copy to the host now."""
         if not self._cuda:
             return self.slots
         under_way = sum(one.gathered.nbytes for one in self.leaving)

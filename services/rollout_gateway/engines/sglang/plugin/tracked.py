@@ -1,6 +1,6 @@
-"""One request inside SGLang as we see it: what was drawn for it and what was told.
+"""Follows one of the gateway's requests inside SGLang: its draws and its reported tokens.
 
-Owns no SGLang object.
+Holds no SGLang object.
 """
 
 from __future__ import annotations
@@ -18,57 +18,58 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 def rid_of(request_id: int, number: int) -> str:
-    """SGLang's id of our request. Of one length, because SGLang aborts by prefix.
+    """SGLang's id of a gateway's request. All ids have one length, because SGLang aborts by prefix.
 
-    number: of the enqueued one: a request that was ended and goes on must not be taken for what the
-    running round still holds of it.
+    number: counts the enqueued requests. A request that was ended and continues has another id, so
+    the running round's results for the earlier id are not attributed to it.
     """
     return f"{RID_PREFIX}{request_id:020d}-{number:012d}"
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One draw: token, behavior log-prob, perturbed top-two gap, what drew it."""
+    """One draw: token, behavior log-prob, perturbed top-two gap, origin."""
 
     token: int
     logprob: float
     gap: float
     origin: DrawnBy
     alternatives: Alternatives = ()
-    accepted: bool = False  # it was a draft
+    accepted: bool = False  # the token was a draft
 
 
 @dataclass(eq=False, slots=True)
 class Tracked:
-    """A request of ours that has not ended.
+    """A gateway's request that has not ended.
 
-    `sequence` holds what SGLang has taken, and decides when it ends.
+    `sequence` holds the tokens that SGLang has taken, and decides when the request ends.
     """
 
     sequence: RunningSequence
-    # serving when it was enqueued: drafts for it come from states of that drafter
+    # serving when the request was enqueued: its drafts start from states of that drafter
     drafter_version: int
-    rid: str = ""  # SGLang's name of it
+    rid: str = ""  # SGLang's request id
     # response index -> draw, until SGLang takes it
     draws: dict[int, Drawn] = field(default_factory=dict)
 
     @property
     def request(self) -> Request:
-        """What was asked."""
+        """The gateway's request."""
         return self.sequence.request
 
     def record(self, position: int, drawn: Drawn) -> None:
-        """A draw for an absolute position.
+        """Record a draw for an absolute position.
 
-        Positions already taken (a prefill that repeats them) are left out.
+        Positions already taken, which a prefill may repeat, are ignored.
         """
         index = position - len(self.request.prompt)
         if index >= len(self.sequence.tokens):
             self.draws[index] = drawn
 
     def ahead(self, position: int) -> list[int]:
-        """Tokens drawn before an absolute position and not taken by SGLang yet; none for a draw
-        that repeats one.
+        """Tokens drawn before an absolute position and not yet taken by SGLang.
+
+        Empty for a draw that repeats a position.
         """
         return [
             self.draws[i].token
@@ -76,11 +77,11 @@ class Tracked:
         ]
 
     def confirm(self, output_ids: Sequence[int], *, strict: bool) -> None:
-        """SGLang's response tokens from the first on, which are those behind what the request went
-        on from; those after the end of the request are not taken.
+        """Take SGLang's response tokens, up to the end of the request.
 
-        strict: raises InternalError when they are not our draws. Ranks that follow rank 0's choice
-        are not strict: a near-tie may have fallen otherwise there, and they tell nobody.
+        output_ids: tokens behind the response that the request was enqueued with. strict: raise
+        InternalError when a token is not the plugin's draw. Ranks that follow rank 0 are not
+        strict: a near-tie may differ there, and these ranks report nothing.
         """
         sequence, before = self.sequence, len(self.request.response)
         first = len(sequence.tokens)

@@ -1,10 +1,11 @@
-"""What rounds without drafts leave unread, and how SGLang's drafter reads it once a round drafts.
+"""Lets SGLang's drafter read, before it drafts again, the tokens that rounds without drafts
+verified.
 
-A drafter that reads states of the target is behind after a round that was `off`. Nothing is lost by
-that: the target's states lie in the rows of their KV slots (slot_rows.py), so a later round's
-drafter can read all of it at once, or never where no such round comes. Owns which requests may be
-behind and the forwards that read on; which tokens are unread is a mark beside their rows. It owns
-no choice of arm.
+A drafter that reads states of the target falls behind in an `off` round. No state is lost: the
+target's states stay in the rows of their KV slots (slot_rows.py). The drafter of a later round
+reads all unread states at once, or never where no round drafts again. A mark beside each row
+records unread tokens. This module owns the marks on requests that may be behind, and the forwards
+that catch up. arms.py chooses the arm.
 """
 
 from __future__ import annotations
@@ -23,43 +24,41 @@ from paceline.models.loading import DTYPES
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
 
 _BEHIND = "paceline_behind"
-"""On a request of SGLang: its drafter may not have read all that was verified."""
+"""Mark on SGLang's request: its drafter may not have read all verified tokens."""
 _PROPOSALS = ("topk_p", "topk_index", "hidden_states")
-"""Of an EagleDraftInput: what the next drafts begin with."""
+"""Fields of an EagleDraftInput from which the next drafts begin."""
 
 
 class Unread:
-    """Which requests' drafter may be behind, told by a mark on SGLang's request; the same on every
-    rank.
-    """
+    """Marks SGLang's requests that the drafter may be behind on; the same on every rank."""
 
     def __init__(self) -> None:
         self._left_any = False  # the prefix cache may hold tokens that were never read
         self._proposals: Any = None  # SGLang's EagleDraftInput that the running round began with
 
     def leave(self, batch: Any) -> None:
-        """A round without drafts begins: what it verifies stays unread."""
+        """Begin a round without drafts: the tokens it verifies stay unread."""
         self._left_any, self._proposals = True, batch.spec_info
         for req in batch.reqs:
             setattr(req, _BEHIND, True)
 
     def hand_on(self, draft_input: Any) -> None:
-        """What such a round leaves for the next, in SGLang's shapes: the proposals it began with.
+        """Pass the round's initial proposals to the next round, in SGLang's shapes.
 
-        They are stale, and nobody drafts from them: `read_on` comes before.
+        They are stale, and no round drafts from them: `read_on` runs first.
         """
         before, self._proposals = self._proposals, None
         for name in _PROPOSALS:
             setattr(draft_input, name, getattr(before, name))
 
     def prefilled(self, batch: Any) -> None:
-        """A prefill: a prefix that other requests left may have unread tokens."""
+        """Record a prefill: a prefix from other requests may have unread tokens."""
         for req, prefix in zip(batch.reqs, batch.prefix_lens, strict=True):
             if prefix and self._left_any:
                 setattr(req, _BEHIND, True)
 
     def caught_up(self, reqs: Sequence[Any]) -> bool:
-        """Whether all of them had read everything; from now on they have."""
+        """Whether the drafter had read all tokens of the requests; marks all requests as read."""
         behind = [req for req in reqs if getattr(req, _BEHIND, False)]
         for req in behind:
             setattr(req, _BEHIND, False)
@@ -68,13 +67,13 @@ class Unread:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reading:
-    """Tokens of every row that one forward reads: those at [begin, end)."""
+    """Tokens of every row that one forward reads, at [begin, end)."""
 
     begins: list[int]
     ends: list[int]
 
     def of(self, table: Tensor) -> Tensor:
-        """Entries of a table [B, longest] in it, row after row [sum of lengths]."""
+        """Entries of a table [B, longest] inside the reading, row after row [sum of lengths]."""
         columns = torch.arange(table.shape[1], device=table.device)
         begins, ends = (
             torch.tensor(part, device=table.device) for part in (self.begins, self.ends)
@@ -83,11 +82,11 @@ class Reading:
 
 
 def readings(firsts: Sequence[int], lengths: Sequence[int], tokens: int) -> list[Reading]:
-    """Forwards of about `tokens` tokens at most (one a row at least) that read [first, length) of
-    every row, in order.
+    """Split the tokens [first, length) of every row into forwards, in order.
 
-    The last ends every row, for it gives the next round's proposals; a row with nothing left reads
-    its last token once more.
+    A forward has about `tokens` tokens at most, and at least one token a row. The last forward
+    reaches the end of every row, because it gives the next round's proposals. A row with nothing
+    left reads its last token again.
     """
     width = max(1, tokens // max(1, len(lengths)))
     begins = list(firsts)
@@ -100,11 +99,10 @@ def readings(firsts: Sequence[int], lengths: Sequence[int], tokens: int) -> list
 
 
 def read_on(plugin: Any, worker: Any, batch: Any) -> None:
-    """Before a round that drafts: the drafter reads what rounds without drafts left, of all rows
-    together.
+    """Before a round that drafts, let the drafter read the tokens left by rounds without drafts.
 
-    One forward of at most a prefill chunk's tokens after the other, as after a prefill. What rounds
-    that drafted left is read already, and then nothing is done.
+    All rows are read together, in forwards of at most one prefill chunk, as after a prefill. Rounds
+    that drafted leave nothing unread; this function then does nothing.
     """
     if plugin.unread.caught_up(batch.reqs):
         return
@@ -123,7 +121,9 @@ def read_on(plugin: Any, worker: Any, batch: Any) -> None:
 
 
 def _read(plugin: Any, worker: Any, batch: Any, slots: Tensor, reading: Reading) -> Any:
-    """One forward of the drafter over one reading; the proposals behind its last tokens."""
+    """Run one forward of the drafter over one reading; returns the proposals behind its last
+    tokens.
+    """
     from sglang.srt.layers.moe.utils import (
         speculative_moe_a2a_backend_context,
         speculative_moe_backend_context,
@@ -147,7 +147,7 @@ def _read(plugin: Any, worker: Any, batch: Any, slots: Tensor, reading: Reading)
     states = _entering(plugin, stored.hidden[mine])
     nexts = _next_tokens(stored, batch, slots, one.seq_lens)
     drafter = worker.draft_worker
-    with ExitStack() as contexts:  # those SGLang's own calls of the drafter are in
+    with ExitStack() as contexts:  # SGLang itself calls its drafter in these contexts
         contexts.enter_context(speculative_moe_backend_context())
         contexts.enter_context(speculative_moe_a2a_backend_context())
         proposals = drafter._draft_extend_for_prefill(one, states, nexts)
@@ -156,14 +156,14 @@ def _read(plugin: Any, worker: Any, batch: Any, slots: Tensor, reading: Reading)
 
 
 def _entering(plugin: Any, rows: Tensor) -> Tensor:
-    """The states that the drafter reads, out of rows [n, width] that may have the last one more."""
+    """States that the drafter reads, from rows [n, width], which may also hold the last state."""
     if plugin.rows.inner:
         rows = rows[:, : rows.shape[1] * INNER_STATES // (INNER_STATES + 1)]
     return rows.to(DTYPES[plugin.spec.dtype])
 
 
 def _next_tokens(stored: SlotRows, batch: Any, slots: Tensor, ends: Tensor) -> Tensor:
-    """The token behind what each row reads [B]: one that is verified, or the one drawn last."""
+    """Token behind each row's reading [B]: a verified token, or the token drawn last."""
     behind = slots.gather(1, ends[:, None].long().clamp(max=slots.shape[1] - 1))[:, 0]
     last = batch.spec_info.bonus_tokens.long()
     return torch.where(ends < batch.seq_lens, stored.token[behind].long(), last)

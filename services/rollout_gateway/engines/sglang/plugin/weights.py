@@ -1,11 +1,9 @@
-"""New weights inside SGLang: checked against the served checkpoint, loaded between two rounds. Owns
-the serving set.
+"""Checks new weights against the served checkpoint and loads them into SGLang between two rounds.
 
-Every tensor-parallel rank maps the spooled file itself (one page cache on one host) and SGLang's
-own loaders shard it: of the numbers a rank reads its part, and a share of the whole that it looks
-at for all. Names and shapes are compared with those of the checkpoint the engine was
-started from before anything is loaded, because SGLang ignores unknown names and dies of wrong
-shapes.
+Every tensor-parallel rank maps the spooled file itself (one page cache on one host), and SGLang's
+own loaders shard it. A rank reads its part of the values and checks a share of the file for all
+ranks. Before loading, names and shapes are compared with the checkpoint that the engine started
+from. SGLang ignores unknown names and dies of wrong shapes. This module owns the serving set.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from paceline.training.process import from_all_ranks
 from paceline.trajectory import Target, VersionSet
 
 VOCABULARY = ("d2t", "t2d")
-"""Which tokens an EAGLE-3 drafter speaks of; SGLang reads them at its start only."""
-# the second where the embeddings are tied
+"""Tensors that define an EAGLE-3 drafter's vocabulary; SGLang reads them at its start only."""
+# the second name is used where the embeddings are tied
 HEAD_NAMES = (
     "lm_head.weight",
     "model.embed_tokens.weight",
@@ -41,7 +39,7 @@ _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint without known buffers, from the headers of its files."""
+    """Names and shapes of a checkpoint's tensors, read from its file headers, without buffers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as opened:
@@ -53,18 +51,18 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The tensor-parallel ranks of one SGLang, of which this process is one."""
+    """This process's place among the tensor-parallel ranks of one SGLang."""
 
     rank: int = 0
     count: int = 1
-    group: Any = None  # of gloo
+    group: Any = None  # a gloo group
 
     def share(self, names: Collection[str]) -> Collection[str]:
-        """Those of the names that this rank looks at."""
+        """The names that this rank checks."""
         return frozenset(sorted(names)[self.rank :: self.count])
 
     def agree(self, error: WeightsError | None) -> None:
-        """Raises on every rank the error of the lowest one that has any."""
+        """Raises, on every rank, the error of the lowest rank that has an error."""
         own = (error.message, error.seen, error.allowed) if error is not None else None
         told = from_all_ranks(own, self.group) if self.count > 1 else [own]
         for one in told:
@@ -79,7 +77,7 @@ class PreparedTensors:
 
     tensors: dict[str, Tensor]
     shift: AcceptanceShift | None
-    """What a drafter's trainer says of its drafts."""
+    """Change of acceptance that the drafter's trainer measured."""
 
 
 ALONE = TensorParallel()
@@ -101,7 +99,7 @@ class PluginWeights:
             }
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
         self._unloaded: dict[Target, dict[str, Tensor]] = {}
-        """Tensors of the serving set that the device does not hold yet."""
+        """Tensors of the serving set that are not on the device yet."""
         self._profile = spec.profile
         self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions(spec.profile)
         self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
@@ -118,9 +116,10 @@ class PluginWeights:
         path: Path,
         tried: Callable[[Target, Mapping[str, Tensor]], None] = lambda _target, _tensors: None,
     ) -> None:
-        """Read and check a version; `tried` refuses what SGLang would make of it.
+        """Read and check a version; `tried` may reject it for the result of SGLang's rounding.
 
-        Raises WeightsError, DataLoss or InvalidInput; nothing is loaded yet.
+        Raises WeightsError, DataLoss, InvalidInput, or MissingCapability without a drafter. Nothing
+        is loaded yet.
         """
         if target not in self._shapes:
             raise missing("sglang", Capability.DRAFTER_UPDATE)
@@ -134,10 +133,10 @@ class PluginWeights:
                 if name not in (*self._shared, *VOCABULARY)
             }
             if "fc.bias" in expected and "fc.bias" not in tensors:
-                # SGLang's module has one and would keep the old values.
+                # SGLang's module has this bias and would keep its old values.
                 tensors["fc.bias"] = tensors["fc.weight"].new_zeros(expected["fc.bias"])
         elif "lm_head.weight" not in expected:
-            tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
+            tensors.pop("lm_head.weight", None)  # a copy of tied embeddings is redundant
 
         wrong = None
         try:
@@ -151,8 +150,9 @@ class PluginWeights:
         self.prepared.put(target, version, PreparedTensors(tensors, shift), profile)
 
     def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises WeightsError when a drafter's tokens are other ones; a drafter that names none
-        keeps them.
+        """Raises WeightsError when a drafter's vocabulary differs from the served vocabulary.
+
+        A drafter without these tensors keeps the served vocabulary.
         """
         for name in VOCABULARY:
             given, served = tensors.get(name), self._vocabulary.get(name)
@@ -164,17 +164,18 @@ class PluginWeights:
                 )
 
     def commit(self, versions: VersionSet) -> None:
-        """Serve a set, whose changed parts `load_committed` brings to the device; raises what
-        PreparedVersions.changes does.
+        """Serve a set; `load_committed` then loads its changed parts onto the device.
+
+        Raises the errors of PreparedVersions.changes.
         """
         changes = self.prepared.changes(versions)
         self._unloaded |= {target: new.tensors for target, new in changes.items()}
-        if Target.POLICY in changes and self.ranks.rank == 0:  # who tells it
+        if Target.POLICY in changes and self.ranks.rank == 0:  # rank 0 reports the hash
             self.head_hash = hash_head(head_of(changes[Target.POLICY].tensors))
         self.prepared.serve(versions)
 
     def load_committed(self, updater: Any) -> None:
-        """Load through SGLang's updater what was committed and is not on the device."""
+        """Load committed tensors that the device does not hold yet, through SGLang's updater."""
         while self._unloaded:
             target, tensors = self._unloaded.popitem()
             load(updater, _SELECTORS[target], tensors)
@@ -183,8 +184,8 @@ class PluginWeights:
 def check_rounding(
     updater: Any, target: Target, tensors: Mapping[str, Tensor], ranks: TensorParallel = ALONE
 ) -> None:
-    """Raises WeightsError where a version is not finite once SGLang has rounded it, on every rank
-    where it is so on one.
+    """Raises WeightsError, on every rank, when SGLang's rounding of a version is not finite on any
+    rank.
     """
     models = [one.model for _, one in updater._select_runners(_SELECTORS[target])]
     models = [model for model in models if rounded.rounds(model)]
@@ -198,10 +199,10 @@ def check_rounding(
 
 
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
-    """begin, load and end on this rank's runners.
+    """Begin an update, load tensors and end the update on this rank's runners.
 
-    Raises RuntimeError with what SGLang says: weights may be half loaded, so the process has to end
-    and start again.
+    Raises RuntimeError with SGLang's message. Weights may then be half loaded, so the process must
+    end and start again.
     """
     import msgspec
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
@@ -228,7 +229,7 @@ def _check(answer: Any, step: str) -> None:
 
 
 def read_some(directory: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
-    """Those of the `wanted` tensors that a checkpoint has."""
+    """The `wanted` tensors that a checkpoint contains."""
     found: dict[str, Tensor] = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as opened:
@@ -238,7 +239,10 @@ def read_some(directory: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
 
 
 def head_of(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The head; the embedding where they are tied. Raises WeightsError when there is neither."""
+    """The head, or the embedding where the two are tied.
+
+    Raises WeightsError when both are absent.
+    """
     for name in HEAD_NAMES:
         if name in tensors:
             return tensors[name]
