@@ -1,7 +1,8 @@
-"""Encodes text records under a model's tokenizer and chat template; marks the model's own tokens.
+"""Encodes text records with a model's tokenizer and chat template, and marks the model's own
+tokens.
 
-A conversation is rendered once and cut where each answer begins, and the parts are tokenised apart:
-an answer is then tokenised as it was generated, after the end of its prompt.
+A conversation is rendered once and cut at the start of each answer, and the parts are tokenised
+separately. An answer is then tokenised as in generation, after the end of its prompt.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from paceline.services.drafter_trainer.offline.data import Example
 
 
 class ModelText:
-    """Tokenizer and chat template of a model directory. Raises ConfigError where there is none."""
+    """Tokenizer and chat template of a model directory. Raises ConfigError if they are missing."""
 
     def __init__(self, directory: Path, eos_token_ids: Sequence[int]) -> None:
-        """`eos_token_ids`: end tokens of the model; a completion's answer ends with the first."""
+        """`eos_token_ids`: end tokens of the model; a completion's answer ends with the
+        first id.
+        """
         from transformers import AutoTokenizer  # seconds of import, needed for text alone
 
         try:
@@ -35,8 +38,10 @@ class ModelText:
         self._eos = tuple(eos_token_ids)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
-        """Every answer counts whose beginning the template renders the same whatever follows, at
-        least the last.
+        """Encodes a conversation. An answer is marked if the template renders its beginning
+        independently of later messages; the last answer always must.
+
+        Raises InvalidInput if no answer can be marked.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if messages[-1]["role"] != "assistant":
@@ -64,9 +69,9 @@ class ModelText:
         return self._join([(self._encode(text), said) for text, said in parts])
 
     def completion(self, prompt: str, response: str | None) -> Example:
-        """The prompt as the tokenizer begins a text; the answer ends with the model's end token."""
+        """Encodes a prompt as the start of a text; the answer ends with the model's end token."""
         begun = self._tokenizer(prompt, add_special_tokens=True)["input_ids"]
-        # Some tokenizers end every text.
+        # Some tokenizers append an end token to every text.
         while len(begun) > 1 and begun[-1] in self._eos:
             begun = begun[:-1]
         said = [] if response is None else [*self._encode(response), *self._eos[:1]]
@@ -90,7 +95,7 @@ class ModelText:
         ids, mask = list[int](), list[bool]()
         for part, said in parts:
             ids += part
-            # What a template writes after the end token was never generated.
+            # Text of the template after the end token was never generated.
             end = next((i + 1 for i, token in enumerate(part) if token in self._eos), len(part))
             mask += [said and i < end for i in range(len(part))]
         return Example(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))
