@@ -21,7 +21,8 @@ COUNT_S = 5.0
 
 class ObservedRun:
     """The metrics of one run, from its first live transition on. Replayed transitions were counted
-    by the earlier process."""
+    by the earlier process.
+    """
 
     def __init__(self, ledger: Ledger | None) -> None:
         """`ledger`: None counts no trajectories."""

@@ -93,7 +93,8 @@ class Runner:
 
     async def choose(self, event: Choice) -> State:
         """Applies an operator's choice after the events before it; returns the state before the
-        choice. Raises FailedPrecondition when the run ends first."""
+        choice. Raises FailedPrecondition when the run ends first.
+        """
         applied: asyncio.Future[State] = asyncio.get_running_loop().create_future()
         self._asked[id(event)] = applied
         self._queue.put_nowait(event)
@@ -146,7 +147,8 @@ class Runner:
 
     async def _waiting(self) -> list[Event]:
         """Waits for at least one event and returns up to one journal write of events. Raises
-        defects of the calls."""
+        defects of the calls.
+        """
         found: list[Event] = []
         while not found or (len(found) < TOGETHER and not self._queue.empty()):
             one = await self._queue.get()
@@ -157,7 +159,8 @@ class Runner:
 
     async def _apply(self, *happened: Event) -> None:
         """Applies events, then their effects: metrics, trackers, answers to operators
-        and commands."""
+        and commands.
+        """
         for one in await self.transitions.apply(*happened):
             self.stall.observe(one.event, one.after)
             self._observed.observe(one.before, one.event, one.after)
@@ -220,7 +223,8 @@ class Runner:
 
 async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
     """Awaits `work` and returns True. When `stop` is set first, cancels the work and
-    returns False."""
+    returns False.
+    """
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait())
     try:

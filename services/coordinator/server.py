@@ -115,7 +115,8 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         self, request: pb.ChooseProfileRequest, context: grpc.aio.ServicerContext
     ) -> Any:
         """Sets the profile that the next policies are rounded to. Raises FailedPrecondition with
-        the objection, if any."""
+        the objection, if any.
+        """
         await self._choose(events.ProfileChosen(self._runner.now(), request.profile))
         state = self._runner.transitions.state
         return pb.ChooseProfileResponse(
@@ -131,7 +132,8 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
     async def _choose(self, event: Choice) -> State:
         """Applies a choice and returns the state before it. Raises FailedPrecondition with the
-        objection, if any."""
+        objection, if any.
+        """
         _require_live(self._runner.transitions.state)
         before = await self._runner.choose(event)
         _require_live(before)
@@ -160,7 +162,8 @@ def drafters_of(state: State) -> pb.DrafterChoice:
 
 async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
     """Runs the run; returns when it is finished or `stop` is set. Raises ConfigError for
-    contradictory settings, RunFailed when the run failed."""
+    contradictory settings, RunFailed when the run failed.
+    """
     config.check()
     events, curve_key = config.addresses.events, config.security.curve_key
     check_events(events, config.security)
@@ -186,7 +189,8 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
 
 async def _leave(config: CoordinatorConfig, runner: Runner, stop: asyncio.Event) -> None:
     """Waits FINISH_GRACE_S for subscribers to read the last facts. Raises RunFailed for a failed
-    run."""
+    run.
+    """
     try:
         async with asyncio.timeout(FINISH_GRACE_S):
             await stop.wait()

@@ -85,7 +85,8 @@ class StallWatch:
 
     async def _look(self) -> float:
         """Seconds without progress of the whole chain of waits; reports a stall above the alarm's
-        time."""
+        time.
+        """
         still_s, alarm_s = time.monotonic() - self._activity.moved_s, patient(self._alarm_s)
         due = self._activity.doing and not self._rests
         if not due or still_s < alarm_s:

@@ -18,7 +18,8 @@ class StepSpans:
 
     def begin(self, run_id: str, step: int) -> str:
         """Starts a step's span, and replaces an existing span of the step; returns its
-        traceparent."""
+        traceparent.
+        """
         self.end(step)
         attributes: dict[str, str | int] = {names.RUN: run_id, names.RL_STEP: step}
         # A root span regardless of the caller's span: one trace per RL step.

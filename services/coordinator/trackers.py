@@ -65,7 +65,8 @@ class TensorBoard:
 
 class WeightsAndBiases:
     """A run of project paceline under the run's id, resumed if it exists; files in <run.dir>/wandb.
-    WANDB_MODE=offline sends nothing."""
+    WANDB_MODE=offline sends nothing.
+    """
 
     def __init__(self, run_id: str, run_dir: Path) -> None:
         import wandb

@@ -1,5 +1,6 @@
 """Applies events: the machine decides, the journal stores the entries, and subscribers receive
-facts."""
+facts.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Applied(NamedTuple):
 
 class Transitions:
     """The state of one run with its records, groups and traces; live runs and replays build the
-    same."""
+    same.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,8 @@ class Transitions:
         publish: Publish,
     ) -> None:
         """`samples`: requested samples per step; `rollback_drop` and `snapshot_entries`: as in the
-        configuration."""
+        configuration.
+        """
         self.state = State()
         self.records = StepRecords()
         self.groups = ClosedGroups()
@@ -89,7 +92,8 @@ class Transitions:
 
     def _follows(self, entry: JournalEntry) -> State:
         """The state after an entry of the journal. Raises DataLoss when the entry
-        contradicts it."""
+        contradicts it.
+        """
         what = f"journal entry {self._journal.count} of run {self._run_id}"
         if entry.body.step != self.state.step:
             message = f"{what} does not follow from those before it, as if of another run"

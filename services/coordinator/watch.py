@@ -22,7 +22,8 @@ class AcceptanceWatch:
 
     def observe(self, before: State, event: Event) -> dict[str, float] | None:
         """Processes one transition. Returns a fall's figures once per change of
-        drafter, else None."""
+        drafter, else None.
+        """
         if not isinstance(event, TasksFinished) or draw_of(before, event.epoch) is None:
             return None
         tokens = event.details.get("trained_round_tokens")

@@ -1,2 +1,3 @@
 """Carries out the machine's commands as gRPC calls to the peers, and emits the answers
-as events."""
+as events.
+"""

@@ -1,5 +1,6 @@
 """The shared state of all calls: peers, tasks and the event queue of the machine. It also turns a
-failed call into an event."""
+failed call into an event.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class Calls:
     absent: dict[Service, Absence] = field(default_factory=dict)
     handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while slots change hands, so that the gateway receives the leases in the order of their
-    epochs."""
+    epochs.
+    """
 
     def context(self, command: StepCommand) -> CommandContext:
         """The context of a command's requests: run, step and epoch."""
@@ -144,7 +146,8 @@ class Calls:
 
 async def accepted(call: Any) -> None:
     """Returns when the peer has accepted a streaming call; raises the error if it rejected the
-    call."""
+    call.
+    """
     with rpc_errors():
         await call.wait_for_connection()
 

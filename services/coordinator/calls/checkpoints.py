@@ -21,7 +21,8 @@ OPTIONAL_STILL_S = 60.0
 
 async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
     """Emits CheckpointsSaved with the paths. It has no paths if nothing was trained or an optional
-    service does not answer."""
+    service does not answer.
+    """
     try:
         await resume(calls, command)  # agents may send requests after the run
     except PacelineError as error:
@@ -48,7 +49,8 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
 
 async def keep_if_best(calls: Calls, command: commands.Evaluate, evaluation: float) -> None:
     """Keeps the policy's checkpoint if no earlier evaluation was better. If the trainer does not
-    answer, only the checkpoint is missing: the evaluation is still recorded."""
+    answer, only the checkpoint is missing: the evaluation is still recorded.
+    """
     request = SavePolicyCheckpointRequest(context=calls.context(command), evaluation=evaluation)
     try:
         await calls.peers.save_policy(request, patient(STILL_S))

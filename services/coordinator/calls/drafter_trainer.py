@@ -22,7 +22,8 @@ from paceline.v1 import drafter_pb2
 
 async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
     """Emits WorkersReleased, DrafterActivated, the gate's decisions and Detached. Emits Deadline
-    when training does not start in time."""
+    when training does not start in time.
+    """
 
     def kept(error: PacelineError) -> Event:
         message = f"its slots were not released: {error}"
@@ -58,7 +59,8 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
 
 async def join(calls: Calls, command: commands.JoinDrafter) -> None:
     """Emits WorkersReleased and DrafterJoined. Emits JoinFailed, or Deadline after the command's
-    seconds, when the trainer cannot train on all slots of its lease."""
+    seconds, when the trainer cannot train on all slots of its lease.
+    """
 
     def failed(error: PacelineError) -> Event | None:
         if _away(error):
@@ -109,7 +111,8 @@ async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
 
 def _trainer_failed(calls: Calls, epoch: int) -> Callable[[PacelineError], Event | None]:
     """Returns the events of a failed drafter trainer. The run continues without the drafter and
-    waits only for its service."""
+    waits only for its service.
+    """
 
     def event_of(error: PacelineError) -> Event | None:
         if _away(error):

@@ -53,7 +53,8 @@ class Executor:
 
     def __init__(self, calls: Calls, on_defect: Callable[[BaseException], None]) -> None:
         """`on_defect` receives every exception that is not a PacelineError. Such a defect ends the
-        process."""
+        process.
+        """
         self._calls = calls
         self._on_defect = on_defect
         self._log = get_logger("coordinator")
@@ -102,7 +103,8 @@ class Executor:
 
 async def until_gone(tasks: Collection[asyncio.Task[None]], deadline_s: float) -> None:
     """Returns when the tasks have ended. After the deadline it logs the running tasks
-    and returns."""
+    and returns.
+    """
     left = (await asyncio.wait(tasks, timeout=deadline_s))[1] if tasks else ()
     if left:
         names = sorted(task.get_name() for task in left)

@@ -116,7 +116,8 @@ def accept_length(stats: SpeculationStats) -> float:
 
 def accept_lengths(stats: SpeculationStats) -> dict[str, float]:
     """Mean tokens of a drafted round for each arm of a trained drafter with at least LEAST_ROUNDS
-    rounds."""
+    rounds.
+    """
     tokens = stats.arm_round_tokens
     return {
         arm: tokens[arm] / rounds

@@ -41,7 +41,8 @@ _QUERY_DEADLINE_S = 30.0
 
 async def run_started(calls: Calls) -> events.RunStarted:
     """The RunStarted event, with the gateway's workers and its serving set. Raises
-    FailedPrecondition when the gateway has no workers."""
+    FailedPrecondition when the gateway has no workers.
+    """
     settings = await _settings(calls)
     served = await versions_at_gateway(calls, _QUERY_DEADLINE_S)
     if not settings.workers:
@@ -75,7 +76,8 @@ async def _settings(calls: Calls) -> RunSettings:
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
     """Emits ShareDone for each worker, then TasksFinished; WorkerLost when a worker died. In the
-    schedule fully_async it also emits GroupClosed for each group."""
+    schedule fully_async it also emits GroupClosed for each group.
+    """
 
     def worker_lost(error: PacelineError) -> Event | None:
         if error.reason != WORKER_LOST:

@@ -35,7 +35,8 @@ class Peers:
     @classmethod
     def open(cls, addresses: AddressesConfig, security: SecurityConfig) -> Peers:
         """Creates lazy channels; call it on the running event loop. Raises ConfigError for an
-        insecure address."""
+        insecure address.
+        """
         by_service = {service: str(getattr(addresses, service.value)) for service in Service}
         channels = {service: channel(address, security) for service, address in by_service.items()}
         return cls(

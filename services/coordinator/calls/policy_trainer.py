@@ -16,7 +16,8 @@ from paceline.v1 import policy_pb2
 
 async def train(calls: Calls, command: commands.TrainPolicy) -> None:
     """Emits WorkersReleased, PolicyStepped and PolicyPrepared; TrainerFailed when a rank died. The
-    trainer waits for the groups that closed with the step's rollouts."""
+    trainer waits for the groups that closed with the step's rollouts.
+    """
 
     def rank_lost(error: PacelineError) -> Event | None:
         if error.reason != RANK_LOST:
@@ -48,7 +49,8 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
 
 async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
     """Pushes the serving policy again; a step that is already trained is only pushed. Emits
-    SetDamaged when the trainer has moved on to a newer policy."""
+    SetDamaged when the trainer has moved on to a newer policy.
+    """
 
     def trained_on(error: PacelineError) -> Event | None:
         if error.reason != STEP_ORDER or not isinstance(command, commands.RunTasks):

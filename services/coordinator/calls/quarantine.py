@@ -44,7 +44,8 @@ def found(calls: Calls, epoch: int, stepped: PolicyStepped) -> None:
 
 async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
     """Applies the quarantine at once if the gateway answers; otherwise the next rollouts start with
-    it."""
+    it.
+    """
     try:
         await withhold(calls, calls.context(command))
     except PacelineError as error:

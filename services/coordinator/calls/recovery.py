@@ -16,7 +16,8 @@ _LONGEST_PAUSE_S = 5.0
 
 async def await_service(calls: Calls, command: commands.AwaitService) -> None:
     """Emits ServiceBack when the peer is healthy again. Emits CallFailed when a required peer does
-    not recover in time."""
+    not recover in time.
+    """
     service = command.service
     absence = calls.absent.setdefault(service, Absence(calls.now()))
     while True:

@@ -27,8 +27,9 @@ RESUME_DEADLINE_S = 300.0
 _LEAVE_STILL_S = 60.0
 """Seconds without progress after which the wait for the policy trainer's step ends."""
 _REPEATS = 2
-"""Repeats of a preemption. Three deadlines are longer than a pause that no watchdog
-kills (ADR 40)."""
+"""Repeats of a Preempt request. Three deadlines exceed the longest pause for which no process is
+killed (ADR 40).
+"""
 
 
 async def release(
@@ -42,7 +43,8 @@ async def release(
     event_of: Callable[[PacelineError], Event | None] = no_event,
 ) -> None:
     """Frees the memory of the workers on these slots before `holder` gets the slots; emits
-    WorkersReleased."""
+    WorkersReleased.
+    """
     settings = calls.state().settings
     of_engine = [slot for slot in slots if slot < settings.engine_slots]
     if not of_engine:

@@ -41,7 +41,8 @@ class TaskSource:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         """Raises TaskFileError (InvalidInput) for an unusable file, ConfigError for too
-        few tasks."""
+        few tasks.
+        """
         self._config = config
         later = config.later
         tasks = None if config.open_traffic else _enough(config, config.tasks_path)
@@ -78,7 +79,8 @@ class TaskSource:
         capture: bool = True,
     ) -> RunTasksRequest:
         """The training tasks of one step; in open traffic, only the number of groups. In a later
-        round of dynamic sampling: replacement tasks for the groups at `places`."""
+        round of dynamic sampling: replacement tasks for the groups at `places`.
+        """
         config = self._config
         return RunTasksRequest(
             context=leased(config.security, config.run.id, step, epoch),
@@ -115,14 +117,16 @@ class TaskSource:
 
     def _draw(self, step: int) -> list[Task]:
         """Distinct tasks. Where a step spans two epochs, a task already drawn is replaced by the
-        next task."""
+        next task.
+        """
         count = self._config.prompts_per_step
         return _distinct(self._cursor(step, count, self._config.run.seed), count, set())
 
     def _draw_others(self, step: int, drawn: set[str]) -> list[Task]:
         """One replacement task for each place in each round, distinct from the step's other tasks.
         The replacements have their own order, so the tasks of later steps do not depend on their
-        number."""
+        number.
+        """
         config = self._config
         count = config.prompts_per_step * config.dynamic_sampling_rounds
         return _distinct(self._cursor(step, count, config.run.seed + OTHERS_SEED), count, drawn)
@@ -131,7 +135,8 @@ class TaskSource:
         self, kind: Evaluation, finished_steps: int, epoch: int
     ) -> RunTasksRequest:
         """Held-out tasks. Step 0 in the context gives every evaluation of a run the same request
-        seeds."""
+        seeds.
+        """
         config, evaluation = self._config, self._config.evaluation
         environment, reward = config.evaluated_by
         probe = kind is Evaluation.PROBE

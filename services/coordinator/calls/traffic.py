@@ -1,5 +1,6 @@
 """Subscribes to the gateway's traffic during the run, and reclaims slots for waiting callers. The
-subscription also keeps the leases alive."""
+subscription also keeps the leases alive.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ async def _listen(calls: Calls) -> None:
 
 async def _reclaim(calls: Calls, waiting: rollout_pb2.WatchTrafficResponse) -> None:
     """Serves callers that wait for lent workers: ends the drafter's lease, or resumes workers
-    without a holder at once."""
+    without a holder at once.
+    """
     state = calls.state()
     if state.lease is None:
         await give_back(calls, state.step, waiting.epoch)

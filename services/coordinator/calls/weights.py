@@ -1,5 +1,6 @@
 """Calls the weight services: commits sets at their receivers, aborts candidates, and repairs
-damaged sets."""
+damaged sets.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:
     """Emits Committed when the gateway serves the set, CommitFailed when a part is missing or
-    damaged. The drafter trainer is notified afterwards; no phase waits for its answer."""
+    damaged. The drafter trainer is notified afterwards; no phase waits for its answer.
+    """
 
     def commit_failed(error: PacelineError) -> Event | None:
         if not isinstance(error, DataLoss | FailedPrecondition | NotFound):

@@ -137,7 +137,8 @@ def trains_during_push(state: State) -> bool:
 
 def can_judge(state: State) -> bool:
     """Whether a worker can be the canary: there are two or more, and at least one is without the
-    drafter."""
+    drafter.
+    """
     workers = state.workers
     return len(workers) < 2 or workers.counted(WorkerState.TRAINING) < len(workers)
 
