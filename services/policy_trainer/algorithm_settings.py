@@ -122,10 +122,12 @@ class RlooConfig(AlgorithmConfig):
 
 
 class ReinforceConfig(AlgorithmConfig):
-    """Name of the algorithm."""
+    """REINFORCE++: advantages normalised over the whole batch; `_baseline` first subtracts the
+    group's mean reward.
+    """
 
     name: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "reinforce_plus_plus"
-    """Which algorithm."""
+    """Name of the algorithm."""
 
 
 class PpoConfig(AlgorithmConfig):

@@ -2,8 +2,9 @@
 paths that did not.
 
 The trainer recomputes a sample of trajectories in the policy version that drew them. Their tokens
-are counted by cell. A cell is the arms that have drafted in the response so far, one number format,
-a reused or computed prefix, and keys and values of the present or an earlier policy.
+are counted by cell. A cell has four properties: the arms that have drafted in the response so far,
+the number format, a reused or computed prefix, and the present or an earlier policy for keys and
+values.
 
 A cell with enough tokens is judged by the mean and the 99th percentile of its gaps; then its count
 restarts. If a cell exceeds its bound, the audit names its paths that no cell within its bound has.
