@@ -1,8 +1,7 @@
-"""Attention of blocks over a context that they share: pure tensor functions.
+"""Attention of blocks over a shared context, as pure tensor functions.
 
-Every block of a packed row sees the context rows up to its anchor and all of itself. So one
-computation of the context's keys and values serves them all, and a block's own are seen by nobody
-else.
+Every block of a packed row sees the context rows up to its anchor, and all of its own positions. So
+the context's keys and values are computed once for all blocks. No block sees another block.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor
 
 TOGETHER = 32
-"""Blocks that are attended at once, so that each product is over few of a row's documents. Without
-gradients it also bounds the scores in memory: TOGETHER B for each head and row of the context.
+"""Number of blocks attended at once, so that each product covers few of a row's documents. Without
+gradients it also bounds the scores in memory: TOGETHER B for each head and context row.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Blocks that are attended at once, and the part of the context that any of them sees."""
+    """Blocks that are attended at once, and the range of context rows that they see."""
 
     blocks: slice
     rows: slice
@@ -29,7 +28,9 @@ class Stretch:
 
 
 def stretches(seen: Tensor) -> list[Stretch]:
-    """At least one; seen bool [N, T]: which rows of the context each block sees, at least one."""
+    """Splits the blocks into at least one stretch; seen bool [N, T]: context rows that each block
+    sees, at least one per block.
+    """
     found = []
     for begin in range(0, max(len(seen), 1), TOGETHER):
         part = seen[begin : begin + TOGETHER]
@@ -47,7 +48,7 @@ def block_attention(
 ) -> Tensor:
     """softmax over the context rows that a block sees and over all of its own positions.
 
-    queries [N, heads, B, D]; own keys and values [N, kv_heads, B, D]; those of the context
+    queries [N, heads, B, D]; own keys and values [N, kv_heads, B, D]; context keys and values
     [kv_heads, T, D]. Returns [N, heads, B, D].
     """
     keys, values = context
@@ -69,7 +70,7 @@ def _attend(
     count, heads, tokens, dim = queries.shape
     kv, rows = context[0].shape[:2]
     each = heads // kv * tokens
-    # The query heads of a KV head, of all blocks, are rows of one product with the context.
+    # All blocks' query heads of one KV head are rows of one product with the context.
     grouped = (queries / dim**0.5).view(count, kv, each, dim)
     beside = grouped.transpose(0, 1).reshape(kv, count * each, dim)
     before = (beside @ context[0].transpose(1, 2)).view(kv, count, each, rows).transpose(0, 1)

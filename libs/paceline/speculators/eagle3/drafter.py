@@ -20,7 +20,7 @@ class Eagle3State:
     """One version of the drafter's weights, fused for inference."""
 
     layer: LayerWeights
-    """Its input_norm is that of the embedding."""
+    """The layer; its input_norm is the embedding's norm."""
     fc: Tensor
     """[H, 3 H]"""
     hidden_norm: Tensor

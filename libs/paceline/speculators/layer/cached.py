@@ -81,9 +81,8 @@ class CachedDrafter(NetDrafter[Net]):
     # ---- weights
 
     def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of kept states that it reads.
-
-        Raises DataLoss naming the missing ones.
+        """Columns of kept states that it reads. Raises DataLoss with the names of
+        missing states.
         """
         return net.reads.columns(self._layers, self._target.config.hidden_size)
 

@@ -50,8 +50,8 @@ class ContextTable:
                     counts[token] = counts.get(token, 0) + 1
 
     def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
-        """Counts after the longest known suffix of `context`, and its length; ({}, 0)
-        without one.
+        """Counts after the longest counted suffix of `context`, and its length; ({}, 0) without
+        such a suffix.
         """
         for size in CONTEXTS:
             if size <= len(context):
@@ -110,8 +110,8 @@ class AnswerContexts:
 
 
 def likeliest(counts: Counts, topk: int, prior: float = PRIOR) -> list[tuple[int, float]]:
-    """Tokens and their estimated probability, most frequent first; of equal ones the
-    newer first.
+    """Tokens and their estimated probability, most frequent first; among equal tokens the newer
+    first.
     """
     if not counts:
         return []

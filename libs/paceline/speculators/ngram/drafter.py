@@ -1,11 +1,11 @@
-"""Drafts the earlier continuations of the last tokens: in the answers to the same prompt, then in
-everything that this engine has seen.
+"""Drafts the earlier continuations of the last tokens: from the answers to the same prompt, then
+from all text of this engine.
 
 Prompt lookup (Saxena 2023), suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) and its form for
 RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts. Contexts are the
-last 16, 8, 4 or 2 tokens in the answers to this prompt, earlier and running ones, and the last 6, 4
-or 2 tokens in all sequences. The longest known context proposes; from four tokens on, the prompt's
-own contexts are first. Both are bounded (contexts.py, answers.py).
+last 16, 8, 4 or 2 tokens in earlier and running answers to this prompt, and the last 6, 4 or 2
+tokens in all sequences. The longest counted context proposes; from four tokens on, the prompt's own
+contexts are first. Both are bounded (contexts.py, answers.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of a recurrent drafter as one draft reads them, its norm and its stacks."""
+"""Weights of one draft of a recurrent drafter, its norm and its stacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NormPair(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What follows in a stack: norm, GELU, matrix [out, in]."""
+    """One further layer of a stack: norm, GELU, matrix [out, in]."""
 
     norm: NormPair
     matrix: Tensor
@@ -31,20 +31,22 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """Weights of one draft; a cell has G gates of width P, which is D unless told otherwise."""
+    """Weights of one draft. A cell has G gates of width P; P is D unless proj_dim or emb_dim is
+    set.
+    """
 
     proj: Tensor
-    """[G P, H] for the first draft, [G P, D] for others."""
+    """[G P, H] for the first draft, [G P, D] for later drafts."""
     embeds: tuple[Tensor, ...]
-    """[V, P] for each gate, or one for all."""
+    """[V, P] for each gate, or one table for all gates."""
     norms: tuple[NormPair, ...]
-    """Of the cell."""
+    """Norms of the cell."""
     head: Tensor
     """[V, D]"""
     embed_stack: tuple[Layer, ...] = ()
-    """Behind the embedding."""
+    """Stack after the embedding."""
     proj_stack: tuple[Layer, ...] = ()
-    """Behind proj."""
+    """Stack after proj."""
     inner: tuple[Tensor, ...] = ()
     """The cell's matrices between its norms."""
 
@@ -62,7 +64,8 @@ def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is
     subtracted.
 
-    A single weight goes to all of x, a single x to every weight: repeated, its mean is the same.
+    A single weight applies to all of x, and a single x to every weight: its mean is the same when
+    repeated.
     """
     if x.shape[-1] != len(weight):
         width = max(x.shape[-1], len(weight))
@@ -71,7 +74,7 @@ def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def stacked(x: Tensor, layers: Iterable[Layer]) -> Tensor:
-    """What a stack makes of x [N, width]."""
+    """The output of a stack for x [N, width]."""
     for norm, matrix in layers:
         x = linear(functional.gelu(biased_norm(x, *norm)), matrix)
     return x

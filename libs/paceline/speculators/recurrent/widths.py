@@ -1,11 +1,13 @@
-"""Reads the widths of an LSTM drafter, "4096" or "4096.2048", and says which of them fit.
+"""Reads the widths of an LSTM drafter, "4096" or "4096.2048", and checks that they match.
 
-A width that does not fit is one that the published loader, Arctic Inference's plug-in, cannot
-compute either. It adds the token's embedding into the projected state in place, multiplies and adds
-gates, memory and norms number by number, and all that widens there is a single number. Hence `fit`:
-equal, or 1 where one number goes to every place. A stack's norm stands before its matrix but is
-made with the width behind it, so that embeddings and projections keep their width or shrink to 1.
-Only `inner_dim` of sum_rnn, whose norms stand behind their matrices, may change it at will.
+The published loader, Arctic Inference's plug-in, cannot compute with widths that do not match. It
+adds the token's embedding to the projected state in place. It multiplies and adds gates, memory and
+norms elementwise, and broadcasts only single numbers. So two widths match if they are equal, or if
+one is 1 where a single number applies to every place.
+
+A stack's norm precedes its matrix, but has the matrix's output width. Embeddings and projections
+therefore keep their width or shrink to 1. Only `inner_dim` of sum_rnn, with norms after its
+matrices, may change it freely.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def parse_chain(given: object) -> Chain:
 
 
 def read_chain(raw: Mapping[str, Any], key: str) -> str:
-    """A chain of a config.json, as text. Raises InvalidInput naming the key."""
+    """A chain in a config.json, as text. Raises InvalidInput with the key."""
     try:
         return chain_text(parse_chain(raw.get(key)))
     except ValueError as error:
@@ -42,7 +44,7 @@ def read_chain(raw: Mapping[str, Any], key: str) -> str:
 
 
 def chain_text(chain: Chain) -> str:
-    """What `parse_chain` reads."""
+    """The text of a chain, in `parse_chain`'s form."""
     return ".".join(map(str, chain))
 
 
@@ -51,15 +53,16 @@ class Widths:
     """The three chains of a drafter."""
 
     inner: Chain
-    """Of the state: the first is what a gate or a draft sums up to, the last what the head reads.
+    """Widths of the state: the first is the width of a gate's or draft's sum, the last the head's
+    input width.
     """
     proj: Chain
-    """Of what the state is projected to."""
+    """Widths of the projected state."""
     emb: Chain
-    """Of embeddings: tables have the first."""
+    """Widths of embeddings; tables have the first width."""
 
     def check(self, method: str) -> None:
-        """Raises InvalidInput naming the first two widths that do not fit."""
+        """Raises InvalidInput with the first two widths that do not match."""
         for (name, width), (other, into), single in _meetings(self, method):
             if width != into and not (single and width == 1):
                 raise InvalidInput(
@@ -73,11 +76,12 @@ Named = tuple[str, int]
 
 
 def _meetings(widths: Widths, method: str) -> Iterator[tuple[Named, Named, bool]]:
-    """What meets what, and whether a single number would do for the first."""
+    """Pairs of widths that must match, and whether the first may be a single number."""
     summed, state = ("inner_dim[0]", widths.inner[0]), ("inner_dim[-1]", widths.inner[-1])
     if method == "sum_lstm":
-        # No stacks there: what stands behind a first width is not read. The embedding is repeated
-        # for the gates, whose sums lie beside each other: a single number would not be one a gate.
+        # sum_lstm has no stacks, so widths after the first are not read. The embedding is repeated
+        # for the gates, and their sums are concatenated. A single number would therefore not be one
+        # per gate.
         proj = ("proj_dim[0]", widths.proj[0])
         yield ("emb_dim[0]", widths.emb[0]), proj, False
         yield proj, state, True
