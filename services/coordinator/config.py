@@ -20,20 +20,20 @@ from paceline.tasks import MAX_SAMPLES, Columns
 from paceline.trajectory import TEMPERATURE
 
 EXTERNAL = "external"
-"""Environment whose tasks are run by agents from outside."""
+"""Name of the environment in which external agents run the tasks."""
 AGENT = "agent"
-"""Reward that the agent posts itself."""
+"""Name of the reward rule for rewards posted by the agent."""
 
 
 def _rounded(values: tuple[str, ...]) -> tuple[str, ...]:
     try:
         return tuple(map(check_profile, values))
-    except InvalidInput as error:  # pydantic adds where the setting stands
+    except InvalidInput as error:  # pydantic adds the setting's path
         raise ValueError(str(error)) from error
 
 
 class Scoring(NamedTuple):
-    """Who runs a task and who scores it, by the gateway's names."""
+    """The gateway's names of the environment that runs a task and the reward that scores it."""
 
     environment: str
     reward: str
@@ -56,9 +56,9 @@ class EvaluationConfig(Config):
     samples: int = Field(default=1, ge=1)
     """Samples per prompt: the accuracy is avg@k, with pass@2, pass@4 and so on."""
     temperature: Temperature = 1.0
-    """Softmax temperature of these samples; 0: greedy."""
+    """Softmax temperature of the evaluation's samples; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass of these samples."""
+    """Nucleus mass of the evaluation's samples."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of such a response; empty: as in training."""
     solved_above: float = 0.5
@@ -222,7 +222,7 @@ class CoordinatorConfig(ServiceConfig):
 
     @property
     def columns(self) -> Columns:
-        """Where the parts of a task stand in its file."""
+        """Columns of the task file for each part of a task."""
         return Columns(**self.task_columns.model_dump(), system_prompt=self.system_prompt)
 
     @property
@@ -270,7 +270,7 @@ class CoordinatorConfig(ServiceConfig):
         _check_reward(section, evaluation.environment, evaluation.reward)
 
     def _check_samples(self) -> None:
-        """Raises ConfigError for more samples at once than one call may ask for."""
+        """Raises ConfigError when one call would request more than MAX_SAMPLES samples."""
         evaluation = self.evaluation
         for product, samples in (
             ("prompts_per_step x samples_per_task", self.prompts_per_step * self.samples_per_task),
@@ -311,7 +311,7 @@ class CoordinatorConfig(ServiceConfig):
             self._check_ahead()
 
     def _check_ahead(self) -> None:
-        """Raises ConfigError for what cannot be while rollouts are ahead of the learner."""
+        """Raises ConfigError for settings that require rollouts and learner to take turns."""
         schedule = self.schedule
         if self.drafter_enabled and self.drafter_schedule == "serial":
             raise ConfigError(
@@ -330,7 +330,7 @@ class CoordinatorConfig(ServiceConfig):
 
     @property
     def policy_lag(self) -> int:
-        """Versions that a group may be older than the policy."""
+        """Maximum versions between a group's oldest token and the trained policy."""
         if self.max_policy_lag is not None:
             return self.max_policy_lag
         return 0 if self.schedule is Schedule.SYNC else 1
@@ -343,7 +343,7 @@ class CoordinatorConfig(ServiceConfig):
         )
 
     def machine_settings(self, workers: int) -> RunSettings:
-        """What the machine decides by."""
+        """The machine's settings."""
         evaluated = bool(self.heldout_path)
         return RunSettings(
             workers=workers,

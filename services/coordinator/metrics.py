@@ -6,7 +6,7 @@ from paceline.telemetry.metrics import Counter, Gauge, Histogram
 from paceline.v1.coordinator_pb2 import StepRecord
 
 QUANTILES = ("0.5", "0.9", "1")
-"""Of StepRecord.response_length_quantiles, in their order."""
+"""Quantiles of StepRecord.response_length_quantiles, in order."""
 
 STALLED = Gauge(
     "paceline.coordinator.stalled",
@@ -160,7 +160,7 @@ POINTS_DROPPED = Counter(
 
 
 def record_step(record: StepRecord) -> None:
-    """A step that is over."""
+    """Records the metrics of a finished step."""
     STEPS.record()
     RESPONSE_TOKENS.record(record.response_tokens)
     for part in ("step", "rollout", "policy"):

@@ -16,22 +16,24 @@ from paceline.streams import Ledger
 from paceline.telemetry import get_logger
 
 COUNT_S = 5.0
-"""For the ledger to be counted; a Redis that is away longer leaves the gauges as they were."""
+"""Deadline for counting the ledger, seconds; after it the gauges keep their values."""
 
 
 class ObservedRun:
-    """One run, from its first live transition on: what a replay repeats was counted before."""
+    """The metrics of one run, from its first live transition on. Replayed transitions were counted
+    by the earlier process.
+    """
 
     def __init__(self, ledger: Ledger | None) -> None:
         """`ledger`: None counts no trajectories."""
         self._ledger = ledger
         self._due = asyncio.Event()
-        self._since_s: float | None = None  # when the phases were entered
-        self._held: dict[Holder, int] = {}  # slots, as they were told last
+        self._since_s: float | None = None  # time of entry into the phases
+        self._held: dict[Holder, int] = {}  # slots by holder, as last recorded
         self._lost: frozenset[Service] | None = None
 
     def observe(self, before: State, event: Event, after: State) -> None:
-        """Takes one transition in."""
+        """Processes one transition."""
         if self._since_s is None:
             self._since_s = event.at_s
         if after.doing != before.doing:
@@ -58,18 +60,18 @@ class ObservedRun:
         self._held = held
 
     def step_ended(self) -> None:
-        """The trajectories are to be counted again."""
+        """Requests a new count of the trajectories."""
         self._due.set()
 
     async def run(self) -> None:
-        """Counts trajectories whenever a step has ended; ends never."""
+        """Counts trajectories after every step; never returns."""
         while True:
             await self._due.wait()
             self._due.clear()
             await self.count()
 
     async def count(self) -> None:
-        """The trajectories of the run, by what has become of them."""
+        """Records the number of the run's trajectories by fate."""
         if self._ledger is None:
             return
         try:

@@ -1,7 +1,7 @@
-"""Runs a run: events -> machine -> journal -> facts -> commands, until it is over.
+"""Runs a run until it is over: events -> machine -> journal -> facts -> commands.
 
-Events that wait are decided, written and told together. The journal has them before anybody acts on
-one, so a new runner of the same run takes up where this one ended.
+Waiting events are decided, journaled and published together. Events are durable before their
+commands run, so a new runner can continue the run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from paceline.streams import Ledger
 from paceline.telemetry import get_logger
 
 HAND_BACK_S = 180.0
-"""That a run which has failed waits for its slots to go back to the engine."""
+"""Seconds that a failed run waits for the return of its slots to the engine."""
 
 
 class Runner:
-    """One run; `run` returns when it is over or asked to leave."""
+    """One run; `run` returns at its end or on a stop request."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Runner:
         clock: Callable[[], float],
         ledger: Ledger | None = None,
     ) -> None:
-        """`clock` is the wall clock in seconds; `ledger`: whose trajectories are counted.
+        """`clock`: the wall clock in seconds. `ledger`: source of the trajectory counts, if any.
 
-        Raises TaskFileError when the tasks cannot be read.
+        Raises TaskFileError for unreadable tasks.
         """
         self._config = config
         self._peers = peers
@@ -86,15 +86,14 @@ class Runner:
         return self._last_s
 
     def request_stop(self) -> int:
-        """Asks for the end of the run; returns the number of steps that it will have."""
+        """Requests the end of the run; returns the number of steps that it will have."""
         event = events.StopRequested(self.now())
         self._queue.put_nowait(event)
         return step(self.transitions.state, event)[0].settings.total_steps
 
     async def choose(self, event: Choice) -> State:
-        """Applies an operator's choice in its turn; returns the state before it.
-
-        Raises FailedPrecondition when the run ends first.
+        """Applies an operator's choice after the events before it; returns the state before the
+        choice. Raises FailedPrecondition when the run ends first.
         """
         applied: asyncio.Future[State] = asyncio.get_running_loop().create_future()
         self._asked[id(event)] = applied
@@ -108,10 +107,10 @@ class Runner:
         return self.transitions.state
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Runs to the end; False when `stop` came first. Raises errors of the machine and of the
-        journal.
+        """Runs to the end; returns False when `stop` was set first. Raises errors of the machine
+        and of the journal.
 
-        The outcome stands in `transitions.state`: phase FINISHED, or FAILED with its failure.
+        The outcome is in `transitions.state`: phase FINISHED, or FAILED with its failure.
         """
         beside = [
             asyncio.create_task(self.stall.run(), name="stall watch"),
@@ -147,7 +146,9 @@ class Runner:
         await self._observed.count()
 
     async def _waiting(self) -> list[Event]:
-        """All events that wait, one at least, as many as one write takes. Raises our own defect."""
+        """Waits for at least one event and returns up to one journal write of events. Raises
+        defects of the calls.
+        """
         found: list[Event] = []
         while not found or (len(found) < TOGETHER and not self._queue.empty()):
             one = await self._queue.get()
@@ -157,7 +158,9 @@ class Runner:
         return found
 
     async def _apply(self, *happened: Event) -> None:
-        """Their transitions, and what follows from them."""
+        """Applies events, then their effects: metrics, trackers, answers to operators
+        and commands.
+        """
         for one in await self.transitions.apply(*happened):
             self.stall.observe(one.event, one.after)
             self._observed.observe(one.before, one.event, one.after)
@@ -188,7 +191,7 @@ class Runner:
                 REFUSED.record(event=event)
                 self._log.info("late event refused", event_name=event, seen=seen, current=current)
             case commands.FinishRun():
-                pass  # the phase says so
+                pass  # the phase already shows the end
             case _:
                 step = getattr(command, "step", self.transitions.state.step)
                 self._executor.execute(command, self._spans.context(step))
@@ -219,8 +222,8 @@ class Runner:
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Awaits work unless `stop` is set first; then the work is cancelled and the answer is
-    False.
+    """Awaits `work` and returns True. When `stop` is set first, cancels the work and
+    returns False.
     """
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait())

@@ -1,4 +1,4 @@
-"""Serves CoordinatorService and the facts while the runner runs the run."""
+"""Serves CoordinatorService and publishes facts while the runner runs the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.v1.coordinator_pb2_grpc import (
 
 SERVICE_NAME = "paceline.v1.CoordinatorService"
 FINISH_GRACE_S = 1.0
-"""Between the last fact and the end of the process: a subscriber that missed one asks once more."""
+"""Seconds between the last fact and the end of the process, for subscribers that missed a fact."""
 _STOP_GRACE_S = 1.0
 
 
@@ -47,7 +47,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def GetSnapshot(
         self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext
     ) -> Any:
-        """The whole state."""
+        """Returns the whole state."""
         state, records = self._runner.transitions.state, self._runner.transitions.records
         return pb.GetSnapshotResponse(
             run_id=self._run_id,
@@ -67,28 +67,28 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def ListSteps(
         self, request: pb.ListStepsRequest, context: grpc.aio.ServicerContext
     ) -> Any:
-        """Records of the finished steps from the one asked for, a page of them."""
+        """Returns one page of records of finished steps, starting at `from_step`."""
         return pb.ListStepsResponse(steps=self._runner.transitions.records.page(request.from_step))
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
-        """Ends the run with the running step. FailedPrecondition when no run goes on."""
+        """Ends the run after the running step. Raises FailedPrecondition when no run is live."""
         _require_live(self._runner.transitions.state)
         return pb.StopRunResponse(total_steps=self._runner.request_stop())
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: grpc.aio.ServicerContext) -> Any:
-        """Has the run rest. FailedPrecondition when no run goes on or all steps have begun."""
+        """Pauses the run. Raises FailedPrecondition when no run is live or all steps have begun."""
         before = await self._choose(events.Paused(self._runner.now()))
         return pb.PauseRunResponse(steps=before.rollouts.begun)
 
     async def ResumeRun(
         self, request: pb.ResumeRunRequest, context: grpc.aio.ServicerContext
     ) -> Any:
-        """Has the run go on. FailedPrecondition when none does."""
+        """Continues a paused run. Raises FailedPrecondition when no run is live."""
         before = await self._choose(events.Continued(self._runner.now()))
         return pb.ResumeRunResponse(was_paused=before.paused)
 
     async def RollBack(self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext) -> Any:
-        """Goes back to the drafter before. FailedPrecondition naming what speaks against it."""
+        """Returns to the previous drafter. Raises FailedPrecondition with the objection, if any."""
         if request.HasField("policy_version"):
             raise FailedPrecondition(
                 "a run does not go back to an older policy: its trainer would go on from the newer",
@@ -101,20 +101,22 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def PinDrafter(
         self, request: pb.PinDrafterRequest, context: grpc.aio.ServicerContext
     ) -> Any:
-        """Keeps a drafter serving. FailedPrecondition naming what speaks against it."""
+        """Pins the serving drafter. Raises FailedPrecondition with the objection, if any."""
         return pb.PinDrafterResponse(drafters=await self._choose_drafter(request, lasting=True))
 
     async def UnpinDrafter(
         self, request: pb.UnpinDrafterRequest, context: grpc.aio.ServicerContext
     ) -> Any:
-        """Takes a choice away. FailedPrecondition when no run goes on."""
+        """Removes a pin. Raises FailedPrecondition when no run is live."""
         await self._choose(events.DrafterUnpinned(self._runner.now()))
         return pb.UnpinDrafterResponse(drafters=drafters_of(self._runner.transitions.state))
 
     async def ChooseProfile(
         self, request: pb.ChooseProfileRequest, context: grpc.aio.ServicerContext
     ) -> Any:
-        """Has policies rounded to a profile. FailedPrecondition naming what speaks against it."""
+        """Sets the profile that the next policies are rounded to. Raises FailedPrecondition with
+        the objection, if any.
+        """
         await self._choose(events.ProfileChosen(self._runner.now(), request.profile))
         state = self._runner.transitions.state
         return pb.ChooseProfileResponse(
@@ -129,7 +131,9 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         return drafters_of(self._runner.transitions.state)
 
     async def _choose(self, event: Choice) -> State:
-        """The state before the choice. Raises FailedPrecondition for what speaks against it."""
+        """Applies a choice and returns the state before it. Raises FailedPrecondition with the
+        objection, if any.
+        """
         _require_live(self._runner.transitions.state)
         before = await self._runner.choose(event)
         _require_live(before)
@@ -145,7 +149,7 @@ def _require_live(state: State) -> None:
 
 
 def drafters_of(state: State) -> pb.DrafterChoice:
-    """What an operator may choose from, and what was chosen."""
+    """The drafters that an operator may choose, and the present choice."""
     pin = state.pin
     return pb.DrafterChoice(
         serving=state.versions.drafter,
@@ -157,9 +161,8 @@ def drafters_of(state: State) -> pb.DrafterChoice:
 
 
 async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
-    """Runs the run; returns when it is finished or `stop` is set.
-
-    Raises ConfigError for settings that cannot work together, RunFailed when the run failed.
+    """Runs the run; returns when it is finished or `stop` is set. Raises ConfigError for
+    contradictory settings, RunFailed when the run failed.
     """
     config.check()
     events, curve_key = config.addresses.events, config.security.curve_key
@@ -185,7 +188,9 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
 
 
 async def _leave(config: CoordinatorConfig, runner: Runner, stop: asyncio.Event) -> None:
-    """Gives subscribers a moment for the last facts, then says how the run ended."""
+    """Waits FINISH_GRACE_S for subscribers to read the last facts. Raises RunFailed for a failed
+    run.
+    """
     try:
         async with asyncio.timeout(FINISH_GRACE_S):
             await stop.wait()

@@ -1,4 +1,4 @@
-"""Watches whether a run gets on, and says who waits for whom where it does not."""
+"""Detects a run without progress and reports the chain of waiting services."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.v1.progress_pb2 import GetProgressResponse, Part
 NAME = "coordinator"
 _WAITS_FOR: dict[Phase, Service] = {
     **{phase: services[0] for phase, services in CALLED_IN.items() if phase is not Phase.PAUSED},
-    Phase.POLICY: Service.POLICY_TRAINER,  # the gateway only takes what it has trained
+    Phase.POLICY: Service.POLICY_TRAINER,  # the gateway only receives the weights
     Phase.PREEMPT: Service.DRAFTER_TRAINER,
     Phase.DRAFTER: Service.DRAFTER_TRAINER,
 }
@@ -36,28 +36,28 @@ _NO_PROGRESS = (
     events.CallFailed,
 )
 _LOOK_AGAIN_S = 5.0
-"""Between two looks at a run that stands still."""
+"""Seconds between two checks of a stalled run."""
 
 
 class StallWatch:
-    """One run's alarm; `run` for as long as the run goes on."""
+    """The stall alarm of one run; `run` lasts as long as the run."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._alarm_s = calls.config.stall_alarm_s
         self._activity = Activity(NAME)
-        self._rests = False  # in a pause: no progress is due
-        self._alarm = ""  # as it was told
-        self._culprit = ""  # at the end of the chain
-        self._alarmed_s = 0.0  # time.monotonic() when it was told
+        self._rests = False  # paused: no progress is due
+        self._alarm = ""  # the alarm's text as reported
+        self._culprit = ""  # service at the end of the chain
+        self._alarmed_s = 0.0  # time.monotonic() of the report
 
     def waits_healthy(self, service: Service) -> None:
-        """The run cannot begin before this service serves."""
+        """Notes that the run waits for this service to become healthy."""
         self._activity.begins("begins or takes up the run", service)
 
     def observe(self, event: Event, after: State) -> None:
-        """Takes one transition in."""
-        # Rollouts first: where both tracks go on, these are what the learner waits for next.
+        """Processes one transition."""
+        # Rollouts first: if both tracks are active, the learner waits for the rollouts next.
         waits = (_waits_for(one, after) for one in Phase if one in after.phases)
         self._rests = after.phase is Phase.PAUSED
         self._activity.waits_for = next(filter(None, waits), "")
@@ -70,7 +70,7 @@ class StallWatch:
         self._over()
 
     async def progress(self) -> GetProgressResponse:
-        """The parts of the coordinator and of all peers, and the alarm."""
+        """The progress of the coordinator's and all peers' parts, and the alarm."""
         asked = await asyncio.gather(*(self._asked(service) for service in Service))
         state = self._calls.state()
         steps = {"step": state.step, "steps": state.settings.total_steps}
@@ -78,13 +78,15 @@ class StallWatch:
         return GetProgressResponse(parts=parts, alarm=self._alarm)
 
     async def run(self) -> None:
-        """Looks whenever nothing has been heard for the alarm's time; ends never."""
+        """Checks whenever no event arrived for the alarm's time; never returns."""
         while self._alarm_s:
             still_s, alarm_s = await self._look(), patient(self._alarm_s)
             await asyncio.sleep(max(alarm_s - still_s, min(_LOOK_AGAIN_S, alarm_s)))
 
     async def _look(self) -> float:
-        """Seconds without progress of all who are waited for; tells when they are too many."""
+        """Seconds without progress of the whole chain of waits; reports a stall above the alarm's
+        time.
+        """
         still_s, alarm_s = time.monotonic() - self._activity.moved_s, patient(self._alarm_s)
         due = self._activity.doing and not self._rests
         if not due or still_s < alarm_s:
@@ -140,6 +142,6 @@ class StallWatch:
 
 
 def _waits_for(phase: Phase, state: State) -> str:
-    """A service that the phase needs and that is away, else the one that does its work."""
+    """A required service that is away, else the service that does the phase's work."""
     away = (service for service in CALLED_IN.get(phase, ()) if service in state.lost)
     return next(away, _WAITS_FOR.get(phase, ""))

@@ -1,6 +1,7 @@
-"""Hands the figures of steps to experiment trackers, in a thread that nothing waits for.
+"""Sends the figures of steps to experiment trackers, each in its own thread that never blocks the
+run.
 
-What a run tells is what its record of a step holds (StepRecord), under the same names.
+The figures are the fields of the step's StepRecord, under the same names.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ from paceline.v1.coordinator_pb2 import StepRecord
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 PROJECT = "paceline"
 WAITING = 1024
-"""Steps that wait for a slow tracker; further ones are dropped and counted."""
+"""Maximum steps queued for a slow tracker; further steps are dropped and counted."""
 CLOSE_S = 20.0
-"""What a tracker may take at the end of a run."""
+"""Seconds that a tracker may take at the end of a run."""
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 _log = get_logger(__name__)
 
 
 class Tracker(Protocol):
-    """Where figures go. It is made and used in one thread."""
+    """A receiver of figures; it is created and used in one thread."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Of one RL step."""
+        """Writes the figures of one RL step."""
 
     def close(self) -> None:
-        """Writes what is still held."""
+        """Writes buffered figures."""
 
 
 class TensorBoard:
-    """Event files in <run.dir>/tensorboard; each start of the run has a file of its own."""
+    """Event files in <run.dir>/tensorboard; each start of the run has its own file."""
 
     def __init__(self, run_id: str, run_dir: Path) -> None:
         from tensorboardX import SummaryWriter
 
-        # The name alone has seconds: a second start within one would empty the first one's file.
+        # The default name has a resolution of seconds, so a second start within one second would
+        # overwrite the first file.
         own = f".{time.time_ns()}"
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), filename_suffix=own)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """A scalar each, on disk at once."""
+        """Writes one scalar per figure and flushes it to disk."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -62,8 +64,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of project paceline under the run's id, gone on with where it exists; files in
-    <run.dir>/wandb. WANDB_MODE=offline sends nothing.
+    """A run of project paceline under the run's id, resumed if it exists; files in <run.dir>/wandb.
+    WANDB_MODE=offline sends nothing.
     """
 
     def __init__(self, run_id: str, run_dir: Path) -> None:
@@ -76,7 +78,7 @@ class WeightsAndBiases:
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Figures of an earlier step than the last are left out by wandb, which says so."""
+        """wandb drops figures of a step before the last logged step, and logs a warning."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
@@ -94,7 +96,7 @@ class Trackio:
         self._run = trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """All of a step."""
+        """Writes all figures of a step."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class Trackio:
 
 Make = Callable[[str, Path], Tracker]
 Points = queue.Queue[tuple[int, dict[str, float]] | None]
-"""Steps and their figures; None is the end."""
+"""Steps and their figures; None ends the queue."""
 TRACKERS: dict[str, Make] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
@@ -113,7 +115,7 @@ TRACKERS: dict[str, Make] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError for one that is not installed."""
+    """Raises ConfigError for a tracker without its package."""
     for name in names:
         if find_spec(_PACKAGES[name]) is None:
             raise ConfigError(
@@ -124,7 +126,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracking:
-    """The trackers of a run. One that fails is logged and left out; the run goes on."""
+    """The trackers of a run. A failed tracker is logged and dropped; the run continues."""
 
     def __init__(self, names: Sequence[str], run_id: str, run_dir: Path) -> None:
         self._run_id, self._run_dir = run_id, run_dir
@@ -137,16 +139,16 @@ class Tracking:
             thread.start()
 
     def step(self, record: StepRecord) -> None:
-        """A step that is over."""
+        """Queues the figures of a finished step."""
         if self._queues:
             self._put(record.step, figures_of(record))
 
     def evaluated(self, step: int, kind: str, value: float) -> None:
-        """An evaluation after so many steps."""
+        """Queues an evaluation after `step` finished steps."""
         self._put(step, {f"evaluation/{kind}": value})
 
     def close(self) -> None:
-        """Waits until all is written, CLOSE_S at most."""
+        """Waits until all figures are written, at most CLOSE_S seconds."""
         for waiting in self._queues.values():
             try:
                 waiting.put(None, timeout=CLOSE_S)
@@ -171,7 +173,7 @@ class Tracking:
                 tracker.log(*told)
             tracker.close()
         except Exception as error:  # noqa: BLE001
-            # A tracker's libraries raise what they like; none of it is worth a run.
+            # A tracker's library may raise any exception; no such exception may end the run.
             _log.exception("tracker_failed", tracker=name, error=str(error))
 
 

@@ -1,4 +1,6 @@
-"""Applies events: the machine decides, the journal remembers, subscribers are told."""
+"""Applies events: the machine decides, the journal stores the entries, and subscribers receive
+facts.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,25 @@ from paceline.telemetry import get_logger
 from paceline.v1.coordinator_pb2 import Fact, StepRecord
 
 Publish = Callable[..., Awaitable[object]]
-"""Takes facts, and sends them as one message."""
+"""Sends the given facts as one message."""
 
 
 class Applied(NamedTuple):
-    """What follows from an event."""
+    """The effects of one event."""
 
     before: State
     event: Event
     after: State
     issued: tuple[Command, ...]
-    fell: dict[str, float] | None  # figures of an acceptance that fell
+    fell: dict[str, float] | None  # figures of a fall in acceptance
     entry: JournalEntry
     fact: Fact | None
 
 
 class Transitions:
-    """The state of one run, and what its events build beside it, live and in a replay alike."""
+    """The state of one run with its records, groups and traces; live runs and replays build the
+    same.
+    """
 
     def __init__(
         self,
@@ -48,14 +52,14 @@ class Transitions:
         journal: Journal,
         publish: Publish,
     ) -> None:
-        """`samples`: samples that a step asks for; `rollback_drop` and `snapshot_entries`: as in
-        the configuration.
+        """`samples`: requested samples per step; `rollback_drop` and `snapshot_entries`: as in the
+        configuration.
         """
         self.state = State()
         self.records = StepRecords()
         self.groups = ClosedGroups()
         self.at_s = 0.0  # of the newest event
-        self.traceparents: dict[int, str] = {}  # of the steps that have begun, and the last one
+        self.traceparents: dict[int, str] = {}  # of the begun steps and the last step
         self._run_id = run_id
         self._samples = samples
         self._snapshot_entries = snapshot_entries
@@ -66,9 +70,8 @@ class Transitions:
         self._log = get_logger("coordinator")
 
     async def replay(self) -> None:
-        """Applies the events of the journal, once: those behind its newest snapshot, where it has
-        one. Raises what reading raises, and DataLoss for an entry that does not follow from those
-        before it.
+        """Applies the journal's events once, starting after its newest snapshot if there is one.
+        Raises errors of reading, and DataLoss for an entry that contradicts the entries before it.
         """
         try:
             newest = await self._journal.newest()
@@ -88,7 +91,9 @@ class Transitions:
             self.state = after
 
     def _follows(self, entry: JournalEntry) -> State:
-        """The state after an entry of the journal."""
+        """The state after an entry of the journal. Raises DataLoss when the entry
+        contradicts it.
+        """
         what = f"journal entry {self._journal.count} of run {self._run_id}"
         if entry.body.step != self.state.step:
             message = f"{what} does not follow from those before it, as if of another run"
@@ -99,10 +104,11 @@ class Transitions:
             raise DataLoss(f"{what} does not follow from those before it: {error}") from error
 
     async def apply(self, *happened: Event) -> list[Applied]:
-        """One transition an event, in order: all durable by one write, then told by one message.
+        """Makes one transition per event, in order; one write makes all durable, then one message
+        publishes the facts.
 
-        Raises InternalError for an illegal event, once those before it are durable and told, and
-        errors of the journal.
+        Raises InternalError for an illegal event, after the events before it are durable and
+        published. Raises errors of the journal.
         """
         applied, defect = self._decide(happened)
         if applied:
@@ -113,7 +119,7 @@ class Transitions:
         if self._due is not None:
             await self._journal.save(self._due, self.records.finished)
             self._due = None
-        log = self._log.bind()  # else each line binds anew, which costs more than a debug line
+        log = self._log.bind()  # otherwise each line binds anew, which costs more than a debug line
         for before, event, after, *_ in applied:
             say = log.debug if after.doing == before.doing else log.info
             say(type(event).__name__, step=before.step, phase=after.doing, epoch=after.epoch)
@@ -122,7 +128,7 @@ class Transitions:
         return applied
 
     def _decide(self, happened: Sequence[Event]) -> tuple[list[Applied], MachineError | None]:
-        """What follows from the events, up to one that is illegal."""
+        """The effects of the events, up to an illegal event."""
         applied: list[Applied] = []
         before = self.state
         for event in happened:
@@ -141,9 +147,7 @@ class Transitions:
         return applied, None
 
     def _step_ends(self, after: State, pending: int) -> None:
-        """Keeps what a snapshot says, where one is due; `pending`: entries up to here that are not
-        written yet.
-        """
+        """Prepares a snapshot if one is due; `pending`: entries so far that are not written yet."""
         if self._journal.since_snapshot + pending >= self._snapshot_entries:
             traces = {str(one): trace for one, trace in self.traceparents.items()}
             self._due = Snapshot(
@@ -154,7 +158,7 @@ class Transitions:
     def _observe(
         self, before: State, event: Event, after: State
     ) -> tuple[StepRecord | None, dict[str, float] | None]:
-        """The record that was closed or amended, and the figures of an acceptance that fell."""
+        """The closed or amended record, and the figures of a fall in acceptance."""
         self.at_s = max(self.at_s, event.at_s)
         if isinstance(event, StepBegan) and after.rollouts.step > before.rollouts.step:
             self.traceparents[event.step] = event.traceparent

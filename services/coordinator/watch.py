@@ -8,20 +8,22 @@ from paceline.services.coordinator.machine.state import State
 
 
 class AcceptanceWatch:
-    """Compares the first step of a new drafter with the last step of the one before.
+    """Compares the first step of a new drafter with the last step of its predecessor.
 
-    Longer windows would come too late: receivers keep the parts of the serving and the previous set
-    only, so the drafter before can be taken back with the next commit alone. Gates have judged the
-    candidate on held-out rows already, so this guards against a bad swap, it is no second gate.
+    A longer window would be too late: receivers keep only the serving and the previous set, so the
+    next commit is the last that can restore the predecessor. The gate has already compared the
+    candidate on held-out rows; this check detects a bad swap only.
     """
 
     def __init__(self, drop: float) -> None:
-        """`drop`: tokens of acceptance length that may be lost; 0 switches the watch off."""
+        """`drop`: permitted loss of acceptance length, tokens; 0 disables the watch."""
         self._drop = drop
         self.last: tuple[int, float] | None = None  # drafter version, its newest length
 
     def observe(self, before: State, event: Event) -> dict[str, float] | None:
-        """Takes one transition in; a fall's figures, once per change of drafter, else None."""
+        """Processes one transition. Returns a fall's figures once per change of
+        drafter, else None.
+        """
         if not isinstance(event, TasksFinished) or draw_of(before, event.epoch) is None:
             return None
         tokens = event.details.get("trained_round_tokens")
@@ -31,7 +33,7 @@ class AcceptanceWatch:
         return self.compare(before.versions.drafter, tokens, rounds)
 
     def compare(self, drafter_version: int, tokens: int, rounds: int) -> dict[str, float] | None:
-        """As `observe`, from one step's rounds of the trained drafter and their tokens."""
+        """As `observe`, from one step's drafted rounds of the trained drafter and their tokens."""
         if not rounds:
             return None
         now = tokens / rounds

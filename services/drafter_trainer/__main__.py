@@ -1,4 +1,4 @@
-"""`python -m paceline.services.drafter_trainer`."""
+"""`python -m paceline.services.drafter_trainer`: the drafter trainer's process."""
 
 from paceline.local.importing import uncollected
 

@@ -75,7 +75,8 @@ class GateConfig(Config):
     freeze_after: ClassVar[int] = 8
     """Number of evaluations without promotion and gain before training freezes; 0: never."""
     freeze_gain: ClassVar[float] = 0.02
-    """Relative speed gain that counts as no gain, by the mean of these evaluations and its error.
+    """Maximum relative speed gain that counts as no gain, by the evaluations' mean and
+    its error.
     """
 
 

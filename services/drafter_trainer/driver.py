@@ -1,4 +1,6 @@
-"""Sends commands to the ranks under one lease at a time and takes their news. Imports no torch."""
+"""Sends commands to the ranks, under one lease at a time, and receives their news. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 
 FACTS_KEPT = 8
 PREEMPTIONS_KEPT = 1_000
-PREEMPT_S = 4.0  # for ranks that nobody waits for; longer than a stop that kills no process
+PREEMPT_S = 4.0  # if no caller waits; longer than a pause that kills no process
 KILL_S = 10.0
 _NO_ACTIVATION = "no activation of this lease trains"
 START_S = 90.0  # import torch, read the drafter and the policy's head
@@ -34,30 +36,30 @@ class Lease:
     """One activation as the parent sees it."""
 
     epoch: int
-    deadline_s: float  # training must have begun by then
-    slots: dict[int, float]  # of the lease, in the order of the ranks; time.monotonic() since when
+    deadline_s: float  # training must have started by then
+    slots: dict[int, float]  # slot -> time.monotonic() of its lease, in rank order
     began: float = field(default_factory=time.monotonic)
-    # ends with Stopped or error
+    # its last item is Stopped or an error
     news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)
     over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
-    sent: bool = False  # the ranks know of it
+    sent: bool = False  # the ranks have received it
     stopping: asyncio.Task[None] | None = None
-    joins: dict[int, asyncio.Future[m.SlotsJoined]] = field(default_factory=dict)  # by slots then
+    joins: dict[int, asyncio.Future[m.SlotsJoined]] = field(default_factory=dict)  # by slot count
 
     @property
     def slot_s(self) -> float:
-        """Seconds that it has had its slots, summed."""
+        """Slot-seconds of the lease so far."""
         now = time.monotonic()
         return sum(now - since for since in self.slots.values())
 
     def joined(self, news: m.SlotsJoined) -> None:
-        """Ranks of more slots train."""
+        """Records that ranks on added slots train."""
         waiting = self.joins[news.slots]
         if not waiting.done():
             waiting.set_result(news)
 
     def end(self, last: m.Stopped | PacelineError) -> None:
-        """The slots are free."""
+        """Records that the slots are free, with the last news."""
         if not self.over.is_set():
             self.news.put_nowait(last)
             self.over.set()
@@ -66,7 +68,7 @@ class Lease:
 
 
 class DrafterDriver:
-    """Has ranks train under leases. `watched.supervise` must be running."""
+    """Runs training under leases on the ranks. `watched.supervise` must be running."""
 
     def __init__(self, config: DrafterTrainerConfig) -> None:
         self._ranks = config.ranks
@@ -86,12 +88,12 @@ class DrafterDriver:
             on_message=self._take,
             on_lost=self._lost,
         )
-        # what restarted ranks have to be told again
+        # sent again to restarted ranks
         self._facts: dict[str, m.NewHead | m.Serving] = {}
         self.lease: Lease | None = None
         self.standing = m.Standing()
         self.saving = m.Saving(0, 0.0)  # the newest checkpoint
-        # seconds from command to free slots
+        # seconds from the command to free slots
         self.preemptions: deque[float] = deque(maxlen=PREEMPTIONS_KEPT)
 
     @property
@@ -100,7 +102,7 @@ class DrafterDriver:
         return self.lease.epoch if self.lease else 0
 
     async def tell(self, fact: m.NewHead | m.Serving) -> None:
-        """Something that also ranks started later have to know."""
+        """Sends a fact to the ranks, and keeps it for ranks that start later."""
         key = f"head {fact.policy_version}" if isinstance(fact, m.NewHead) else "serving"
         self._facts.pop(key, None)
         self._facts[key] = fact
@@ -109,14 +111,14 @@ class DrafterDriver:
         if self.watched.ready:
             try:
                 await self.watched.send(fact)
-            except RankLost as error:  # the ranks that follow are told again
+            except RankLost as error:  # later ranks receive it at their start
                 log.warning("a lost rank was not told", error=str(error))
 
     async def begin(self, command: m.Activate, deadline_s: float) -> Lease:
-        """Starts an activation; one of an older epoch is stopped first.
+        """Starts an activation; an activation of an older epoch is stopped first.
 
-        Raises FailedPrecondition when one of this epoch or a newer one runs, Unavailable when no
-        ranks are ready within `deadline_s`.
+        Raises FailedPrecondition when an activation of this or a newer epoch runs, Unavailable when
+        no ranks are ready within `deadline_s` seconds.
         """
         while (old := self.lease) is not None:
             if command.epoch <= old.epoch:
@@ -140,10 +142,10 @@ class DrafterDriver:
         return lease
 
     async def join(self, epoch: int, slots: Sequence[int], deadline_s: float) -> m.SlotsJoined:
-        """Has the activation of that lease train on these slots, too; its answer once it does.
+        """Extends the activation of that lease to these slots; returns once it trains on them.
 
-        A repeated call gets the answer of the first. Raises FailedPrecondition when no such
-        activation trains, or it ends before, and DeadlineExceeded.
+        A repeated call returns the first call's answer. Raises FailedPrecondition when no such
+        activation trains or it ends first, and DeadlineExceeded.
         """
         lease = self.lease
         if lease is None or lease.epoch != epoch or not lease.sent or lease.stopping is not None:
@@ -166,26 +168,28 @@ class DrafterDriver:
         return lease.joins[number].result()
 
     async def preempt(self, lease: Lease, deadline_s: float) -> float:
-        """Stops a lease on command; returns the seconds until its slots were free."""
+        """Preempts a lease; returns the seconds until its slots were free."""
         started = time.monotonic()
         await self.stop_lease(lease, deadline_s)
         self.preemptions.append(time.monotonic() - started)
         return self.preemptions[-1]
 
     def preemption_quantile(self, share: float) -> float:
-        """Seconds within which that share of the last preemptions were over; 0 before the first."""
+        """Quantile of the last preemptions' durations, seconds; 0 before the first."""
         ordered = sorted(self.preemptions)
         return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
     async def stop_lease(self, lease: Lease, deadline_s: float | None = None) -> None:
-        """Returns when the slots are free. Goes on when its caller goes away."""
+        """Stops a lease and returns when its slots are free. The stop continues if the caller is
+        cancelled.
+        """
         self.abandon(lease, deadline_s)
         if lease.stopping is not None:
             await asyncio.shield(lease.stopping)
 
     def abandon(self, lease: Lease, deadline_s: float | None = None) -> None:
-        """Stops a lease without waiting; ranks that take longer than the deadline are killed. None:
-        the deadline of a lease that nobody waits for.
+        """Stops a lease without waiting; ranks that exceed the deadline are killed. None: the
+        deadline PREEMPT_S.
         """
         if not lease.over.is_set() and lease.stopping is None:
             limit_s = patient(PREEMPT_S) if deadline_s is None else deadline_s
@@ -198,7 +202,7 @@ class DrafterDriver:
         return [saved async for saved in news if isinstance(saved, Saved)][-1]
 
     async def _stop(self, lease: Lease, deadline_s: float) -> None:
-        """Asks; a rank that has not stopped between two micro-batches in time is killed."""
+        """Sends Preempt; kills the ranks if they do not stop between two micro-batches in time."""
         if not lease.sent:
             self._end(lease, self._nothing_done(lease))
             return
@@ -218,16 +222,14 @@ class DrafterDriver:
             self._end(lease, error)
 
     async def _started(self) -> None:
-        """Sends the ranks what the ranks before them knew, but for heads that have left the
-        spool.
-        """
+        """Sends the lasting facts to restarted ranks, without heads that have left the spool."""
         sent: list[m.NewHead | m.Serving] = []
         while missing := [fact for fact in self.lasting_facts() if fact not in sent]:
             await self.watched.send(missing[0])
             sent.append(missing[0])
 
     def lasting_facts(self) -> list[m.NewHead | m.Serving]:
-        """What restarted ranks have to know; forgets the heads that are no longer spooled."""
+        """The facts that restarted ranks need; heads that have left the spool are dropped."""
         for key, fact in [*self._facts.items()]:
             if isinstance(fact, m.NewHead) and not Path(fact.path).is_dir():
                 del self._facts[key]
@@ -243,7 +245,7 @@ class DrafterDriver:
                 if self.lease is not None and self.lease.epoch == epoch:
                     self.lease.joined(message)
             case Saved():
-                pass  # goes to who asked for it
+                pass  # WatchedRanks returns it to the caller
             case m.Stopped(epoch):
                 if self.lease is not None and self.lease.epoch == epoch:
                     self._end(self.lease, message)

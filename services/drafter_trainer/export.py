@@ -1,7 +1,7 @@
 """Writes a trained drafter as another engine's checkpoint: `paceline drafter export`.
 
-What each engine wants is paceline.speculators.export. What was written is read back and compared,
-name by name.
+paceline.speculators.export has the requirements of each engine. The written files are read back and
+compared name by name.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     speculator: str | None = None,
 ) -> Exported:
-    """Reads the drafter `source` of the target `model`, writes it into `out` and reads that back.
-
-    Raises InvalidInput, WeightsError or DataLoss naming what does not fit; ConfigError when `out`
+    """Reads the drafter `source` of the target `model`, writes it into `out` and reads it back.
+    Raises InvalidInput, WeightsError or DataLoss for an unsuitable drafter, ConfigError when `out`
     is not empty.
     """
     if out.exists() and any(out.iterdir()):
@@ -96,7 +95,7 @@ def export_checkpoint(
     target, raw, tensors = read_config(model), read_config_json(source), read_tensors(source)
     kinds = [find_kind(speculator)] if speculator else SPECULATORS.values()
     kind = net_of(kind_of_checkpoint(source, kinds))
-    # Read whole by its network first: stricter than any loader.
+    # Its network reads it whole first, which is stricter than any loader.
     exported = export_drafter(kind.read(source, target), raw, tensors, target, form, dtype)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(exported.config, indent=2) + "\n", encoding="utf-8")
@@ -116,7 +115,7 @@ def export_checkpoint(
 
 
 def _compare(exported: Exported, written: Mapping[str, Tensor]) -> None:
-    """Raises WeightsError unless the files hold exactly what was meant."""
+    """Raises WeightsError unless the files equal the exported tensors."""
     for name, tensor in exported.tensors.items():
         if written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
             raise WeightsError(f"tensor {name} was not written as it was", seen=name)

@@ -1,4 +1,4 @@
-"""Receives the parent's commands for one rank, and sends its news."""
+"""Receives the parent's commands for one rank, and sends the rank's news."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.telemetry import extract, names, span
 
 Turn = m.Activate | m.Join | Save
-"""Commands that all ranks carry out in the order in which they were sent."""
+"""Commands that all ranks carry out in the order of sending."""
 
 
 class TrainerLink:
-    """Blocking, for the one thread of a rank that trains.
+    """A blocking link, for the training thread of a rank.
 
-    Commands that may be obeyed at any time (new heads, serving versions) go to `on_command` as soon
-    as they are seen; a preemption is kept for the loop to find; activations, joins and checkpoints
-    wait for their turn, because all ranks take part in them.
+    New heads and serving versions go to `on_command` at once. A preemption is recorded until the
+    loop checks it. Activations, joins and checkpoints wait for their turn, because all ranks take
+    part.
     """
 
     def __init__(self, link: RankLink) -> None:
@@ -33,17 +33,21 @@ class TrainerLink:
         self.stopping = False
 
     def send(self, message: m.Message) -> None:
-        """To the parent."""
+        """Sends a message to the parent."""
         self._link.send(m.MESSAGES.encode(message))
 
     def wait_turn(self, timeout_s: float) -> Turn | None:
-        """The next command that takes a turn of its own; others are obeyed meanwhile."""
+        """The next command with a turn of its own, or None after the time-out; all other commands
+        are handled meanwhile.
+        """
         if not self._turns:
             self._obey(self._link.receive(timeout_s))
         return self._turns.popleft() if self._turns else None
 
     def next_turn(self, deadline_s: float) -> Turn:
-        """The next command that takes a turn; DeadlineExceeded when none comes in time."""
+        """The next command with a turn of its own. Raises DeadlineExceeded if none
+        arrives in time.
+        """
         self.wait_until(lambda: bool(self._turns), deadline_s)
         return self._turns.popleft()
 
@@ -53,7 +57,9 @@ class TrainerLink:
         return isinstance(first, m.Join) and first.epoch == epoch
 
     def wait_until(self, known: Callable[[], bool], deadline_s: float) -> None:
-        """Obeys commands until `known()`; DeadlineExceeded when it does not come true in time."""
+        """Handles commands until `known()` is true. Raises DeadlineExceeded if it stays false for
+        `deadline_s` seconds.
+        """
         end = time.monotonic() + deadline_s
         while not known():
             if time.monotonic() >= end:
@@ -63,7 +69,7 @@ class TrainerLink:
             self._obey(self._link.receive(end - time.monotonic()))
 
     def preempted(self, epoch: int) -> bool:
-        """Whether the lease of that epoch is over; obeys what has arrived."""
+        """Whether the lease of that epoch is over; handles the commands that have arrived."""
         while (data := self._link.poll()) is not None:
             self._obey(data)
         return self.stopping or self._preempted_epoch >= epoch
@@ -80,13 +86,13 @@ class TrainerLink:
             self.on_command(message)
 
     def close(self) -> None:
-        """Sends what is queued and disconnects."""
+        """Sends queued messages and disconnects."""
         self._link.close()
 
 
 @contextmanager
 def activation_span(command: m.Activate) -> Iterator[None]:
-    """The activation in the trace of its RL step."""
+    """The span of an activation, in the trace of its RL step."""
     parent = extract({"traceparent": command.traceparent}) if command.traceparent else None
     about = {names.RL_STEP: command.step, names.EPOCH: command.epoch}
     with span(names.DRAFTER_ACTIVATE, about, parent=parent):

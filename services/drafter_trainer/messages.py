@@ -12,7 +12,7 @@ from paceline.tagged_json import TaggedJson
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """What rounds of one batch-size group have cost; see proto RoundCosts."""
+    """Measured costs of rounds in one batch-size group; see proto RoundCosts."""
 
     batch_group: int
     share: float
@@ -26,19 +26,19 @@ class Activate:
 
     epoch: int
     step: int
-    drafter_version: int  # serving d
-    max_steps: int  # 0: no limit but the epochs of the config
+    drafter_version: int  # the serving version
+    max_steps: int  # 0: only the config's limit of epochs
     traceparent: str = ""
     round_costs: list[RoundCosts] = field(default_factory=list)
-    # tokens of a drafted round, by arm, in the last rollouts
+    # arm -> tokens of a drafted round in the last rollouts
     accept_lengths: dict[str, float] = field(default_factory=dict)
-    # leased; rank i of the members computes on slot i
+    # leased slots; member rank i computes on slot i
     slots: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Train on these slots from now on: those of the activation, and new ones behind them."""
+    """Train on these slots from now on: the activation's slots, then the new slots."""
 
     epoch: int
     slots: list[int]
@@ -53,7 +53,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class NewHead:
-    """A policy head was spooled."""
+    """A policy head is in the spool."""
 
     policy_version: int
     path: str
@@ -61,7 +61,7 @@ class NewHead:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """This set serves now."""
+    """This version set serves."""
 
     policy_version: int
     drafter_version: int
@@ -69,7 +69,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Training begins."""
+    """Training has started."""
 
     epoch: int
     world_size: int
@@ -77,10 +77,10 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class SlotsJoined:
-    """Training goes on with slots that have joined."""
+    """Training continues with added slots."""
 
     epoch: int
-    slots: int  # that the activation has now
+    slots: int  # of the activation, in total
     world_size: int
 
 
@@ -90,26 +90,26 @@ class LeaderboardEntry:
 
     kind: str
     accept_length: float
-    noise: float  # half-width of the difference to the serving drafter's length
+    noise: float  # half-width, of the difference to the serving drafter's length
     speedup: float  # projected
     optimizer_steps: int
-    policy_version: int  # of the rows it was judged by
+    policy_version: int  # of the judged rows
     servable: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A decision of the gate with its numbers; a promoted candidate lies at `path`.
+    """A decision of the gate with its numbers; `path` has a promoted candidate.
 
-    Lengths count the bonus token; noises are half-widths of 95 % intervals of the paired
-    difference. A rollback has the numbers of the promotion that it takes back, as far as they are
-    still known.
+    Lengths include the bonus token; noises are half-widths of 95 % intervals of the paired
+    difference. A rollback has the numbers of the promotion that it reverts, if they are still
+    available.
     """
 
     epoch: int
     decision: str  # "promoted" | "kept" | "frozen" | "reopened" | "rolled_back"
     kind: str  # of the candidate
-    drafter_version: int  # of the candidate; of the drafter that served, when there is none
+    drafter_version: int  # of the candidate, else of the serving drafter
     candidate: float = 0.0  # E[len]; 0 without a candidate
     serving: float = 0.0
     noise: float = 0.0
@@ -122,18 +122,18 @@ class Judged:
     optimizer_steps: int = 0
     temperature: float = 0.0
     lm_head_hash: str = ""
-    path: str = ""  # where a promoted candidate was written
+    path: str = ""  # directory of a promoted candidate
     survival: tuple[float, ...] = ()  # P(drafts 1 .. i all accepted)
-    conditional: tuple[float, ...] = ()  # P(draft i accepted | all before it were)
+    conditional: tuple[float, ...] = ()  # P(draft i accepted | earlier drafts accepted)
     serving_survival: tuple[float, ...] = ()
-    over: int = 0  # version that had it
+    over: int = 0  # version that served before
     # E[len] by part of the response
     lengths_by_bucket: dict[str, float] = field(default_factory=dict)
     leaderboard: list[LeaderboardEntry] = field(default_factory=list)  # best first
 
     @property
     def shift(self) -> AcceptanceShift | None:
-        """Of the candidate over the drafter that served; None where nothing was measured."""
+        """Shift from the serving drafter to the candidate; None without measurements."""
         if not self.survival:
             return None
         return AcceptanceShift(self.over, self.serving_survival, self.survival)
@@ -157,7 +157,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where rank 0 stands; said when it is ready and whenever that changed."""
+    """Progress of rank 0, sent when it is ready and after every change."""
 
     drafter_version: int = 0  # newest candidate
     total_steps: int = 0
@@ -172,10 +172,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A checkpoint was begun; it is written while training goes on."""
+    """A checkpoint was started; it is written during training."""
 
     total_steps: int
-    stall_s: float  # training stood still for it this long
+    stall_s: float  # pause of training for it
 
 
 Message = (

@@ -99,7 +99,7 @@ PREEMPTION_LATENCY = Histogram(
 
 
 def record_micro_step(kind: str, result: MicroResult, *, samples: int) -> None:
-    """One micro-batch of rank 0; `samples` are those of all ranks."""
+    """Records one micro-batch of rank 0; `samples` counts the samples of all ranks."""
     POSITIONS.record(result.positions, drafter=kind)
     SAMPLES.record(samples, drafter=kind)
     STEPS.record(int(result.stepped), drafter=kind)
@@ -109,10 +109,10 @@ def record_micro_step(kind: str, result: MicroResult, *, samples: int) -> None:
 
 
 def record_decision(decision: Judged) -> None:
-    """One decision of the gate."""
+    """Records one decision of the gate."""
     drafter = decision.kind
     DECISIONS.record(drafter=drafter, decision=decision.decision)
-    # These two repeat the numbers of another decision.
+    # The decisions frozen and rolled_back repeat the numbers of another decision.
     if decision.decision in ("frozen", "rolled_back"):
         return
     JUDGED_POLICY_VERSION.record(decision.policy_version, drafter=drafter)
@@ -147,9 +147,9 @@ def record_decision(decision: Judged) -> None:
 def micro_step_span(
     epoch: int, slots: Sequence[int], policy_version: int, kind: str, batches: Iterable[str] = ()
 ) -> Iterator[Callable[[MicroResult], None]]:
-    """The span of one micro-batch on slots of a lease; call what it gives with the result.
+    """The span of one micro-batch on slots of a lease; call the yielded function with the result.
 
-    batches: traceparents of the feature batches whose rows it learns from; it links them.
+    `batches`: traceparents of the feature batches with its rows; the span links them.
     """
     with span(
         names.DRAFTER_MICRO_STEP,
@@ -172,7 +172,7 @@ def micro_step_span(
 
 @contextmanager
 def gate_span(drafter_version: int) -> Iterator[Callable[[Iterable[Judged]], None]]:
-    """The span of one piece of a round; call what it gives with the decisions."""
+    """The span of one piece of a round; call the yielded function with the decisions."""
     with span(names.DRAFTER_GATE, {names.DRAFTER_VERSION: drafter_version}) as current:
 
         def record(decisions: Iterable[Judged]) -> None:

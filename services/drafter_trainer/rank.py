@@ -1,4 +1,4 @@
-"""Runs one rank of the drafter trainer, a process of its own: set-up, leases, checkpoints."""
+"""Runs one rank of the drafter trainer as its own process: set-up, leases, checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ log = telemetry.get_logger("paceline.services.drafter_trainer.rank")
 
 
 class Rank:
-    """One process of the group: rank 0 runs the loop, the other members follow it row by row."""
+    """One process of the group: rank 0 runs the loop, and the other members follow it
+    row by row.
+    """
 
     def __init__(self, config: DrafterTrainerConfig, ranks: RankLink) -> None:
         self._config = config
@@ -81,7 +83,7 @@ class Rank:
         self.trainer.take_in = self.take_in
         self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
-        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be taken up
+        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         if config.resume:
             self._resume(checkpoints / "drafter")
         self.link.on_command = self.obey
@@ -95,7 +97,7 @@ class Rank:
         return RedisStream(client, run_key(self._config.run.id, "features"))
 
     def _resume(self, directory: Path) -> None:
-        """Takes up the newest checkpoint that is whole: an older one has learned less, no more."""
+        """Loads the newest intact checkpoint; an older checkpoint has only learned less."""
         found = find_whole(directory, PREFIX, self.membership.members.group)
         self._damaged = found.damaged
         if found.checkpoint is not None:
@@ -103,7 +105,9 @@ class Rank:
             self._saved_steps = self.learner.total_steps
 
     def run(self) -> None:
-        """Until SIGTERM: wait for a lease, train under it, write a checkpoint when it is time."""
+        """Until SIGTERM: waits for a lease, trains under it, and writes a checkpoint when it is
+        due.
+        """
         self.report()
         for fault in self._damaged:
             log.error("checkpoint is damaged", fault=fault)
@@ -116,7 +120,7 @@ class Rank:
                 case m.Activate() as command:
                     with activation_span(command):
                         self.activate(command)
-                case m.Join() as command:  # by who trains not yet, or when it is over
+                case m.Join() as command:  # a rank that does not train, or a late Join
                     if self._join(command, running=False) and self.learner.members.takes_part:
                         self._follow()
                         self._leave()
@@ -134,7 +138,7 @@ class Rank:
     def activate(self, command: m.Activate) -> None:
         """Trains under a lease.
 
-        All ranks take part in forming the group; those that are no members then wait again.
+        All ranks take part in forming the group; ranks outside it then wait again.
         """
         self._gather(command.slots)
         stopped = None
@@ -148,10 +152,11 @@ class Rank:
             self.link.send(stopped)
 
     def take_in(self, epoch: int) -> Sequence[int] | None:
-        """Rank 0, between two micro-batches: the slots from now on, if some have joined the lease.
+        """On rank 0, between two micro-batches: the new slots of the lease if slots were added,
+        else None.
 
-        A partial gradient goes along, so nothing waits for the end of an optimiser step; a
-        checkpoint that is being written ends first, beside the training.
+        A partial gradient moves along, so the change need not wait for the end of an optimiser
+        step. A pending checkpoint is finished first, during training.
         """
         if not self.link.joins(epoch) or self._writer.busy:
             return None
@@ -166,7 +171,7 @@ class Rank:
     def _join(self, command: m.Join, *, running: bool) -> bool:
         """Trains on these slots if rank 0's activation is `running`; returns whether it is.
 
-        A collective of all ranks: one for every Join that was sent, also when it comes too late.
+        Collective over all ranks, once for every Join command, even a late Join.
         """
         if not self.membership.agreed(running=running):
             return False
@@ -174,7 +179,7 @@ class Rank:
         return True
 
     def _gather(self, slots: Sequence[int]) -> None:
-        """Brings everything to the ranks of these slots."""
+        """Moves all students to the ranks on the given slots."""
         if not self.membership.stays(slots):
             self._writer.wait()  # the writing thread uses the group
         members = self.membership.join(slots)
@@ -182,7 +187,7 @@ class Rank:
             student.learner.attach(members)
 
     def _leave(self) -> None:
-        """The slots are free when all members have left them."""
+        """Leaves the slots; they are free when all members have left."""
         for student in self.students:
             student.learner.offload()
         self.learner.members.meet()
@@ -211,8 +216,8 @@ class Rank:
                     learner.micro_step(told, self._head(told.lm_head_hash))
 
     def _head(self, wanted: str) -> PolicyHead:
-        """The head rank 0 trains with; its parent tells all ranks of it, but this one may not have
-        looked yet.
+        """The head that rank 0 trains with. The parent sends it to all ranks, but this rank may not
+        have read it yet.
         """
         heads = self.rows.heads
         self.link.wait_until(lambda: heads.get(wanted) is not None, patient(HEAD_DEADLINE_S))
@@ -221,7 +226,7 @@ class Rank:
         return head
 
     def obey(self, message: m.Message) -> None:
-        """Commands that need no lease."""
+        """Handles commands that need no lease."""
         match message:
             case m.NewHead(policy_version, path):
                 self.add_head(policy_version, Path(path))
@@ -233,8 +238,8 @@ class Rank:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 
     def add_head(self, policy_version: int, path: Path) -> None:
-        """Adds a policy head. One that cannot be read, or has left the spool, is left out; its rows
-        then count as stale.
+        """Adds a policy head. An unreadable head, or a head that has left the spool, is left out;
+        its rows then count as stale.
         """
         try:
             head = read_spooled_head(path, policy_version, self._target)
@@ -247,13 +252,13 @@ class Rank:
             self.rows.add_head(head)
 
     def report(self) -> None:
-        """Tells the parent where rank 0 stands."""
+        """Sends rank 0's progress to the parent."""
         if self.rank == 0:
             self.link.send(self.trainer.standing())
 
     def save_if_due(self) -> None:
-        """Rank 0, between two steps: a checkpoint every `checkpoint_interval_s`, unless one is
-        still being written.
+        """On rank 0, between two steps: starts a checkpoint every `checkpoint_interval_s` seconds,
+        unless the last checkpoint is still being written.
         """
         due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
         if due and not self._writer.busy:
@@ -261,10 +266,10 @@ class Rank:
             self.save()
 
     def save(self, *, always: bool = False) -> int:
-        """Starts a checkpoint of what was learned since the last one; a collective of the members.
+        """Starts a checkpoint if there are new optimiser steps. Collective over the members.
 
-        Training stands still while the numbers are copied; writing goes on beside it. Returns the
-        checkpoint's number, 0 when nothing was learned.
+        Training pauses while the tensors are copied and continues during the write. Returns the
+        checkpoint's number; 0 without new steps.
         """
         members, began, steps = self.learner.members, time.monotonic(), self.learner.total_steps
         if not members.takes_part:
@@ -282,14 +287,14 @@ class Rank:
         return number
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
-        """The drafter beside its shards, as engines load it."""
+        """Writes the drafter beside its shards, in the form that engines load."""
         net = self._whole.twin()
         net.load_tensors(read_whole(directory, "learner/model", state))
         net.save(directory / SPECULATOR)
 
 
 def main() -> None:
-    """Takes the service's config from the environment, where the parent put it, and runs."""
+    """Reads the service's config from the environment, where the parent put it, and runs."""
     link = RankLink.from_environment()
     config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)

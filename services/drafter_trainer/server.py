@@ -1,5 +1,5 @@
-"""Serves DrafterService in front of the ranks: leases, pushes of promoted drafters, the spool of
-heads. Imports no torch.
+"""Serves DrafterService for the ranks: leases, pushes of promoted drafters, and the spool of heads.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from paceline.weights import Spool, WeightServicer, add_weight_service
 
 SERVICE_NAME = "paceline.v1.DrafterService"
 GRACE_S = 5.0
-PUSH_GRACE_S = 0.5  # Detached waits this long for a push; the next activation reports the rest
+PUSH_GRACE_S = 0.5  # wait of Detached for a push; the next activation reports a later end
 SAVE_DEADLINE_S = 30.0
 JOIN_S = 30.0
 
 
 class HeadHooks:
-    """New policy heads and serving sets go to the ranks."""
+    """Passes new policy heads and serving sets to the ranks."""
 
     def __init__(self, ranks: DrafterDriver) -> None:
         self._ranks = ranks
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """The head's rows may arrive before its commit, so ranks learn it at once."""
+        """Sends the head to the ranks at once, since its rows may arrive before its commit."""
         await self._ranks.tell(m.NewHead(version, str(path)))
 
     async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
-        """What serves now is what the next candidate is judged against."""
+        """Sends the serving set to the ranks, which compare the next candidate with it."""
         await self._ranks.tell(m.Serving(versions.policy, versions.drafter))
 
     async def on_abort(self, target: int, version: int) -> None:
-        """A head that never serves labels no rows; keeping it is harmless."""
+        """Does nothing: no rows refer to a head that never serves."""
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
@@ -71,17 +71,17 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def Activate(
         self, request: pb.ActivateRequest, context: Any
     ) -> AsyncIterator[pb.ActivateResponse]:
-        """Trains until Preempt or the activation's own end; Detached comes last. A caller that goes
-        away ends it.
+        """Trains until Preempt or the activation's own end; the last response is Detached. If the
+        caller disconnects, the activation ends.
 
-        DeadlineExceeded when training has not begun in time: the ranks are then told to stop, or
+        Raises DeadlineExceeded when training has not started in time; the ranks are then stopped or
         killed.
         """
         check_run(request.context, self._config.run.id)
         slots = _checked(request.slots)
         self._guard.check(request.context, Track.DRAFTER)
         epoch = request.context.epoch
-        if epoch <= self._preempted_epoch:  # Preempt has overtaken its Activate
+        if epoch <= self._preempted_epoch:  # Preempt arrived before its Activate
             yield _detached(
                 m.Stopped(epoch, "preempted", total_steps=self._ranks.standing.total_steps)
             )
@@ -108,7 +108,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def _news(
         self, lease: Lease, context: CommandContext
     ) -> AsyncGenerator[pb.ActivateResponse]:
-        """What the ranks say and what became of pushes, as it comes; ends with Detached."""
+        """Yields the ranks' news and the results of pushes as they arrive, up to Detached."""
         self._promoter.start_again(context)
         attached = False
         while True:
@@ -135,9 +135,10 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     return
 
     async def _next(self, lease: Lease, *, attached: bool) -> m.Message | PushOutcome:
-        """The next news; a push that is done comes first.
+        """The next news, or the result of a finished push if there is no news.
 
-        Raises what ended the activation, DeadlineExceeded when training has not begun in time.
+        Raises the error that ended the activation, and DeadlineExceeded when training has not
+        started in time.
         """
         left_s = None if attached else max(0.0, lease.began + lease.deadline_s - time.monotonic())
         news = asyncio.ensure_future(lease.news.get())
@@ -163,9 +164,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         return message
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
-        """Adds slots to the activation of the lease; answered when it trains on them.
-
-        FailedPrecondition when it is over or stops: its slots are then free with the others.
+        """Adds slots to the activation of the lease; answers when it trains on them. Raises
+        FailedPrecondition when the activation is over or stops; these slots are then free too.
         """
         check_run(request.context, self._config.run.id)
         slots, epoch = _checked(request.slots), request.context.epoch
@@ -175,9 +175,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         return pb.JoinResponse(join_s=time.monotonic() - began, world_size=joined.world_size)
 
     async def Preempt(self, request: pb.PreemptRequest, context: Any) -> pb.PreemptResponse:
-        """Returns when the slots are free: a rank that does not stop within the deadline is killed.
-
-        No newer command fences it off: to free slots is always right.
+        """Returns when the slots are free; a rank that exceeds the deadline is killed. A newer
+        command does not fence this call, since freeing slots is always right.
         """
         check_run(request.context, self._config.run.id)
         self._guard.check_proof(request.context, Track.DRAFTER)
@@ -194,7 +193,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def GetDrafterStatus(
         self, request: pb.GetDrafterStatusRequest, context: Any
     ) -> pb.GetDrafterStatusResponse:
-        """Where the trainer stands, and the processes."""
+        """Returns the trainer's progress and its processes."""
         standing = self._ranks.standing
         return pb.GetDrafterStatusResponse(
             **asdict(standing),
@@ -210,14 +209,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def SaveDrafterCheckpoint(
         self, request: pb.SaveDrafterCheckpointRequest, context: Any
     ) -> pb.SaveDrafterCheckpointResponse:
-        """Returns when the checkpoint is on disk."""
+        """Writes a checkpoint; returns when it is on disk."""
         check_run(request.context, self._config.run.id)
         self._guard.check(request.context, Track.DRAFTER)
         saved = await self._ranks.save(patient(SAVE_DEADLINE_S))
         return pb.SaveDrafterCheckpointResponse(path=saved.path, total_steps=saved.version)
 
     async def close(self) -> None:
-        """Ends the connection to the gateway."""
+        """Closes the connection to the gateway."""
         self._promoter.cancel()
         await self._gateway.close()
 
@@ -231,7 +230,7 @@ def _checked(slots: Sequence[int]) -> list[int]:
 
 
 def _pushed(decision: m.Judged, *, prepared: bool) -> pb.ActivateResponse:
-    """A promotion, once the gateway has answered."""
+    """The response for a promotion, after the gateway's answer."""
     return _gate(decision if prepared else replace(decision, decision="refused"))
 
 
@@ -252,7 +251,7 @@ def _detached(message: m.Stopped) -> pb.ActivateResponse:
 
 
 async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
+    """Serves until `stop` is set or the ranks cannot start; ends all ranks."""
     check_model(Path(config.model))
     ranks, spool_dir = DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
@@ -270,7 +269,8 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     server.add(add_weight_service, weights, WEIGHT_SERVICE)
     add_progress(server, lambda: _progress(ranks))
     try:
-        # The ranks stop a running activation within the grace, and save all that was learned.
+        # Within the grace period, the ranks stop a running activation and save all they have
+        # learned.
         async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=GRACE_S):
             pass
     finally:
@@ -284,7 +284,7 @@ async def _progress(ranks: DrafterDriver) -> GetProgressResponse:
 
 
 async def _tell_spooled(spool: Spool, ranks: DrafterDriver) -> None:
-    """After a restart: the heads and the set that served before."""
+    """After a restart, sends the spooled heads and the last serving set to the ranks."""
     for target, version in sorted(spool.spooled()):
         await ranks.tell(m.NewHead(version, str(spool.path(target, version))))
     if spool.serving is not None:

@@ -1,4 +1,4 @@
-"""Trains on rank 0 while the lease lives: learns, judges, hands over what is better."""
+"""The training loop of rank 0 under a lease: learns, judges candidates, and reports promotions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from paceline.telemetry import link_current
 
 MIN_MICRO_BATCH_TOKENS = 32
 DATA_WAIT_S = 0.05
-"""Seconds that rows are waited for between two looks at the commands."""
+"""Seconds of a wait for rows between two checks for commands."""
 TOLD_EVERY_S = 0.25
-"""Seconds between two reports that an activation goes on."""
+"""Seconds between two progress reports of an activation."""
 
 
 @dataclass(slots=True)
@@ -41,30 +41,30 @@ class Activation:
 
     epoch: int
     max_steps: int
-    slots: Sequence[int]  # that it trains on
+    slots: Sequence[int]  # it trains on
     began: float  # time.monotonic()
-    data_until: float  # until which an activation without rows waits
-    tell_at: float  # when its progress is reported next
+    data_until: float  # end of the wait for rows
+    tell_at: float  # time of the next progress report
     first_step_s: float = 0.0  # until the first micro-batch began
     steps: int = 0
     micro_batches: int = 0
     tokens: int = 0
     loss_sum: float = 0.0
     busy_s: float = 0.0
-    last_s: float = 0.0  # of this thread's own time, in the last piece of work
-    # traceparents of the feature batches it learned from
+    last_s: float = 0.0  # thread time of the last piece of work
+    # traceparents of the feature batches used
     batches: set[str] = field(default_factory=set)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts what is done inside as busy."""
+        """Counts the time of the block as busy."""
         started, computed = time.perf_counter(), time.thread_time()
         yield
         self.last_s = time.thread_time() - computed
         self.busy_s += time.perf_counter() - started
 
     def learned(self, rows: Sequence[PackedRow], result: MicroResult) -> None:
-        """Counts one micro-batch, a row of each rank."""
+        """Counts one micro-batch with a row for each rank."""
         self.micro_batches += len(rows)
         self.steps += result.stepped
         self.tokens += sum(int(row.valid.sum()) for row in rows)
@@ -72,7 +72,7 @@ class Activation:
 
 
 class DrafterTrainer:
-    """Trains under leases. `link` brings commands in and news out, `rows` what is learned from."""
+    """Trains under leases. `link` carries commands and news; `rows` has the training rows."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class DrafterTrainer:
         rows.shape = lambda: (self._learner.members.size, self._micro_batch_tokens())
         self.gate = PublishGate(config, students, rows, candidates)
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
-        # between two micro-batches: the slots from now on, if some have joined the lease
+        # between two micro-batches: the new slots if slots were added to the lease, else None
         self.take_in: Callable[[int], Sequence[int] | None] = lambda epoch: None
-        self.lost: Callable[[], Counter[str]] = Counter  # entries that became no rows, by reason
+        self.lost: Callable[[], Counter[str]] = Counter  # entries without rows, by reason
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
-        """Trains until preempted, out of data or done; between two micro-batches nothing is lost by
-        stopping.
+        """Trains until preempted, out of rows or done. A stop between two micro-batches loses no
+        work.
         """
         began = time.monotonic()
         activation = Activation(
@@ -111,7 +111,7 @@ class DrafterTrainer:
         while (reason := self._stop_reason(activation)) is None:
             activation.slots = self.take_in(activation.epoch) or activation.slots
             self._report(activation)
-            # What is ready is learned at once: a round of the gate may take longer than the lease.
+            # Ready rows are trained on first, since a round of the gate may outlast the lease.
             begins = not activation.first_step_s and not self.gate.frozen
             if begins and (batch := self.rows.next()):
                 self._train(activation, batch)
@@ -131,7 +131,7 @@ class DrafterTrainer:
         return self._stopped(activation, reason)
 
     def _stop_reason(self, activation: Activation) -> str | None:
-        """Looks at the commands that arrived meanwhile; None to go on."""
+        """Handles arrived commands; returns the reason to stop, or None."""
         if self._link.preempted(activation.epoch):
             return "preempted"
         if activation.max_steps and activation.steps >= activation.max_steps:
@@ -143,7 +143,7 @@ class DrafterTrainer:
         return "epochs" if activation.tokens >= self._config.max_epochs * self.rows.tokens else None
 
     def _train(self, activation: Activation, batch: PackedBatch) -> None:
-        """One micro-batch of the drafter whose turn it is."""
+        """Trains one micro-batch of the student with the next turn."""
         activation.first_step_s = activation.first_step_s or time.monotonic() - activation.began
         rows = batch.rows
         with activation.timed():
@@ -159,14 +159,14 @@ class DrafterTrainer:
         student.learn_speed(activation.last_s / max(len(rows[0]), 1))
         activation.batches |= batch.traceparents
         record_micro_step(student.kind, result, samples=batch.samples)
-        if student is self.students.primary:  # limits, passes and the loss reported are its own
+        if student is self.students.primary:  # limits, passes and the reported loss use the primary
             activation.learned(rows, result)
         if result.stepped:
             self.after_step()
 
     def _report(self, activation: Activation) -> None:
-        """Reports to the parent that the activation goes on, and keeps the other members waiting:
-        no deadline of theirs limits a round of the gate.
+        """Reports the activation's progress to the parent, and makes the other members wait on. A
+        round of the gate therefore cannot exceed their deadline.
         """
         if time.monotonic() < activation.tell_at:
             return
@@ -176,8 +176,8 @@ class DrafterTrainer:
         activation.tell_at = time.monotonic() + TOLD_EVERY_S
 
     def _micro_batch_tokens(self) -> int:
-        """As many as the slowest drafter learns from in the time of a micro-batch, in time of its
-        own: beside others on the same core it takes longer and learns as much.
+        """Number of tokens that the slowest drafter can train in micro_batch_ms of thread time.
+        Thread time ignores other work on the same core.
         """
         most = self._config.max_micro_batch_tokens
         slowest = max(student.seconds_per_token for student in self.students)
@@ -212,7 +212,7 @@ class DrafterTrainer:
         )
 
     def standing(self) -> m.Standing:
-        """Where the trainer stands."""
+        """The trainer's progress."""
         return m.Standing(
             drafter_version=self.gate.next_version - 1,
             total_steps=self._learner.total_steps,
@@ -226,7 +226,7 @@ class DrafterTrainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a later process needs; a collective of all ranks."""
+        """The state for a later process. Collective over all ranks."""
         return {
             "learner": self._learner.state(),
             "shadows": self.students.state(),
@@ -234,7 +234,7 @@ class DrafterTrainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`."""
+        """Restores `state`."""
         self._learner.load_state(state["learner"])
         self.students.load_state(state["shadows"])
         self.gate.load_state(state["gate"])

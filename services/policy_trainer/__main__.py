@@ -1,4 +1,4 @@
-"""`python -m paceline.services.policy_trainer`."""
+"""`python -m paceline.services.policy_trainer`: the policy trainer's process."""
 
 from __future__ import annotations
 

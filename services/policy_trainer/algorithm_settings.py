@@ -1,4 +1,4 @@
-"""Declares the settings of every algorithm; `algorithm.name` says whose they are."""
+"""Declares the settings of every algorithm; `algorithm.name` selects the settings class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.config import Config
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"
 ]
-"""How the losses of tokens become one (algorithms/aggregation.py)."""
+"""Aggregation of token losses into one loss (algorithms/aggregation.py)."""
 
 
 class KlConfig(Config):
@@ -53,7 +53,9 @@ class CorrectionConfig(Config):
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens that other numbers drew are weighed, left out or clipped for it."""
+        """Whether tokens drawn with another number format are weighted, left out or clipped to
+        correct for it.
+        """
         return self.weight != "none" or self.keep != "all" or self.bypass
 
 
@@ -90,7 +92,7 @@ class AlgorithmConfig(Config):
 
 
 class GroupedConfig(AlgorithmConfig):
-    """Of rewards compared within their group."""
+    """Settings of algorithms that compare rewards within their group."""
 
     normalize_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
@@ -100,14 +102,14 @@ class GrpoConfig(GroupedConfig):
     """GRPO: rewards compared within their group."""
 
     name: Literal["grpo"] = "grpo"
-    """Which algorithm."""
+    """Name of the algorithm."""
 
 
 class DrGrpoConfig(AlgorithmConfig):
     """Dr. GRPO: GRPO without the divisions that prefer short wrong answers and easy tasks."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    """Which algorithm."""
+    """Name of the algorithm."""
     aggregation: Aggregation = "constant"
     """Aggregation of token losses."""
 
@@ -116,23 +118,23 @@ class RlooConfig(AlgorithmConfig):
     """RLOO: each reward against the mean of its siblings'."""
 
     name: Literal["rloo"] = "rloo"
-    """Which algorithm."""
+    """Name of the algorithm."""
 
 
 class ReinforceConfig(AlgorithmConfig):
-    """REINFORCE++: advantages normalised over the whole batch; `_baseline` first takes the group's
-    mean reward off.
+    """REINFORCE++: advantages normalised over the whole batch; `_baseline` first subtracts the
+    group's mean reward.
     """
 
     name: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "reinforce_plus_plus"
-    """Which algorithm."""
+    """Name of the algorithm."""
 
 
 class PpoConfig(AlgorithmConfig):
     """PPO with a critic."""
 
     name: Literal["ppo"] = "ppo"
-    """Which algorithm."""
+    """Name of the algorithm."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of a token's reward."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
@@ -149,7 +151,7 @@ class DapoConfig(AlgorithmConfig):
     """DAPO: a wider upper clip and a penalty near the length limit."""
 
     name: Literal["dapo"] = "dapo"
-    """Which algorithm."""
+    """Name of the algorithm."""
     clip_high: float = Field(default=0.28, ge=0)
     """Upper clip of the ratio: 1 + clip_high."""
     overlong_tokens: int = Field(default=0, ge=0)
@@ -167,10 +169,10 @@ class DapoConfig(AlgorithmConfig):
 
 
 class GspoConfig(GroupedConfig):
-    """GSPO: one ratio a sequence."""
+    """GSPO: one ratio per sequence."""
 
     name: Literal["gspo"] = "gspo"
-    """Which algorithm."""
+    """Name of the algorithm."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """Lower clip of the ratio: 1 - clip_low."""
     clip_high: float = Field(default=4e-4, ge=0)
@@ -183,7 +185,7 @@ class CispoConfig(GroupedConfig):
     """CISPO: the weight of a token is clipped, not its update."""
 
     name: Literal["cispo"] = "cispo"
-    """Which algorithm."""
+    """Name of the algorithm."""
     clip_low: float = Field(default=1.0, ge=0, le=1)
     """Lower clip of the ratio: 1 - clip_low; 1: none."""
 
@@ -194,7 +196,7 @@ class DecoupledConfig(GroupedConfig):
     """
 
     name: Literal["decoupled"] = "decoupled"
-    """Which algorithm."""
+    """Name of the algorithm."""
     correction: CorrectionConfig = CorrectionConfig(weight="token", cap=5.0)
 
 
@@ -224,7 +226,7 @@ _TAGS = (
 
 
 def _whose(given: Any) -> str:
-    """The tag of a table of settings, or of such an object."""
+    """The tag of a table or object of settings."""
     found = given.get("name", "grpo") if isinstance(given, dict) else getattr(given, "name", "grpo")
     return str(found) if found in _TAGS else "own"
 

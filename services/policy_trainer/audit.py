@@ -1,13 +1,14 @@
-"""Judges whether the engine drew by the log-probs that the trainer computes, and which way of
-drawing does not where it did not.
+"""Checks whether the engine drew tokens with the log-probs that the trainer computes, and names the
+paths that did not.
 
-A sample of the trajectories is scored by the trainer in the policy version that drew them. Their
-tokens are counted by cells: a cell is the arms that have drafted in the response so far; one format
-of numbers; a beginning that was reused or computed; keys and values of this
-policy or of an earlier one. A cell with enough tokens is
-judged by the mean of its gaps and by their 99th percentile, then counted anew. Of a cell beyond its
-bound those of its paths are named that no cell within its bound has; one that a named path accounts
-for names nothing. Imports no torch.
+The trainer recomputes a sample of trajectories in the policy version that drew them. Their tokens
+are counted by cell. A cell has four properties: the arms that have drafted in the response so far,
+the number format, a reused or computed prefix, and the present or an earlier policy for keys and
+values.
+
+A cell with enough tokens is judged by the mean and the 99th percentile of its gaps; then its count
+restarts. If a cell exceeds its bound, the audit names its paths that no cell within its bound has.
+If a named path already explains the cell, no path is added. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from paceline.trajectory import (
 
 LEAST_GAP, LARGEST_GAP = 1e-7, 1e3
 PER_DECADE, BUCKETS = 8, 81
-"""Buckets of gaps: number 0 holds those up to LEAST_GAP, each further one ends a decade / 8 later,
-the last takes the rest.
+"""Buckets of gaps. Bucket 0 has gaps up to LEAST_GAP; each further bucket ends an eighth of a
+decade higher; the last bucket has all larger gaps.
 """
 UPPER = 0.99
 _POOLED = 4
-"""Times `least_tokens` that arms without enough tokens of their own have together when they are
-judged as one.
+"""Multiple of `least_tokens` that arms with too few tokens need together to be judged
+as one cell.
 """
 _HINT = 8
-"""Part of `least_tokens` that clears."""
+"""Divisor of `least_tokens`: so many tokens can clear a path."""
 JOINT, _APART = "+", 2
-"""Between the arms of a cell, and how many it has at most that are told apart."""
+"""Separator of the arms of a cell, and the maximum number of arms in a cell of their own."""
 _EXACT, _HALF = "float32", ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class AuditCell:
-    """Gaps of the tokens that were drawn alike, nats."""
+    """Gaps of tokens that were drawn alike, nats."""
 
     tokens: int = 0
     total: float = 0.0
@@ -64,14 +65,12 @@ class AuditCell:
 
     @property
     def mean(self) -> float:
-        """Of the gaps; 0 without any."""
+        """Mean gap; 0 without gaps."""
         return self.total / self.tokens if self.tokens else 0.0
 
     @property
     def upper(self) -> float:
-        """The gap that a hundredth of the tokens exceed, as the middle of its bucket; 0 without
-        any.
-        """
+        """The 99th percentile of the gaps, as the middle of its bucket; 0 without gaps."""
         left = math.floor((1 - UPPER) * self.tokens)
         for number in sorted(map(int, self.buckets), reverse=True):
             left -= self.buckets[str(number)]
@@ -82,7 +81,7 @@ class AuditCell:
 
 @dataclass(frozen=True, slots=True)
 class PathVerdict:
-    """A path that is beyond its bound; see proto AuditVerdict."""
+    """A path beyond its bound; see proto AuditVerdict."""
 
     path: str
     tokens: int
@@ -94,20 +93,20 @@ class PathVerdict:
 
 @dataclass(frozen=True, slots=True)
 class AuditState:
-    """What later steps are judged with."""
+    """Results of earlier steps that later verdicts use."""
 
-    open: dict[str, AuditCell] = field(default_factory=dict)  # cell -> not judged yet
+    open: dict[str, AuditCell] = field(default_factory=dict)  # cell -> gaps without a verdict yet
     within: dict[str, bool] = field(default_factory=dict)  # cell -> its last verdict
-    named: tuple[str, ...] = ()  # paths, once each
+    named: tuple[str, ...] = ()  # paths, each once
 
 
 def cell_name(arms: str, numbers: str, *, reused: bool, stale: bool) -> str:
-    """The cell of tokens drawn so; `arms`: as `drafted_so_far` has them."""
+    """The cell of tokens drawn in this way; `arms` is a value of `drafted_so_far`."""
     return json.dumps([arms, numbers, reused, stale])
 
 
 def paths_of(cell: str) -> tuple[str, ...]:
-    """The paths that its tokens came by; none where they came by the plain one."""
+    """The inexact paths of a cell's tokens; empty for the plain path."""
     arms, numbers, reused, stale = json.loads(cell)
     there = {
         **{_drafted_path(arm): arm != OFF for arm in arms.split(JOINT)},
@@ -123,9 +122,11 @@ def _drafted_path(arm: str) -> str:
 
 
 def drafted_so_far(spans: Iterable[DrawSpan]) -> Iterator[str]:
-    """Of each span the arms that have drafted in its response up to its end, joined by JOINT: "off"
-    where none has, DRAFTED_PATH where more than two have. What a drafted round leaves in the cache
-    all later ones read.
+    """For each span, the arms that have drafted in its response up to the span's end, joined by
+    JOINT. The value is "off" without an arm, and DRAFTED_PATH with more than two arms.
+
+    Earlier arms count because later rounds read the keys and values that a drafted round left in
+    the cache.
     """
     arms: set[str] = set()
     end = -1
@@ -138,13 +139,13 @@ def drafted_so_far(spans: Iterable[DrawSpan]) -> Iterator[str]:
 
 
 def is_audited(one: Trajectory, share: float) -> bool:
-    """Whether a trajectory is in the sample: the same ones in every run of the same seed."""
+    """Whether a trajectory is in the sample. Runs with equal seeds have equal samples."""
     name = f"{one.seed}/{one.key.branch_id}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:6], "little") < share * 2**48
 
 
 def by_path(cells: Mapping[str, AuditCell]) -> dict[str, AuditCell]:
-    """The tokens of each path, those that came by several in each of them."""
+    """Gaps of each path; tokens with several paths count in each path."""
     found: dict[str, AuditCell] = {}
     for cell, gaps in sorted(cells.items()):
         for path in paths_of(cell) or (PLAIN_PATH,):
@@ -153,7 +154,7 @@ def by_path(cells: Mapping[str, AuditCell]) -> dict[str, AuditCell]:
 
 
 def audit_figures(cells: Mapping[str, AuditCell]) -> dict[str, float]:
-    """What a step's sample says, by name and path."""
+    """The figures of a step's sample, by name and path."""
     figures: dict[str, float] = {}
     for path, gaps in by_path(cells).items():
         figures[f"audit_gap/{path}"] = gaps.mean
@@ -165,8 +166,8 @@ def audit_figures(cells: Mapping[str, AuditCell]) -> dict[str, float]:
 def judged(
     state: AuditState, cells: Mapping[str, AuditCell], settings: AuditConfig, compute_dtype: str
 ) -> tuple[AuditState, tuple[PathVerdict, ...]]:
-    """The state with a step's cells, and the paths that are beyond their bounds and were not named
-    before. `compute_dtype`: numbers of the trainer's forward.
+    """The state with a step's cells added, and the paths beyond their bounds that were not named
+    before. `compute_dtype`: number format of the trainer's forward.
     """
     added = {name: state.open.get(name, AuditCell()) + one for name, one in cells.items()}
     ripe, left = _ripe(state.open | added, settings.least_tokens)
@@ -186,7 +187,7 @@ def judged(
 
 
 def bound_of(cell: str, settings: AuditConfig, compute_dtype: str) -> AuditBound:
-    """What rounding explains there."""
+    """The bound of gaps that rounding explains in this cell."""
     _, numbers, _, stale = json.loads(cell)
     if stale:
         return settings.swapped
@@ -198,13 +199,13 @@ def bound_of(cell: str, settings: AuditConfig, compute_dtype: str) -> AuditBound
 def _ripe(
     cells: Mapping[str, AuditCell], least: int
 ) -> tuple[dict[str, AuditCell], dict[str, AuditCell]]:
-    """(cells with enough tokens to be judged, the others)."""
+    """(cells with enough tokens for a verdict, remaining cells)."""
     ripe = {name: one for name, one in cells.items() if one.tokens >= least}
     left = {name: one for name, one in cells.items() if name not in ripe}
     pools: dict[str, list[str]] = {}
     for name in left:
         arm, *rest = json.loads(name)
-        if arm != OFF:  # those of several arms go along
+        if arm != OFF:  # cells with several arms join too
             pools.setdefault(json.dumps([DRAFTED_PATH, *rest]), []).append(name)
     for pool, members in pools.items():
         together = sum((left[name] for name in members), AuditCell())
@@ -217,7 +218,9 @@ def _ripe(
 def _hints(
     cells: Mapping[str, AuditCell], settings: AuditConfig, compute_dtype: str
 ) -> dict[str, bool]:
-    """Cells with some tokens, all well: too few for a verdict, enough to clear their paths."""
+    """Cells with some tokens, all within bounds: too few for a verdict, enough to clear their
+    paths.
+    """
     return {
         name: True
         for name, one in cells.items()
@@ -233,10 +236,11 @@ def _is_within(gaps: AuditCell, bound: AuditBound) -> bool:
 def _blamed(
     cell: str, named: Iterable[str], now: Mapping[str, bool], before: Mapping[str, bool]
 ) -> tuple[str, ...]:
-    """The paths that account for a cell beyond its bound; none where a named one does. What another
-    cell of this step clears is no suspect, nor what an earlier one did where others are left. Of
-    those left the ones that are meant to be inexact come first: once they are gone the others show
-    what they are.
+    """The paths that explain a cell beyond its bound; empty if a named path already explains it.
+
+    A path is no suspect if another cell of this step clears it. Earlier cells clear a path too, as
+    long as other suspects remain. Paths that are inexact by design are blamed first; once they are
+    disabled, later verdicts judge the remaining paths.
     """
     own = paths_of(cell)
     if PLAIN_PATH in named or set(own) & set(named):
@@ -256,6 +260,8 @@ def _blamed(
 
 
 def _by_paths(cell: str) -> tuple[int, bool, str]:
-    """The fewer paths, the clearer; an arm of its own before several."""
+    """Sort key: fewer paths give a clearer verdict, and a cell with one arm precedes a cell with
+    several.
+    """
     paths = paths_of(cell)
     return len(paths), DRAFTED_PATH in paths, cell

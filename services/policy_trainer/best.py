@@ -1,4 +1,4 @@
-"""Remembers which policy version was evaluated best, beside the checkpoints."""
+"""Records the policy version with the best evaluation, beside the checkpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ FILE = "best.json"
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The version whose checkpoint is kept for its evaluation."""
+    """The policy version with the best evaluation, and that evaluation; its checkpoint is kept."""
 
     policy_version: int
     evaluation: float
 
 
 def read_best(directory: Path) -> Best | None:
-    """None before the first evaluation. Raises DataLoss for a file that is not one of ours."""
+    """Reads the record; None before the first evaluation. Raises DataLoss for a file in another
+    form.
+    """
     file = directory / FILE
     if not file.exists():
         return None
@@ -34,5 +36,5 @@ def read_best(directory: Path) -> Best | None:
 
 
 def write_best(directory: Path, best: Best) -> None:
-    """In the place of the one before. Raises ResourceExhausted where there is no room."""
+    """Replaces the record. Raises ResourceExhausted if the disk is full."""
     write_whole(directory / FILE, json.dumps(asdict(best)) + "\n")

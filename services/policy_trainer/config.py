@@ -69,24 +69,24 @@ class AuditConfig(Config):
     them. Tokens of older versions are not audited.
     """
     float32: ClassVar[AuditBound] = AuditBound(mean=5e-4, upper=5e-3)
-    """Where engine and trainer compute in float32."""
+    """Bound if engine and trainer compute in float32."""
     bfloat16: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
-    """Where one of them computes in 16 bits."""
+    """Bound if engine or trainer computes in 16 bits."""
     quantised: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
-    """Where the engine rounds weights to int8."""
+    """Bound if the engine rounds weights to int8."""
     coarse: ClassVar[AuditBound] = AuditBound(mean=0.2, upper=3.0)
-    """Where it rounds weights to e4m3, or activations too; SGLang's quantization, and keys and
-    values in fewer bits.
+    """Bound if the engine rounds weights to e4m3 or also rounds activations; also for SGLang's
+    quantization, and for keys and values in fewer bits.
     """
     swapped: ClassVar[AuditBound] = AuditBound(mean=0.1, upper=2.0)
-    """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
+    """Bound after a commit "in_place": keys and values were computed under an earlier policy."""
 
 
 LOGITS_BYTES = 256 << 20
 
 
 def rows_of_head(vocabulary: int) -> int:
-    """Rows whose logits fill LOGITS_BYTES in float32: 441 of a vocabulary of 152k."""
+    """Rows with float32 logits of LOGITS_BYTES in total: 441 for a vocabulary of 152k."""
     return max(1, LOGITS_BYTES // (4 * vocabulary))
 
 
@@ -101,8 +101,8 @@ class PolicyTrainerConfig(ServiceConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; auto: CUDA if each rank has its own GPU."""
     ranks: int = Field(default=0, ge=0)
-    """Number of ranks, each on a slot; 0 is min(2, cores), in a whole run on GPUs as many as there
-    are of slots and GPUs.
+    """Number of ranks, each on its own slot. 0: min(2, cores); in a whole run on GPUs, the smaller
+    number of slots and GPUs.
     """
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""
@@ -179,10 +179,10 @@ class PolicyTrainerConfig(ServiceConfig):
 
     @property
     def checkpoints_dir(self) -> Path:
-        """Where checkpoints and batch records of the run lie."""
+        """Directory of the run's checkpoints and batch records."""
         return Path(self.run.dir) / "checkpoints" / "policy"
 
     def rows_of_logits(self, vocabulary: int) -> int:
-        """Tokens whose logits are there at once."""
+        """Maximum tokens with logits in memory at once."""
         none = self.head_kernel == "cut_cross_entropy"
         return 0 if none else self.head_rows or rows_of_head(vocabulary)

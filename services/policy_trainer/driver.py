@@ -1,4 +1,4 @@
-"""Sends commands to the ranks and takes their news. Imports no torch."""
+"""Sends commands to the ranks and receives their news. Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PolicyDriver:
         self._config = config
         self.progress = Progress()
         self.world_size = config.ranks or min(2, usable_cores())
-        """Number of ranks, each on a slot of its own."""
+        """Number of ranks, each on its own slot."""
         group = RankGroup(
             "paceline.services.policy_trainer.rank",
             self.world_size,
@@ -66,7 +66,7 @@ class PolicyDriver:
         return self._turn.locked()
 
     async def idle(self, deadline_s: float) -> None:
-        """Waits until no command is running, or for so long."""
+        """Waits until no command is running, at most `deadline_s` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s), self._turn:
                 pass
@@ -74,8 +74,8 @@ class PolicyDriver:
     async def run(self, command: Command, deadline_s: float) -> AsyncIterator[News]:
         """Sends a command and yields its news up to the last.
 
-        Raises what WatchedRanks.run raises; ranks that stay silent are killed, because nobody knows
-        where they are.
+        Raises the errors of WatchedRanks.run. On DeadlineExceeded the ranks are killed, because
+        their state is unknown.
         """
         last = {Train: Pushed, Save: Saved, Keep: Kept}[type(command)]
         async with self._turn:
@@ -92,7 +92,9 @@ class PolicyDriver:
         return [one async for one in self.run(Save(), deadline_s) if isinstance(one, Saved)][-1]
 
     async def keep(self, evaluation: float, deadline_s: float) -> Kept:
-        """Tells what the weights are worth, and waits for the checkpoint of the best ones."""
+        """Sends the evaluation of the present weights, and waits for the checkpoint with the best
+        evaluation.
+        """
         told = self.run(Keep(evaluation), deadline_s)
         return [one async for one in told if isinstance(one, Kept)][-1]
 

@@ -13,7 +13,7 @@ from paceline.v1.trajectory_pb2 import CommandContext
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Who commands, under which lease, within which trace."""
+    """Identity of a command: run, step, lease and trace."""
 
     run_id: str
     step: int
@@ -22,7 +22,7 @@ class Sender:
     carrier: dict[str, str] = field(default_factory=dict)  # trace context
 
     def context(self) -> CommandContext:
-        """As the wire carries it."""
+        """The sender in the form of the wire."""
         proof = self.lease_proof
         return CommandContext(
             run_id=self.run_id, step=self.step, epoch=self.epoch, lease_proof=proof
@@ -31,12 +31,12 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Collect the groups, step, push."""
+    """Collect the groups, take an optimiser step, and push the weights."""
 
     sender: Sender
-    policy_version: int  # generated the step; the result is one more
+    policy_version: int  # version that generated the step; training adds 1
     groups: list[tuple[str, int]]  # (group id, sessions)
-    left_out: list[str]  # those of them that are waited for and dropped
+    left_out: list[str]  # group ids to await and drop
     group_deadline_s: float
     command_id: int = 0
 
@@ -51,12 +51,12 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What a batch consists of."""
+    """Counts and statistics of a batch."""
 
     trajectories: int = 0
     tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> groups
-    # policy versions between the oldest token and the weights trained -> trajectories
+    # policy versions between the oldest token and the trained weights -> trajectories
     staleness: dict[str, int] = field(default_factory=dict)
     zero_variance_groups: int = 0  # trained, but without gradient
     reward_mean: float = 0.0  # over sessions
@@ -66,18 +66,20 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What an optimiser step measured; means over trained tokens, those without gradient too."""
+    """Measurements of an optimiser step. Means cover all trained tokens, also tokens without
+    gradient.
+    """
 
-    figures: dict[str, float] = field(default_factory=dict)  # by name; none that was not finite
+    figures: dict[str, float] = field(default_factory=dict)  # by name; finite figures only
     train_s: float = 0.0
     world_size: int = 0
-    skipped_updates: int = 0  # not taken: the loss or the gradient was not finite
-    cells: dict[str, AuditCell] = field(default_factory=dict)  # what of it was audited
+    skipped_updates: int = 0  # updates with a non-finite loss or gradient
+    cells: dict[str, AuditCell] = field(default_factory=dict)  # audited gaps by cell
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the trainer stands."""
+    """Progress of the trainer."""
 
     policy_version: int = 0
     step: int = -1  # last RL step trained
@@ -87,12 +89,12 @@ class Progress:
     figures: StepFacts = field(default_factory=StepFacts)  # of that step
     skipped_in_row: int = 0  # last steps that skipped an update
     audit: AuditState = field(default_factory=AuditState)
-    beyond: tuple[PathVerdict, ...] = ()  # what the audit of that step has named
+    beyond: tuple[PathVerdict, ...] = ()  # paths named by that step's audit
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first news: the ranks hold the model and have replayed what the checkpoint missed."""
+    """The first news: the ranks hold the model and have replayed the steps after the checkpoint."""
 
     progress: Progress
 
@@ -107,7 +109,7 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The weights have moved and are on the CPU of rank 0."""
+    """The weights are updated, and are on the CPU of rank 0."""
 
     command_id: int
     progress: Progress
@@ -115,19 +117,19 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The receivers hold the new version; the last word of a Train."""
+    """The receivers hold the new version; the last news of a Train command."""
 
     command_id: int
     policy_version: int
     bytes: int
     push_s: float
     lm_head_hash: str
-    replaced: bool = False  # other bits of it were at the gateway and did not serve yet
+    replaced: bool = False  # replaced an unserved version with other bits at the gateway
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The best checkpoint, on disk."""
+    """The checkpoint with the best evaluation, on disk."""
 
     command_id: int
     path: str

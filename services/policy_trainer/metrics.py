@@ -105,7 +105,7 @@ TRAINED = Counter(
 
 
 def record_step(progress: Progress) -> None:
-    """What a step has trained and measured."""
+    """Records the metrics of a trained step."""
     batch, facts = progress.batch, progress.figures
     STEPS.record()
     if facts.train_s > 0:

@@ -1,5 +1,5 @@
-"""Turns sharded weights into a version of which each rank holds its rows, and takes up again what
-serves.
+"""Turns sharded weights into a version with each rank's rows, and adopts the weights that the
+gateway serves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.weights.push import push_deadline_s
 from paceline.weights.shares import Announced, HeldTensor, Senders
 
 CONNECT_S = 5.0
-"""To the gateway or the drafter trainer."""
+"""Seconds to connect to the gateway or the drafter trainer."""
 _log = get_logger(__name__)
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -44,15 +44,15 @@ _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One version, and what this rank holds of it."""
+    """One version with this rank's rows."""
 
     version: int
-    policy: Announced  # what model.safetensors holds: no lm_head where it is tied, or adapters
-    head: Announced  # embed_tokens and lm_head, also where they are one
+    policy: Announced  # model.safetensors: without a tied lm_head, or adapters
+    head: Announced  # embed_tokens and lm_head, also if tied
 
 
 def senders_of_ranks() -> Senders:
-    """The ranks of the process group, who push together."""
+    """The ranks of the process group, which push together."""
     return Senders(dist.get_rank(), from_all_ranks)
 
 
@@ -64,14 +64,15 @@ def publication_of(
     make_room: Callable[[], None] | None = None,
     added: AddedAdapters | None = None,
 ) -> Publication:
-    """The rows that this rank holds of the weights, which come in the order of `shapes`, in serving
-    type. Collective. added: the policy's version is adapters, and goes without embedding and head.
+    """This rank's rows of the weights, converted to the serving type. `weights` must have the order
+    of `shapes`. Collective.
 
-    They lie in a file without a name. Raises, on all ranks, ResourceExhausted where one of them
-    finds no room, nor after `make_room`, and WeightsError where a number is not finite.
+    `added`: the version consists of adapters, without embedding and head. The rows are in an
+    unnamed file. Raises ResourceExhausted on all ranks if a rank has no space even after
+    `make_room`. Raises WeightsError on all ranks for a non-finite number.
     """
     dtypes = dict.fromkeys(shapes, getattr(torch, config.publish_dtype))
-    if added is not None:  # engines keep the start's head, and know it by these bytes
+    if added is not None:  # engines identify the start's head by these bytes
         dtypes |= {one: getattr(torch, added.stored) for one in dtypes if one in (EMBEDDING, HEAD)}
     layouts = [
         TensorLayout(name, _NAMES[dtypes[name]], tuple(shape)) for name, shape in shapes.items()
@@ -93,7 +94,7 @@ def publication_of(
 
 
 def _held(layout: TensorLayout) -> TensorLayout:
-    """Of a tensor, the rows that this rank holds."""
+    """The layout of this rank's rows of a tensor."""
     rows = _rows(layout)
     return TensorLayout(layout.name, layout.dtype, (rows.stop - rows.start, *layout.shape[1:]))
 
@@ -109,7 +110,7 @@ def _announced(
     file: ScratchFile | None,
     added: AddedAdapters | None,
 ) -> Publication:
-    """Two manifests, complete on every rank; `tensors` lie in the file, one behind the other.
+    """Two manifests, complete on every rank; `tensors` are in the file in this order.
     Collective.
     """
     sizes = [len(one.view) for one in tensors.values()]
@@ -151,7 +152,7 @@ def _announced_part(
 def _file_of_each_rank(
     nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
 ) -> ScratchFile | None:
-    """None where this rank holds nothing. Collective."""
+    """A file for this rank's rows; None for a rank without rows. Collective."""
     file, fault = None, ""
     try:
         if nbytes:
@@ -177,8 +178,8 @@ def _file(
 
 
 async def pull_served(own: Manifest, config: PolicyTrainerConfig) -> list[NamedTensor] | None:
-    """The tensors that the gateway serves as a version; None when it serves another version, or
-    just these bits. Raises the gateway's PacelineErrors.
+    """The tensors of this version that the gateway serves. None if it serves another version, or
+    exactly these bits. Raises the gateway's PacelineErrors.
     """
 
     def differs(served: Manifest) -> bool:
@@ -200,7 +201,9 @@ async def pull_served(own: Manifest, config: PolicyTrainerConfig) -> list[NamedT
 
 
 def check_same_model(own: Sequence[TensorLayout], served: Sequence[NamedTensor]) -> None:
-    """Raises DataLoss when the tensors that serve are not those that are trained."""
+    """Raises DataLoss when the served tensors differ from the trained tensors in name, type or
+    shape.
+    """
     odd = sorted({str(one.layout) for one in served} ^ {str(one) for one in own})
     if odd:
         raise DataLoss(
@@ -213,8 +216,8 @@ def take_served(
     served: Mapping[str, NamedTensor] | None,
     config: PolicyTrainerConfig,
 ) -> None:
-    """Makes sharded fp32 weights those that are published as rank 0's `served`: numbers that are
-    published so already stay. Collective; None on the other ranks.
+    """Changes sharded fp32 weights so that they publish as rank 0's `served`; numbers that already
+    publish so stay. `served` is None on the other ranks. Collective.
     """
     dtype = getattr(torch, config.publish_dtype)
     for name, tensor in tensors:

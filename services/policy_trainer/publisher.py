@@ -1,4 +1,4 @@
-"""Pushes versions to the gateway and the drafter trainer, from every rank what it holds."""
+"""Pushes versions to the gateway and the drafter trainer; every rank sends its own rows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _log = get_logger(__name__)
 
 
 class Publisher:
-    """One rank's, the same for all versions. Where it speaks of a push all ranks take part in it;
-    it keeps this rank's share of a version until the next is pushed.
+    """The publisher of one rank, for all versions. It keeps this rank's rows of a version until the
+    next push. Pushes are collective.
     """
 
     def __init__(self, config: PolicyTrainerConfig, runner: asyncio.Runner) -> None:
@@ -37,20 +37,20 @@ class Publisher:
         self._runner = runner
         self._senders = senders_of_ranks()
         self._sender = WeightSender(config.publish_deltas, self._senders)
-        if self._senders.rank == 0:  # nobody has published yet
+        if self._senders.rank == 0:  # no rank has published yet
             remove_scratch(config.checkpoints_dir)
 
     def forget(self) -> None:
-        """Gives the room of the version that was pushed last back; the next goes whole."""
+        """Frees the space of the last pushed version; the next push sends whole weights."""
         self._sender.forget()
 
     def push(self, publication: Publication, context: CommandContext) -> PushReport:
         """Prepares the version at the gateway and, at the same time, its head at the drafter
-        trainer if that is there: without the head it learns nothing from this version's rows.
-        Collective.
+        trainer if that service answers. Without the head the drafter cannot learn from this
+        version's rows. Collective.
 
-        The report is the gateway's; its push_s covers the slower of the two. Raises the gateway's
-        PacelineErrors on all ranks.
+        Returns the gateway's report; its push_s covers the slower push of the two. Raises the
+        gateway's PacelineErrors on all ranks.
         """
         started_s = time.monotonic()
         policy: Parcel | PushReport = self._sender.plan(publication.policy)
@@ -58,21 +58,21 @@ class Publisher:
         while isinstance(policy, Parcel) or head is not None:
             going = policy if isinstance(policy, Parcel) else None
             policies, heads = self._delivered(going, head, context)
-            head = self._settled_head(head, heads)  # before the gateway's error leaves
+            head = self._settled_head(head, heads)  # before the gateway's error is raised
             if isinstance(policy, Parcel):
                 policy = self._sender.settle(policy, policies)
         return replace(policy, push_s=time.monotonic() - started_s)
 
     def _settled_head(self, head: Parcel | None, deliveries: list[Delivery]) -> Parcel | None:
-        """What of the head is still to be delivered: nothing where the drafter trainer does not
-        answer, because a step never fails for it.
+        """The part of the head that is still to be delivered. It is None if the drafter trainer
+        does not answer: a step never fails because of it.
         """
         if head is None:
             return None
         try:
             left = self._sender.settle(head, deliveries)
         except PacelineError as error:
-            # it would keep a version that nobody else needs
+            # it would keep a version that no other service needs
             self._sender.forget(WEIGHT_TARGET_POLICY_HEAD)
             if self._senders.rank == 0:
                 HEADS_LEFT_OUT.record()
@@ -84,7 +84,7 @@ class Publisher:
     def _delivered(
         self, policy: Parcel | None, head: Parcel | None, context: CommandContext
     ) -> tuple[list[Delivery], list[Delivery]]:
-        """How both have arrived from each rank, by rank. Collective."""
+        """The deliveries of both parcels from each rank, by rank. Collective."""
         own = self._runner.run(self._deliver(policy, head, context))
         of_ranks = self._senders.exchange([_to_object(one) for one in own])
         policies, heads = zip(*of_ranks, strict=True)
@@ -110,7 +110,7 @@ class Publisher:
             async with channel(address, self._config.security) as peer:
                 if parcel.manifest.target == WEIGHT_TARGET_POLICY_HEAD:
                     stub: Any = WeightServiceStub(peer)
-                    with rpc_errors():  # one that hangs costs this deadline, not a push's
+                    with rpc_errors():  # a hanging peer costs only this deadline
                         await stub.GetVersions(GetVersionsRequest(), timeout=patient(CONNECT_S))
                 else:
                     await wait_ready(peer, patient(CONNECT_S))

@@ -1,4 +1,4 @@
-"""Runs one rank of the policy trainer, a process that the service starts."""
+"""Runs one rank of the policy trainer as a child process of the service."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _WRITTEN_POLL_S = 0.05  # while a checkpoint is being written
 
 
 def make_deterministic() -> None:
-    """Same batch, same weights, same number of ranks and threads: same bits."""
+    """Makes results reproducible: equal batch, weights, and number of ranks and threads give equal
+    bits.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling fresh memory only serves to find reads of it; it costs a pass over every buffer.
+    # Filling fresh memory only helps to find reads of uninitialised memory, and costs a pass over
+    # every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
-    """The trainer of this rank, resumed. Collective."""
+    """Builds this rank's trainer and resumes it. Collective."""
     progress = ProgressReport(lambda doing: link.send(MESSAGES.encode(doing)))
 
     def loads(read: int, of: int) -> None:
@@ -45,7 +48,7 @@ def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
 
 
 def run(trainer: PolicyTrainer, link: RankLink) -> None:
-    """Takes commands for ever; the parent ends the process."""
+    """Handles commands for ever; the parent ends the process."""
     while True:
         data = link.receive(_WRITTEN_POLL_S if trainer.settle_when_written() else _COMMAND_WAIT_S)
         if data is None:
@@ -57,7 +60,7 @@ def run(trainer: PolicyTrainer, link: RankLink) -> None:
 
 
 def main() -> None:
-    """Loads, joins the group, says ready, serves."""
+    """Builds the trainer, reports that the rank is ready, and handles commands."""
     link = RankLink.from_environment()
     config = link.config(PolicyTrainerConfig)
     telemetry.setup("policy_trainer", config.telemetry)

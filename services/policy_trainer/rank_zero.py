@@ -1,7 +1,7 @@
-"""Reads groups from Redis and sends news to the parent, on rank 0 alone.
+"""Reads groups from Redis and sends news to the parent, on rank 0 only.
 
-But for the push it joins no collective: a call that fails raises or reports before the other ranks
-are waiting for this one.
+Except for the push it joins no collective. A failed call raises or reports before the other ranks
+wait for this rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = get_logger(__name__)
 
 
 class RankZero:
-    """Rank 0's connections, and the event loop they run on."""
+    """Rank 0's connections, and their event loop."""
 
     def __init__(self, config: PolicyTrainerConfig, link: RankLink) -> None:
         self._config = config
@@ -76,10 +76,9 @@ class RankZero:
         self._runner.close()
 
     def open(self, progress: Progress, found: Resumable, held_twice: int) -> list[Collected]:
-        """Takes up unacknowledged entries; returns the batches of the recorded steps after the
-        checkpoint's.
-
-        Raises DataLoss when they do not lead from the checkpoint to where a damaged one stood.
+        """Takes over unacknowledged entries; returns the batches of the recorded steps after the
+        checkpoint. Raises DataLoss when these steps do not reach the progress of a damaged newer
+        checkpoint.
         """
         self._runner.run(self._batcher.open())
         self.release(held_twice)
@@ -94,8 +93,8 @@ class RankZero:
         return replays
 
     def collect(self, command: Train) -> Collected | None:
-        """The batch of a step, its record on disk; None when that failed and the parent has been
-        told.
+        """The batch of a step, after its record is on disk. None after a failure, which is reported
+        to the parent.
         """
         self.tell(Doing(f"collects the groups of step {command.sender.step}", REDIS))
         wanted = Wanted(
@@ -118,8 +117,8 @@ class RankZero:
         self._link.send(MESSAGES.encode(message))
 
     def served(self, command: Train, publication: Publication) -> Mapping[str, NamedTensor] | None:
-        """The tensors that serve as this version, empty where they are these or another version
-        serves; None when nobody knows and the parent has been told.
+        """The gateway's tensors of this version; empty if the gateway serves equal bits or another
+        version. None after a failure, which is reported to the parent.
         """
         try:
             tensors = self._served_tensors(publication) or []
@@ -134,7 +133,7 @@ class RankZero:
         return {one.name: one for one in tensors}
 
     def _served_tensors(self, publication: Publication) -> list[NamedTensor] | None:
-        """As pull_served has them; none where they are damaged: then these are pushed again."""
+        """As pull_served; None for damaged tensors, which are then pushed again."""
         try:
             return self._runner.run(pull_served(publication.policy.manifest, self._config))
         except DataLoss as error:
@@ -142,8 +141,8 @@ class RankZero:
             return None
 
     def push(self, command: Train, progress: Progress, publication: Publication) -> None:
-        """Tells that the step is done, pushes the version with the other ranks, marks its
-        trajectories trained, tells again. Collective up to the push.
+        """Reports the step, pushes the version with the other ranks, marks its trajectories
+        trained, and reports the push. Collective up to the push.
         """
         self.tell(Stepped(command.command_id, progress))
         self.tell(Doing(f"pushes p{progress.policy_version}", "gateway"))
@@ -153,8 +152,8 @@ class RankZero:
             self.failed(command.command_id, error)
 
     def release(self, through_step: int) -> None:
-        """Acknowledges the entries of steps that are safe, forgets their records, and compacts the
-        ledger behind them.
+        """Acknowledges the entries of steps up to `through_step`, removes their records, and
+        compacts the ledger before them.
         """
         for record in self._records.load():
             if record.step <= through_step:
@@ -163,11 +162,11 @@ class RankZero:
         self._runner.run(self._ledger.compact(through_step - self._config.ledger_keep))
 
     def saved(self, command_id: int, path: Path, version: int, held_twice: int) -> None:
-        """A checkpoint lies on disk; acknowledges what is safe now and tells so. Command 0 is the
-        interval.
+        """Reports a checkpoint on disk and acknowledges the steps up to `held_twice`. Command 0 is
+        a checkpoint of the interval.
 
-        While Redis is away nothing is lost: the records stay, and the next checkpoint acknowledges
-        them.
+        If Redis is away nothing is lost: the records stay, and the next checkpoint acknowledges
+        their entries.
         """
         try:
             self.release(held_twice)
@@ -177,12 +176,12 @@ class RankZero:
         self.tell(Saved(command_id, str(path), version))
 
     def failed(self, command_id: int, error: PacelineError) -> None:
-        """The command has failed; the ranks take the next one."""
+        """Reports a failed command; the ranks handle the next command."""
         _log.error("command_failed", command=command_id, error=str(error))
         self.tell(Failed.of(command_id, error))
 
     def log_step(self, progress: Progress) -> None:
-        """One line a step."""
+        """Logs one line per step."""
         _log.info(
             "policy_stepped",
             step=progress.step,

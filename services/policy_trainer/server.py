@@ -1,4 +1,4 @@
-"""Serves PolicyService in front of the ranks: fencing, start and stop. Imports no torch."""
+"""Serves PolicyService for the ranks: fencing, start and stop. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from paceline.v1.progress_pb2 import GetProgressResponse
 from paceline.v1.trajectory_pb2 import CommandContext
 
 SERVICE_NAME = "paceline.v1.PolicyService"
-STOP_GRACE_S = 20.0  # of a clean stop, its last checkpoint included: an orchestrator kills after 30
+STOP_GRACE_S = 20.0  # of a clean stop with its last checkpoint; orchestrators kill after 30
 _log = get_logger(__name__)
 
 
 class PolicyServicer(PolicyServiceServicer):
-    """Commands in, news out."""
+    """Turns requests into commands, and news into responses."""
 
     def __init__(self, config: PolicyTrainerConfig, ranks: PolicyDriver) -> None:
         self._config = config
@@ -49,8 +49,8 @@ class PolicyServicer(PolicyServiceServicer):
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: Any
     ) -> AsyncIterator[pb.TrainStepResponse]:
-        """BatchReady, PolicyStepped, PolicyPrepared. Raises FailedPrecondition for fewer slots than
-        ranks compute.
+        """Sends BatchReady, PolicyStepped and PolicyPrepared. Raises FailedPrecondition for fewer
+        slots than ranks.
         """
         slots, ranks = len(request.slots), self._ranks.world_size
         if slots and slots < ranks:
@@ -73,8 +73,8 @@ class PolicyServicer(PolicyServiceServicer):
     async def SavePolicyCheckpoint(
         self, request: pb.SavePolicyCheckpointRequest, context: Any
     ) -> pb.SavePolicyCheckpointResponse:
-        """Writes a checkpoint now, or if the evaluation is the best one. Raises InvalidInput for an
-        evaluation that is no number.
+        """Writes a checkpoint, with an evaluation only if it is the best so far. Raises
+        InvalidInput for an evaluation that is not a number.
         """
         self._sender(request.context)
         deadline_s = self._config.step_deadline_s
@@ -90,7 +90,7 @@ class PolicyServicer(PolicyServiceServicer):
     async def GetPolicyStatus(
         self, request: pb.GetPolicyStatusRequest, context: Any
     ) -> pb.GetPolicyStatusResponse:
-        """Where the trainer stands."""
+        """Returns the trainer's progress."""
         progress, pids = self._ranks.progress, self._ranks.watched.pids
         return pb.GetPolicyStatusResponse(
             policy_version=progress.policy_version,
@@ -109,7 +109,7 @@ class PolicyServicer(PolicyServiceServicer):
 
 
 def require_fresh(root: Path, *, resume: bool) -> None:
-    """Raises ConfigError when a run that must not be resumed has left something here."""
+    """Raises ConfigError when the directory has a run and `resume` is false."""
     if not resume and (root.exists() and any(root.iterdir())):
         raise ConfigError(
             "the run's directory holds a trained policy",
@@ -119,7 +119,7 @@ def require_fresh(root: Path, *, resume: bool) -> None:
 
 
 async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
+    """Serves until `stop` is set or the ranks cannot start; ends all ranks."""
     check_model(Path(config.model))
     check_algorithm(config.algorithm.name)
     require_fresh(config.checkpoints_dir, resume=config.resume)
@@ -128,7 +128,7 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
     add_progress(server, lambda: _progress(ranks))
     async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=1.0):
-        # No new call is taken while the last checkpoint is written.
+        # No new call is accepted while the last checkpoint is written.
         stopping = asyncio.create_task(server.stop(STOP_GRACE_S))
         await ranks.idle(STOP_GRACE_S / 2)
         await _save_final(ranks)
@@ -142,8 +142,8 @@ async def _progress(ranks: PolicyDriver) -> GetProgressResponse:
 
 
 async def _save_final(ranks: PolicyDriver) -> None:
-    """A last checkpoint when there is something new and the ranks are idle; a busy rank is
-    abandoned, its step is replayed by the next start.
+    """Writes a last checkpoint if there is a newer version and the ranks are idle. A running step
+    is abandoned; the next start replays it.
     """
     unsaved = ranks.progress.policy_version > ranks.progress.checkpoint_version
     if not (unsaved and ranks.watched.ready) or ranks.busy:

@@ -1,4 +1,4 @@
-"""The loop of the policy trainer, as every rank runs it: command, batch, step, push, checkpoint."""
+"""The loop of the policy trainer on every rank: command, batch, step, push, checkpoint."""
 
 from __future__ import annotations
 
@@ -55,16 +55,18 @@ from paceline.training.checkpoints import (
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_rank_zero, tensors_from_rank_zero
 
-_PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
+_PREFIX = "step-"  # a checkpoint's number is its policy version
 SKIPPED_IN_ROW = 3
-"""Steps whose updates were not taken that end the run: it would learn nothing for ever."""
+"""Number of consecutive steps with skipped updates that ends the run, because it no
+longer learns.
+"""
 _NO_TRACE: Mapping[str, str] = {}
 
 
 class PolicyTrainer:
-    """One rank.
+    """The trainer of one rank.
 
-    All ranks take the same commands in the same order; `zero` is None on all but rank 0.
+    All ranks receive the same commands in the same order; `zero` is None except on rank 0.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class PolicyTrainer:
         zero: RankZero | None,
         progress: ProgressReport | None = None,
     ) -> None:
-        """`progress`: where this rank reports what it computes; None: nowhere."""
+        """`progress`: receives this rank's progress reports; None: no reports."""
         self.config = config
         self.learner = learner
         self.zero = zero
@@ -95,14 +97,14 @@ class PolicyTrainer:
         )
         best = read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
-        self._copied: Mapping[str, Any] | None = None  # by the last checkpoint, for the next one
-        self._begun = 0  # version of the last checkpoint that was begun, the same on all ranks
-        self._unreported: tuple[int, Progress] | None = None  # the command it was begun for
-        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be taken up
-        self._resumed = False  # and not yet compared with what serves
+        self._copied: Mapping[str, Any] | None = None  # copies of the last checkpoint, for reuse
+        self._begun = 0  # version of the last started checkpoint, equal on all ranks
+        self._unreported: tuple[int, Progress] | None = None  # its command and progress
+        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
+        self._resumed = False  # resumed, and not yet compared with the served weights
 
     def resume(self) -> None:
-        """Takes up the newest checkpoint that is whole, and replays the steps it misses."""
+        """Loads the newest intact checkpoint and replays the later steps."""
         self._report.begins("takes up the newest checkpoint")
         found = find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
         self._damaged = found.damaged
@@ -124,15 +126,15 @@ class PolicyTrainer:
         self._leave_device()
 
     def started(self) -> None:
-        """The rank takes commands from now on."""
+        """Reports that the rank accepts commands."""
         if self.zero:
             self.zero.tell(Started(self.progress))
             for fault in self._damaged:
                 self.zero.tell(Impaired(f"{fault}; the checkpoint before it is taken"))
 
     def handle(self, command: Command) -> None:
-        """Runs a command; what fails on rank 0 between collectives is told to the parent and ends
-        the command.
+        """Runs a command. A failure on rank 0 between collectives is reported to the parent and
+        ends the command.
         """
         match command:
             case Train():
@@ -144,13 +146,13 @@ class PolicyTrainer:
                 self._keep_best(command)
 
     def settle_when_written(self) -> bool:
-        """Reports the checkpoint that was being written, if it is done; True while it is not."""
+        """Reports the pending checkpoint if it is written; returns True while it is not."""
         if not self._writer.busy:
             self.settle()
         return self._unreported is not None
 
     def _train(self, command: Train) -> None:
-        """One RL step; a step that is trained already is only pushed again."""
+        """One RL step; a step that is already trained is only pushed again."""
         self.learner.memory.enter()
         publication = self._stepped(command)
         self._leave_device()
@@ -159,20 +161,20 @@ class PolicyTrainer:
         if self.zero:
             self.zero.push(command, self.progress, publication)
         else:
-            with suppress(PacelineError):  # told by rank 0
+            with suppress(PacelineError):  # reported by rank 0
                 self._publisher.push(publication, command.sender.context())
         if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
             self.begin_checkpoint()
 
     def _leave_device(self) -> None:
-        """Before the parent is told that the slots are free."""
+        """Moves weights and moments off the device, before the parent reports the slots as free."""
         if self.config.offload:
             self.learner.memory.leave()
             dist.barrier()
 
     def _stepped(self, command: Train) -> Publication | None:
-        """What is pushed of the step's weights; None when it was not taken, and the parent has been
-        told.
+        """The version to push after the step. None for a rejected or failed step, which is reported
+        to the parent.
         """
         if not self._accepts(command) or not self._goes_on_from_what_serves(command):
             return None
@@ -188,7 +190,9 @@ class PolicyTrainer:
         return self._published(command)
 
     def _accepts(self, command: Train) -> bool:
-        """Whether the step is the next one or the last one again; if not, the parent is told."""
+        """Whether the step is the next step, or the last step again. A rejection is reported to the
+        parent.
+        """
         again = command.sender.step == self.progress.step
         if (
             command.policy_version == self.progress.policy_version - again
@@ -206,8 +210,10 @@ class PolicyTrainer:
         return False
 
     def _goes_on_from_what_serves(self, command: Train) -> bool:
-        """After a start, the weights of a version that serves become those that serve: what was
-        replayed on other ranks may differ in a bit. False when nobody knows; the parent is told.
+        """Adopts the served weights once after a start, since a replay on other ranks may differ in
+        a bit.
+
+        Returns False if the served weights are unavailable; the failure is reported to the parent.
         """
         if not self._resumed:
             return True
@@ -216,14 +222,15 @@ class PolicyTrainer:
             return False
         served = self.zero.served(command, publication) if self.zero else None
         known, differs = from_rank_zero((served is not None, bool(served)))
-        # Adapters cannot become what serves; a rounding in it is one more of behaviour and policy.
+        # Adapters cannot adopt served weights; the difference counts as one more gap between
+        # behaviour and policy.
         if differs and not self.learner.weights.adapted:
             take_served(self.learner.published(), served, self.config)
         self._resumed = not known
         return known
 
     def _published(self, command: Train) -> Publication | None:
-        """What is pushed of the weights; None when that failed, and the parent has been told."""
+        """The version to push. None after a failure, which is reported to the parent."""
         weights = self.learner.weights
         pushed, shapes = weights.pushed(), weights.pushed_shapes()
         version, make_room = self.progress.policy_version, self._publisher.forget
@@ -235,7 +242,9 @@ class PolicyTrainer:
             return None
 
     def _stands_still(self, command: Train) -> bool:
-        """Whether steps in a row were not taken; the parent is told that the run must end."""
+        """Whether SKIPPED_IN_ROW consecutive steps skipped an update; then the parent receives an
+        error that ends the run.
+        """
         steps = self.progress.skipped_in_row
         if steps >= SKIPPED_IN_ROW and self.zero:
             error = InternalError(
@@ -250,7 +259,7 @@ class PolicyTrainer:
     def _advance(
         self, step: int, collected: Collected | None, carrier: Mapping[str, str] = _NO_TRACE
     ) -> bool:
-        """One optimiser step on rank 0's batch; False when rank 0 has none."""
+        """One optimiser step on rank 0's batch; False if rank 0 has no batch."""
         batch = tensors_from_rank_zero(TrainBatch, collected.tensors if collected else None)
         if batch is None:
             return False
@@ -276,7 +285,7 @@ class PolicyTrainer:
         )
         measured = {**figures.figures, **audit_figures(figures.cells)}
         figures = dataclasses.replace(figures, figures=measured, cells={})
-        facts = collected.facts if collected else BatchFacts()  # only rank 0 is asked for them
+        facts = collected.facts if collected else BatchFacts()  # only rank 0 reports the facts
         self.progress = dataclasses.replace(
             self.progress,
             policy_version=self.progress.policy_version + 1,
@@ -296,7 +305,9 @@ class PolicyTrainer:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def begin_checkpoint(self, command_id: int = 0) -> None:
-        """Begins a checkpoint, written while the ranks go on; command 0 is the interval."""
+        """Starts a checkpoint that is written while the ranks continue; command 0 is
+        the interval.
+        """
         started = time.perf_counter()
         with span(names.POLICY_CHECKPOINT, {names.POLICY_VERSION: self.progress.policy_version}):
             self.settle()
@@ -308,8 +319,8 @@ class PolicyTrainer:
         self._unreported = (command_id, self.progress)
 
     def _keep_best(self, command: Keep) -> None:
-        """Writes a checkpoint of these weights and keeps it, if none was evaluated better; of equal
-        ones the earlier stays.
+        """Writes a checkpoint of the weights and keeps it if no evaluation was as good
+        or better.
         """
         directory, version = self.config.checkpoints_dir, self.progress.policy_version
         best = read_best(directory)
@@ -332,7 +343,7 @@ class PolicyTrainer:
             self.zero.tell(Kept(command.command_id, str(path), best.policy_version))
 
     def settle(self) -> None:
-        """Waits for the checkpoint that is being written; its groups are then acknowledged."""
+        """Waits for the pending checkpoint, then acknowledges its groups."""
         if self._unreported is None:
             return
         command_id, saved = self._unreported
@@ -353,8 +364,8 @@ class PolicyTrainer:
         self.progress = dataclasses.replace(self.progress, checkpoint_version=saved.policy_version)
 
     def _held_twice(self) -> int:
-        """The last step that two checkpoints hold, so that it can be trained again when the newest
-        is damaged; where one is kept, the last that it holds. -1: none.
+        """The last step held by two checkpoints, so that it can be trained again if the newest is
+        damaged. With one kept checkpoint, the last step that it holds. -1: none.
         """
         wanted = min(self.config.checkpoint_keep, 2)
         numbers = checkpoint_numbers(self.config.checkpoints_dir, _PREFIX)[-wanted:]
@@ -362,12 +373,12 @@ class PolicyTrainer:
             return -1
         try:
             step: int = read_state(self._writer.path(numbers[0]))["progress"]["step"]
-        except DataLoss:  # what is damaged holds nothing, which the next start will say
+        except DataLoss:  # a damaged checkpoint holds no step; the next start reports it
             return -1
         return step
 
     def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
-        """The weights as a Hugging Face directory, which any engine serves."""
+        """Writes the weights as a Hugging Face directory, which any engine serves."""
         trained = read_each_whole(checkpoint, "learner/model", state)
         weights = self.learner.weights.exported(trained, checkpoint)
         write_causal_lm(weights, self.learner.shapes(), Path(self.config.model), checkpoint)

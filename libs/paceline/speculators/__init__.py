@@ -1,4 +1,4 @@
-"""Draft models behind one protocol (base.py), one network (net.py) for engine and trainer.
+"""Draft models behind one protocol (base.py), with one network (net.py) for engine and trainer.
 
-kinds.py lists them and imports no torch: import from the modules, not from here.
+kinds.py lists them without torch. Import from the modules, not from this package.
 """

@@ -39,9 +39,8 @@ class CaptureSpec:
         return hidden_size * (len(self.inner) + self.last)
 
     def columns(self, layers: str, hidden_size: int) -> slice | list[int]:
-        """Index of these states in the last dimension of rows with `layers`.
-
-        Raises DataLoss naming the states that such rows lack.
+        """Index of these states in the last dimension of rows with `layers`. Raises DataLoss with
+        the names of states missing from the rows.
         """
         held, wanted = layers.split(","), self.layers.split(",") if self.layers else []
         if lacking := [name for name in wanted if name not in held]:
@@ -57,7 +56,7 @@ class CaptureSpec:
 
 
 class DraftSampler(Protocol):
-    """Draws a chain's tokens instead of taking the most likely ones, and keeps the
+    """Draws a chain's tokens instead of choosing the most likely tokens, and keeps the
     distributions.
     """
 
@@ -73,15 +72,17 @@ class DraftBatch:
     slots: Sequence[int]
     """[B] cache slots."""
     lengths: Sequence[int]
-    """[B] number of known tokens n of each slot; the next token to draw has position n."""
+    """[B] number n of present tokens of each slot; the next token to draw has position n."""
     token_ids: Tensor
-    """int64 [S, C]: known tokens of every slot, undefined from position n on."""
+    """int64 [S, C]: present tokens of every slot, undefined from position n on."""
     hidden: Tensor
     """[S, C, W]: true hidden states of positions 0 .. n - 2, by SpeculatorSetup.layers; the last H
     columns are the states after the final norm. The state of token n - 1 is not computed yet.
     """
     sampler: DraftSampler | None = None
-    """Chooses tokens of a chain for speculators with a distribution; None: the most likely ones."""
+    """Chooses tokens of a chain for speculators with a distribution; None: the most
+    likely tokens.
+    """
     prompts: Sequence[int] = ()
     """[B] prompt tokens of each sequence, after which its answer begins; (): unknown."""
     policy_version: int = 0
@@ -109,9 +110,7 @@ class DraftShape:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """A speculator's proposal: a tree per row under the row's last known token, its root; N nodes
-    besides the root.
-    """
+    """A speculator's proposal: per row a tree of N nodes under the row's last token, its root."""
 
     tokens: Tensor
     """int64 [B, N]; -1 for no node. A parent precedes its children; siblings differ."""
@@ -146,8 +145,8 @@ class Speculator(Protocol):
         ...
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """Drafts for positions n, n + 1, ...: the most likely ones that the speculator finds within
-        the shape.
+        """Drafts for positions n, n + 1, ...: the most likely drafts that the speculator finds
+        within the shape.
 
         Proposals never depend on the draws of verification, and need no `catch_up` before. States
         from own features are replaced by states from true hidden states.
@@ -167,7 +166,7 @@ class Speculator(Protocol):
         ...
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """Moves the sequence of slot `source` (length known tokens) to slot `destination`."""
+        """Moves the sequence of slot `source`, with `length` tokens, to slot `destination`."""
         ...
 
     def bind(self, target: DecoderWeights) -> None:
@@ -197,7 +196,7 @@ class SpeculatorSetup:
     dtype: torch.dtype
     seed: int
     directory: Path | None = None
-    """Trained weights; None: new ones."""
+    """Directory of trained weights; None: new weights."""
     layers: str = "last"
     """Names of the columns of DraftBatch.hidden, see CaptureSpec.layers."""
     steps: int = 0

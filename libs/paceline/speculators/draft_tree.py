@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.speculators.base import Drafts, DraftShape
 
 _DEPTH_TIE = 1e-5
-"""Subtracted from a log score per level, so that of equal scores the parent's ranks first."""
+"""Subtracted from a log score per level, so that a parent precedes children of equal score."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class EagleNet(LayerNet):
         return (self.layers[0],)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes; the names are those of SGLang's EAGLE loader."""
+        """See DraftNet.shapes; the names are SGLang's."""
         hidden = self.config.hidden_size
         fc: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
         if self.options.fc_bias:

@@ -18,13 +18,13 @@ from paceline.models.inner_layers import dflash_inner_layers, eagle3_inner_layer
 from paceline.plugins import find_variant
 
 InnerLayers = Callable[[Mapping[str, Any], int], tuple[int, ...]]
-"""(config.json of a drafter, empty for a new one; number of its target's layers) -> target layers
-whose inputs it reads besides the last state.
+"""Function of (config.json of a drafter, empty for a new drafter; number of its target's layers).
+Returns the target layers with inputs that the drafter reads, besides the last state.
 """
 
 
 def last_state_only(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """No inner layer."""
+    """Returns no inner layer."""
     return ()
 
 
@@ -179,8 +179,9 @@ def kind_of_checkpoint(directory: Path, kinds: Iterable[SpeculatorKind]) -> Spec
 
 
 def inner_layers_read(drafters: Iterable[str], num_layers: int) -> tuple[int, ...]:
-    """Ascending layers whose inputs the drafters, by name or directory, read besides the last state
-    of a target of `num_layers`. Raises ConfigError for a drafter that does not exist.
+    """Ascending target layers with inputs that the drafters read, besides the last state. Drafters
+    are given by name or directory, the target by its number of layers. Raises ConfigError for a
+    drafter that does not exist.
     """
     found = [(name, drafter_directory(name)) for name in drafters if name != OFF]
     kinds = [find_kind(name) for name, directory in found if directory is None]

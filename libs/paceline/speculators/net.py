@@ -22,7 +22,7 @@ from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.packed import PackedRow
 
 HEADS = frozenset({"head", "lm_head"})
-"""Modules whose weights map states to tokens."""
+"""Modules with weights that map states to tokens."""
 
 
 class Objective(NamedTuple):
@@ -102,7 +102,7 @@ class DraftNet(nn.Module, ABC):
         return ()
 
     def matrices(self) -> list[str]:
-        """Names of the weights between states, without embeddings and heads, whose rows
+        """Names of the weights between states. Embeddings and heads are excluded, since their rows
         are tokens.
         """
         return [

@@ -92,9 +92,10 @@ class NetDrafter(ABC, Generic[Net]):
         logits: Tensor,
         advance: Callable[[int, Tensor], Tensor],
     ) -> Drafts:
-        """The most likely token after each, or a drawn one, from the logits of the first draft.
+        """A chain of the most likely tokens, or of drawn tokens, from the logits of the first
+        draft.
 
-        advance: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
+        `advance`: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
         """
 
         def drafts() -> Iterator[tuple[Tensor, Tensor]]:

@@ -109,11 +109,11 @@ class PackedRow:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents precede
-    their children.
+    """bool [T, T] from parents int64 [T]: True at (t, s) when s is t or an ancestor of t; parents
+    precede their children.
 
-    Works on runs, stretches in which each position is the parent of the next. All positions of a
-    run see the same positions of every other run, its first ones up to a limit.
+    It works on runs, in which each position is the parent of the next. All positions of a run see
+    the same positions of every other run: its first positions up to a limit.
     """
     count, device = len(parents), parents.device
     here = torch.arange(count, device=device)
@@ -145,7 +145,7 @@ def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     queries [B, heads, T, D]; keys, values [B, kv_heads, T, D]; mask bool [B, 1, T, T], for queries
     that see themselves and earlier positions only. Returns [B, heads, T, D].
     """
-    # An accelerator computes the whole square faster than many small ones.
+    # An accelerator computes the whole square faster than many small products.
     split = len(mask) == 1 and queries.device.type == "cpu"
     edges = _edges(mask[0, 0]) if split else [0, mask.shape[-1]]
     parts = [

@@ -1,5 +1,5 @@
-"""The change in acceptance from a drafter's predecessor, measured by its trainer; it travels with
-the weights.
+"""The change in acceptance from a drafter's predecessor. Its trainer measures the change and pushes
+it with the weights.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class AcceptanceShift:
         return (1.0 + sum(self.after[:drafts])) / (1.0 + sum(self.before[:drafts]))
 
     def chance(self, draft: int) -> float:
-        """Probability that this draft (from 0) is accepted after all earlier ones; beyond the
-        measured drafts, the last one's.
+        """Probability that draft `draft` (from 0) is accepted after all earlier drafts; beyond the
+        measured drafts, the last draft's.
         """
         return conditional(self.after)[min(draft, len(self.after) - 1)]
 
@@ -69,7 +69,7 @@ def shift_over(shift: AcceptanceShift | None, serving: int) -> AcceptanceShift |
 
 
 def conditional(survival: Sequence[float]) -> tuple[float, ...]:
-    """Acceptance of draft i after all earlier ones were accepted; 0 if that never happened."""
+    """Acceptance of draft i after all earlier drafts were accepted; 0 if that never happened."""
     before = (1.0, *survival[:-1])
     return tuple(
         now / earlier if earlier > 0 else 0.0 for now, earlier in zip(survival, before, strict=True)
@@ -96,7 +96,7 @@ def _whole(number: object) -> int:
 
 
 def _check_survival(survival: Sequence[float]) -> None:
-    """Raises InvalidInput unless it falls within [0, 1]."""
+    """Raises InvalidInput unless survival is non-increasing within [0, 1]."""
     steps = (1.0, *survival, 0.0)
     falls = all(now <= before + ROUNDING for before, now in pairwise(steps))
     if not falls or not all(map(math.isfinite, survival)):

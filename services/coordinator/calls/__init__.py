@@ -1,1 +1,3 @@
-"""Carries out the machine's commands: gRPC calls to the peers, and what they answer as events."""
+"""Carries out the machine's commands as gRPC calls to the peers, and emits the answers
+as events.
+"""

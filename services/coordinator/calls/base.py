@@ -1,5 +1,5 @@
-"""Gives every call what it shares with the others: peers, tasks, the way back to the machine, and
-how a failure becomes an event.
+"""The shared state of all calls: peers, tasks and the event queue of the machine. It also turns a
+failed call into an event.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ RANK_LOST = "RANK_LOST"
 WORKER_LOST = "WORKER_LOST"
 STEP_ORDER = "STEP_ORDER"
 NO_ROOM_REASONS = (DISK_FULL, REDIS_FULL)
-"""Of errors that end when somebody makes room."""
+"""Reasons of errors that end when somebody frees disk space or Redis memory."""
 _FIRST_PAUSE_S = 0.1
 
 
 class Reported(Exception):
-    """A call has failed and its event is out: the coroutine has nothing left to do."""
+    """A call has failed and its event has been emitted, so the coroutine can end."""
 
 
 @dataclass(slots=True)
 class Absence:
-    """Since when a service fails, and how long to wait before the next try."""
+    """The time since which a service fails, and the pause before the next attempt."""
 
     since_s: float
     pause_s: float = _FIRST_PAUSE_S
-    why: str = ""  # what it failed of last
-    full: bool = False  # it had no room, which was told
+    why: str = ""  # the last failure, for messages
+    full: bool = False  # it had no disk or Redis space, and this was reported
 
 
 def no_event(error: PacelineError) -> Event | None:
@@ -55,7 +55,7 @@ def no_event(error: PacelineError) -> Event | None:
 
 @dataclass(slots=True)
 class Calls:
-    """What the calls of one run share."""
+    """State shared by all calls of one run."""
 
     config: CoordinatorConfig
     peers: Peers
@@ -64,20 +64,22 @@ class Calls:
     emit: Callable[[Event], None]
     now: Callable[[], float]
     state: Callable[[], State]
-    samples: dict[int, FinishedSamples] = field(default_factory=dict)  # of steps rolled out
+    samples: dict[int, FinishedSamples] = field(default_factory=dict)  # by step, after its rollouts
     round_costs: list[RoundCosts] = field(default_factory=list)  # of the last rollouts
-    accept_lengths: dict[str, float] = field(default_factory=dict)  # of them, by arm
+    accept_lengths: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
     absent: dict[Service, Absence] = field(default_factory=dict)
     handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while slots change hands: the gateway hears of their leases in the order of epochs."""
+    """Held while slots change hands, so that the gateway receives the leases in the order of their
+    epochs.
+    """
 
     def context(self, command: StepCommand) -> CommandContext:
-        """What every request carries."""
+        """The context of a command's requests: run, step and epoch."""
         config = self.config
         return leased(config.security, config.run.id, command.step, command.epoch)
 
     def learner_context(self) -> CommandContext:
-        """What a repetition carries of what the learner track has done last."""
+        """The context for repeating the learner track's last completed work."""
         config, learner = self.config, self.state().learner
         step = max(0, learner.step - 1)
         return leased(config.security, config.run.id, step, learner.epoch)
@@ -94,7 +96,7 @@ class Calls:
     ) -> Iterator[None]:
         """Emits a failure of the block as an event and ends the call with Reported.
 
-        `event_of`: the events of failures that this call alone can have.
+        `event_of` returns the event of a failure that is specific to this call, else None.
         """
         try:
             yield
@@ -110,7 +112,7 @@ class Calls:
             tell_supervisor("recovered", f"{service} has room again")
 
     def went_without(self, service: Service, what: str, error: PacelineError) -> None:
-        """Notes that a call of an optional service has failed, on which nothing waits."""
+        """Records the failed call of an optional service that no phase waits for."""
         get_logger("coordinator").warning(
             "the run goes on without an answer", service=service, call=what, error=str(error)
         )
@@ -128,9 +130,10 @@ class Calls:
         return CallFailed(self.now(), service, what, str(error))
 
     def _miss(self, service: Service, error: PacelineError) -> None:
-        """A service fails, from now on where it did not before.
+        """Records that a service fails, and since when.
 
-        One without room is waited for however long that takes: its time begins anew.
+        A service without disk or Redis space may recover at any time, so its recovery time starts
+        again.
         """
         absence = self.absent.setdefault(service, Absence(self.now()))
         if error.reason in NO_ROOM_REASONS:
@@ -142,15 +145,17 @@ class Calls:
 
 
 async def accepted(call: Any) -> None:
-    """Returns when the peer has taken a streaming call up; raises why it has not."""
+    """Returns when the peer has accepted a streaming call; raises the error if it rejected the
+    call.
+    """
     with rpc_errors():
         await call.wait_for_connection()
 
 
 async def answers(call: Any, last: str) -> AsyncGenerator[tuple[str, Any]]:
-    """What a streaming call answers, each with its name, up to the one named `last`.
+    """Yields (name, message) for each response of a streaming call, up to the message named `last`.
 
-    Raises Unavailable when the stream ends before it.
+    Raises Unavailable when the stream ends before that message.
     """
     with rpc_errors():
         async with aclosing(responses(call)) as stream:

@@ -1,4 +1,4 @@
-"""Calls both trainers for the checkpoints that end a run."""
+"""Requests the final checkpoints of both trainers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OPTIONAL_STILL_S = 60.0
 
 
 async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
-    """Emits CheckpointsSaved with the paths; empty where nothing was trained, or where an optional
+    """Emits CheckpointsSaved with the paths. It has no paths if nothing was trained or an optional
     service does not answer.
     """
     try:
-        await resume(calls, command)  # agents may go on after the run
+        await resume(calls, command)  # agents may send requests after the run
     except PacelineError as error:
         get_logger("coordinator").warning("workers stay lent out", error=str(error))
     paths = {"policy": "", "drafter": ""}
@@ -48,8 +48,8 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
 
 
 async def keep_if_best(calls: Calls, command: commands.Evaluate, evaluation: float) -> None:
-    """Has the policy's checkpoint kept if none was evaluated better. A trainer that does not answer
-    misses it: the evaluation itself is not lost.
+    """Keeps the policy's checkpoint if no earlier evaluation was better. If the trainer does not
+    answer, only the checkpoint is missing: the evaluation is still recorded.
     """
     request = SavePolicyCheckpointRequest(context=calls.context(command), evaluation=evaluation)
     try:

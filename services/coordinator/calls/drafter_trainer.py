@@ -1,4 +1,4 @@
-"""Calls the drafter trainer: training on leased slots, and their return."""
+"""Calls the drafter trainer to train on leased slots and to return them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from paceline.v1 import drafter_pb2
 
 
 async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
-    """Emits WorkersReleased, DrafterActivated, the gate's decisions and Detached; Deadline when
-    training does not begin in time.
+    """Emits WorkersReleased, DrafterActivated, the gate's decisions and Detached. Emits Deadline
+    when training does not start in time.
     """
 
     def kept(error: PacelineError) -> Event:
@@ -32,7 +32,7 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
     slots, what, deadline_s = command.slots, "activation", patient(command.deadline_s)
     await release(calls, command, slots, Holder.DRAFTER, what, deadline_s=deadline_s, event_of=kept)
     if not _live(calls, command.epoch):
-        return  # it ended while the engine was still leaving
+        return  # the lease ended before the engine left
     request = drafter_pb2.ActivateRequest(
         context=calls.context(command),
         slots=slots,
@@ -58,8 +58,8 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
 
 
 async def join(calls: Calls, command: commands.JoinDrafter) -> None:
-    """Emits WorkersReleased and DrafterJoined; JoinFailed, or Deadline after the command's seconds,
-    when the trainer may not train on all slots of its lease.
+    """Emits WorkersReleased and DrafterJoined. Emits JoinFailed, or Deadline after the command's
+    seconds, when the trainer cannot train on all slots of its lease.
     """
 
     def failed(error: PacelineError) -> Event | None:
@@ -89,11 +89,11 @@ def _live(calls: Calls, epoch: int) -> bool:
 
 
 async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
-    """Emits Preempted; Deadline when the trainer answers none of three requests, each within the
-    command's seconds, which stretch with the load of the machine. A trainer that has received a
-    request kills ranks that are late.
+    """Emits Preempted, or Deadline when the trainer answers none of three requests.
 
-    While rollouts go on the engine gets the slots, for callers that may wait.
+    Each request waits for the command's seconds, stretched by the load of the machine. A trainer
+    that received a request kills late ranks. During rollouts the engine resumes on the slots to
+    serve waiting callers.
     """
     deadline_s = patient(command.deadline_s)
     with calls.reported(
@@ -110,7 +110,9 @@ async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
 
 
 def _trainer_failed(calls: Calls, epoch: int) -> Callable[[PacelineError], Event | None]:
-    """Whatever ails the drafter, the run goes on without it; only its service is waited for."""
+    """Returns the events of a failed drafter trainer. The run continues without the drafter and
+    waits only for its service.
+    """
 
     def event_of(error: PacelineError) -> Event | None:
         if _away(error):
@@ -121,13 +123,13 @@ def _trainer_failed(calls: Calls, epoch: int) -> Callable[[PacelineError], Event
 
 
 def _away(error: PacelineError) -> bool:
-    """Whether nobody has answered, rather than refused."""
+    """Whether the service did not answer, as opposed to rejecting the call."""
     away = isinstance(error, Unavailable) and error.reason != RANK_LOST
     return away or isinstance(error, DeadlineExceeded)
 
 
 def _event(at_s: float, epoch: int, name: str, answer: Any) -> Event:
-    """The event of what an ActivateResponse holds, by its field."""
+    """The event for an ActivateResponse; `name` is its field."""
     match name:
         case "activated":
             return events.DrafterActivated(at_s, epoch, message_figures(answer))
@@ -141,7 +143,7 @@ def _event(at_s: float, epoch: int, name: str, answer: Any) -> Event:
 
 
 def gate_figures(gate: drafter_pb2.GateDecision) -> dict[str, Figure]:
-    """Everything that the journal keeps of a decision of the drafter's gate."""
+    """All figures of a gate decision that the journal keeps."""
     board = gate.leaderboard
     return {
         **message_figures(gate, "decision", "promoted", "drafter_version", "leaderboard"),

@@ -1,7 +1,7 @@
-"""Carries out the machine's commands: one coroutine a command, one running call a kind.
+"""Carries out the machine's commands, with one coroutine per command and one running call per kind.
 
-A newer command of a kind cancels the older call; late answers of that one are refused by their
-epoch.
+A newer command of a kind cancels the older call. The machine rejects late answers of the older call
+by their epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.services.coordinator.machine.commands import Command
 from paceline.telemetry import get_logger
 
 CLOSE_S = 10.0
-"""That calls have to end once they are cancelled: what they undo takes no longer."""
+"""Seconds that cancelled calls have for their cleanup."""
 
 CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = {
     commands.RunTasks: gateway.run_tasks,
@@ -45,29 +45,29 @@ CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = 
     commands.HandBack: slots.hand_back,
     commands.AwaitService: recovery.await_service,
 }
-"""The commands that are calls; the others are the runner's."""
+"""The commands that are calls; the runner handles all other commands."""
 
 
 class Executor:
-    """Runs the calls of one run; `close` ends them all."""
+    """Runs the calls of one run; `close` ends all calls."""
 
     def __init__(self, calls: Calls, on_defect: Callable[[BaseException], None]) -> None:
-        """`on_defect` takes an exception that is no error of paceline: our own defect, which ends
-        the process.
+        """`on_defect` receives every exception that is not a PacelineError. Such a defect ends the
+        process.
         """
         self._calls = calls
         self._on_defect = on_defect
         self._log = get_logger("coordinator")
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # also those that another call has replaced
+        self._tasks: set[asyncio.Task[None]] = set()  # including replaced calls
 
     def execute(self, command: Command, context: contextvars.Context) -> None:
         """Starts a call in the given context (of the step's span) and returns at once."""
         kind = type(command).__name__
         if isinstance(command, commands.AwaitService):
-            kind += f" {command.service}"  # several services may be waited for
+            kind += f" {command.service}"  # several services may be awaited at once
         if isinstance(command, commands.RunTasks):
-            kind += f" of step {command.step}"  # several steps may be rolled out
+            kind += f" of step {command.step}"  # several steps may be in rollout at once
         if (older := self._running.get(kind)) is not None:
             older.cancel()
         loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class Executor:
         task.add_done_callback(self._ended)
 
     async def ended(self, kind: type[Command], deadline_s: float) -> None:
-        """Returns when no call for such commands runs any more; as `until_gone` has it."""
+        """Returns when no call for this kind of command runs any more, or after the deadline."""
         if (task := self._running.get(kind.__name__)) is not None:
             await until_gone({task}, deadline_s)
 
@@ -102,7 +102,9 @@ class Executor:
 
 
 async def until_gone(tasks: Collection[asyncio.Task[None]], deadline_s: float) -> None:
-    """Returns when the tasks have ended, or after the deadline, and then says which have not."""
+    """Returns when the tasks have ended. After the deadline it logs the running tasks
+    and returns.
+    """
     left = (await asyncio.wait(tasks, timeout=deadline_s))[1] if tasks else ()
     if left:
         names = sorted(task.get_name() for task in left)

@@ -1,4 +1,4 @@
-"""Returns a rollout's figures from the gateway's messages."""
+"""Computes a rollout's figures from the gateway's messages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinish
 from paceline.v1.trajectory_pb2 import SpeculationStats
 
 UNTRAINED = {"", *(name for name, kind in SPECULATORS.items() if not kind.trained)}
-"""Speculators without weights; empty: of arm "off"."""
+"""Speculators without weights; the empty name is the arm "off"."""
 LEAST_ROUNDS = 64
-"""Of an arm, that say its acceptance length to some percent."""
+"""Minimum rounds of an arm to estimate its acceptance length within some percent."""
 
 
 class FinishedSamples:
-    """Finished samples of one step by (task index, sample index); a repeated call replaces, it does
-    not add.
+    """Finished samples of one step by (task index, sample index). A repeated call replaces samples.
 
-    Samples of agents' own groups have no task here, and their agents number them as they like: the
-    session tells them apart.
+    Samples of agents' own groups have no task here, and agents choose their sample numbers. The
+    session distinguishes such samples.
     """
 
     def __init__(self, request: RunTasksRequest) -> None:
@@ -40,7 +39,7 @@ class FinishedSamples:
         self._found: dict[tuple[int, str, int, str], SampleFinished] = {}
 
     def add(self, sample: SampleFinished) -> None:
-        """Takes one sample in."""
+        """Adds one sample."""
         index = self._index.get(sample.group_id)
         if index is None:
             self._found[0, sample.group_id, sample.sample_index, sample.session_id] = sample
@@ -49,16 +48,14 @@ class FinishedSamples:
 
     @property
     def ordered(self) -> list[SampleFinished]:
-        """Samples by task and sample, whatever the order in which they ended."""
+        """Samples by task and sample index, independent of the order in which they ended."""
         return [self._found[key] for key in sorted(self._found)]
 
 
 def rollout_figures(
     samples: Sequence[SampleFinished], finished: TasksFinished, solved_above: float
 ) -> dict[str, Figure]:
-    """Everything that a step's record takes from its rollouts; a reward above the threshold solves
-    a task.
-    """
+    """All rollout figures of a step's record. A reward above `solved_above` solves a task."""
     rewards = [sample.reward.value for sample in samples if sample.HasField("reward")]
     lengths = sorted(sample.response_tokens for sample in samples)
     return {
@@ -90,7 +87,7 @@ def rollout_figures(
 
 
 def reward_parts(samples: Iterable[SampleFinished]) -> dict[str, float | int]:
-    """Mean of each part of a mixture, over the samples that have it."""
+    """Mean of each part of a reward mixture, over the samples that have it."""
     given: dict[str, list[float]] = {}
     for sample in samples:
         for part, value in sample.reward.parts.items():
@@ -99,7 +96,7 @@ def reward_parts(samples: Iterable[SampleFinished]) -> dict[str, float | int]:
 
 
 def message_figures(message: Message, *left_out: str) -> dict[str, Figure]:
-    """The other fields of a message: scalars, lists of scalars and maps to scalars."""
+    """The fields of a message except `left_out`: scalars, lists of scalars and maps to scalars."""
     names = [field.name for field in message.DESCRIPTOR.fields if field.name not in left_out]
     return {name: _figure(getattr(message, name)) for name in names}
 
@@ -113,12 +110,14 @@ def _figure(value: Any) -> Figure:
 
 
 def accept_length(stats: SpeculationStats) -> float:
-    """Mean tokens of a drafted round, bonus token included; 0 when nothing was drafted."""
+    """Mean tokens of a drafted round, bonus token included; 0 without drafted rounds."""
     return stats.drafted_round_tokens / stats.drafted_rounds if stats.drafted_rounds else 0.0
 
 
 def accept_lengths(stats: SpeculationStats) -> dict[str, float]:
-    """The same of each arm of a trained drafter, where enough rounds say it."""
+    """Mean tokens of a drafted round for each arm of a trained drafter with at least LEAST_ROUNDS
+    rounds.
+    """
     tokens = stats.arm_round_tokens
     return {
         arm: tokens[arm] / rounds
@@ -148,11 +147,11 @@ def quantile(ordered: Sequence[int], share: float) -> int:
 
 
 def round_costs(arms: Iterable[ArmStats]) -> list[RoundCosts]:
-    """What rounds have cost, by batch-size group.
+    """The measured costs of rounds, by batch-size group.
 
-    A row's round takes its mean tokens by its tokens per second. Costs are relative to a round
-    without drafts, of the group or else of its nearest; without any they are relative to nothing,
-    and left out.
+    The time of a row's round is its mean tokens divided by its tokens per second. Costs are
+    relative to a round without drafts of the same group, else of the nearest group. Groups without
+    such a reference are left out.
     """
     groups: dict[int, dict[str, ArmStats]] = {}
     for arm in arms:
@@ -189,8 +188,10 @@ def round_costs(arms: Iterable[ArmStats]) -> list[RoundCosts]:
 
 
 def _plain_seconds(group: int, groups: Mapping[int, Mapping[str, ArmStats]]) -> float:
-    """Of a row's round without drafts. A bandit that has no use for one takes none: then an arm's
-    cost in the nearest group that knows both says it; 0 where none does.
+    """Seconds of a row's round without drafts, or 0 without a reference.
+
+    A bandit may never pull the arm "off". Then the cost of a shared arm is scaled from the nearest
+    group that measured both.
     """
     own = groups[group]
     if OFF in own:

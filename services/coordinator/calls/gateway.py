@@ -1,4 +1,4 @@
-"""Calls the rollout gateway: rollouts, evaluations, and what it serves when a run begins."""
+"""Calls the rollout gateway for rollouts, evaluations and its version set at the start of a run."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ _QUERY_DEADLINE_S = 30.0
 
 
 async def run_started(calls: Calls) -> events.RunStarted:
-    """The begin of a run with the gateway's workers and the set that it serves.
-
-    Raises FailedPrecondition when it has no workers.
+    """The RunStarted event, with the gateway's workers and its serving set. Raises
+    FailedPrecondition when the gateway has no workers.
     """
     settings = await _settings(calls)
     served = await versions_at_gateway(calls, _QUERY_DEADLINE_S)
@@ -52,9 +51,7 @@ async def run_started(calls: Calls) -> events.RunStarted:
 
 
 async def run_resumed(calls: Calls) -> events.Resumed:
-    """The run goes on. Raises ConfigError for other settings than it has begun with, of those that
-    it keeps.
-    """
+    """The Resumed event. Raises ConfigError when a setting fixed for the run (KEPT) has changed."""
     began, now = calls.state().settings, await _settings(calls)
     changed = [name for name in KEPT if getattr(now, name) != getattr(began, name)]
     if changed:
@@ -68,7 +65,7 @@ async def run_resumed(calls: Calls) -> events.Resumed:
 
 
 async def _settings(calls: Calls) -> RunSettings:
-    """What the configuration and the gateway ask for now."""
+    """The machine's settings from the present configuration and the gateway's workers."""
     with rpc_errors():
         status = await calls.peers.rollout.GetStatus(
             rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
@@ -79,7 +76,7 @@ async def _settings(calls: Calls) -> RunSettings:
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
     """Emits ShareDone for each worker, then TasksFinished; WorkerLost when a worker died. In the
-    schedule fully_async also GroupClosed for each group.
+    schedule fully_async it also emits GroupClosed for each group.
     """
 
     def worker_lost(error: PacelineError) -> Event | None:
@@ -148,7 +145,7 @@ def _group_closed(
 
 
 async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
-    """Emits EvaluationDone; without a value when the engine cannot draft with the probe's arm."""
+    """Emits EvaluationDone, without a value when the engine does not support the probe's arm."""
 
     def not_made(error: PacelineError) -> Event | None:
         cannot = isinstance(error, InvalidInput | MissingCapability | NotFound)

@@ -18,7 +18,7 @@ from paceline.v1.policy_pb2_grpc import PolicyServiceStub
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
 STILL_S = 300.0
-"""Seconds without progress of the policy trainer after which its checkpoint is not waited for."""
+"""Seconds without progress of the policy trainer after which the wait for its checkpoint ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,8 @@ class Peers:
 
     @classmethod
     def open(cls, addresses: AddressesConfig, security: SecurityConfig) -> Peers:
-        """Lazy channels; make them on the running event loop.
-
-        Raises ConfigError for an insecure address.
+        """Creates lazy channels; call it on the running event loop. Raises ConfigError for an
+        insecure address.
         """
         by_service = {service: str(getattr(addresses, service.value)) for service in Service}
         channels = {service: channel(address, security) for service, address in by_service.items()}
@@ -52,10 +51,11 @@ class Peers:
     async def save_policy(
         self, request: SavePolicyCheckpointRequest, still_s: float
     ) -> SavePolicyCheckpointResponse:
-        """The policy trainer's answer, which comes after a step that runs, however long both take
-        while the trainer gets on.
+        """Saves a policy checkpoint and returns the policy trainer's answer.
 
-        Raises DeadlineExceeded after `still_s` seconds without progress, and what the call raises.
+        The trainer first finishes a running step; the wait lasts as long as the trainer makes
+        progress. Raises DeadlineExceeded after `still_s` seconds without progress, and errors of
+        the call.
         """
         with rpc_errors():
             call: Awaitable[SavePolicyCheckpointResponse] = self.policy.SavePolicyCheckpoint(
@@ -64,7 +64,7 @@ class Peers:
             return await while_moving(call, self.channels[Service.POLICY_TRAINER], still_s)
 
     async def wait_healthy(self, service: Service, deadline_s: float) -> None:
-        """Raises Unavailable when the service does not serve in time."""
+        """Waits until the service serves. Raises Unavailable after `deadline_s` seconds."""
         await wait_healthy(self.addresses[service], self.security, deadline_s)
 
     async def close(self) -> None:

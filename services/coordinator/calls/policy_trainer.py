@@ -1,4 +1,4 @@
-"""Calls the policy trainer: one optimiser step, with the push that follows it."""
+"""Calls the policy trainer for one optimiser step and the push of its weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from paceline.v1 import policy_pb2
 
 
 async def train(calls: Calls, command: commands.TrainPolicy) -> None:
-    """Emits WorkersReleased, PolicyStepped and PolicyPrepared; TrainerFailed when a rank died.
-
-    The trainer waits for the groups that closed with the step's rollouts.
+    """Emits WorkersReleased, PolicyStepped and PolicyPrepared; TrainerFailed when a rank died. The
+    trainer waits for the groups that closed with the step's rollouts.
     """
 
     def rank_lost(error: PacelineError) -> Event | None:
@@ -49,8 +48,8 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
 
 
 async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
-    """Has the policy that serves pushed again: a step that is trained already is only pushed. Emits
-    SetDamaged when the trainer is ahead of it.
+    """Pushes the serving policy again; a step that is already trained is only pushed. Emits
+    SetDamaged when the trainer has moved on to a newer policy.
     """
 
     def trained_on(error: PacelineError) -> Event | None:

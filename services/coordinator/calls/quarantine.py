@@ -1,4 +1,4 @@
-"""Tells of paths that the audit found inexact, and has the gateway go without them."""
+"""Reports paths that the audit found inexact, and stops the gateway from using them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEADLINE_S = 30.0
 
 
 def found(calls: Calls, epoch: int, stepped: PolicyStepped) -> None:
-    """Says which paths are beyond their bounds, if any, and emits PathsBeyondBound."""
+    """Logs and reports the paths beyond their bounds, if any, and emits PathsBeyondBound."""
     if not stepped.beyond:
         return
     details: dict[str, events.Figure] = {}
@@ -43,7 +43,9 @@ def found(calls: Calls, epoch: int, stepped: PolicyStepped) -> None:
 
 
 async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
-    """At once, where that can be; else the next rollouts begin with it."""
+    """Applies the quarantine at once if the gateway answers; otherwise the next rollouts start with
+    it.
+    """
     try:
         await withhold(calls, calls.context(command))
     except PacelineError as error:
@@ -52,7 +54,7 @@ async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
 
 
 async def withhold(calls: Calls, context: CommandContext) -> None:
-    """Has the gateway go without all that is in quarantine. Raises what the call raises."""
+    """Stops the gateway from using the quarantined paths. Raises errors of the call."""
     paths = calls.state().quarantined
     if not paths:
         return

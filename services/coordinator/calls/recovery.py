@@ -1,4 +1,4 @@
-"""Waits for services that are away."""
+"""Waits until unavailable services are healthy again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LONGEST_PAUSE_S = 5.0
 
 
 async def await_service(calls: Calls, command: commands.AwaitService) -> None:
-    """Emits ServiceBack when the peer is healthy again, CallFailed when one that the run needs is
-    not in time.
+    """Emits ServiceBack when the peer is healthy again. Emits CallFailed when a required peer does
+    not recover in time.
     """
     service = command.service
     absence = calls.absent.setdefault(service, Absence(calls.now()))
@@ -27,19 +27,20 @@ async def await_service(calls: Calls, command: commands.AwaitService) -> None:
             if service not in OPTIONAL:
                 calls.emit(events.CallFailed(calls.now(), service, "recovery", str(error)))
                 return
-            absence.since_s = calls.now()  # it may come back at any time
+            absence.since_s = calls.now()  # an optional service may return at any time
         else:
             calls.emit(events.ServiceBack(calls.now(), service))
             return
 
 
 async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: Absence) -> None:
-    """Raises what keeps the peer from being healthy in time."""
+    """Returns when the peer is healthy. Raises the last error when the recovery time is over."""
     service, limit_s = command.service, calls.config.service_recovery_s
     left_s = absence.since_s + limit_s - calls.now()
     if left_s <= 0:
         raise Unavailable(f"{service} kept failing{absence.why}", seen=f"{limit_s:g} s")
-    # Healthy is not yet able: a peer whose own peers are away answers, and fails at once.
+    # A healthy peer may still fail: if its own peers are away, its calls fail at once. Hence the
+    # pause.
     await asyncio.sleep(min(absence.pause_s, left_s))
     absence.pause_s = min(2 * absence.pause_s, _LONGEST_PAUSE_S)
     try:
@@ -47,12 +48,12 @@ async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: 
     except PacelineError:
         if not await _gets_on(calls, service, limit_s):
             raise
-        absence.since_s = calls.now()  # it loads or replays: its time begins anew
+        absence.since_s = calls.now()  # it loads or replays, so its time starts again
         await _healthy_again(calls, command, absence)
 
 
 async def _gets_on(calls: Calls, service: Service, limit_s: float) -> bool:
-    """Whether a service that is not healthy answers, and a part of it has made progress."""
+    """Whether an unhealthy service still answers and one of its parts has made progress."""
     try:
         parts = (await ask_progress(calls.peers.channels[service], patient(ASK_S))).parts
     except PacelineError:

@@ -1,4 +1,4 @@
-"""Calls the gateway when slots change hands: workers give their memory back, or take it again."""
+"""Calls the gateway when slots change hands: workers free their memory or allocate it again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
 RESUME_DEADLINE_S = 300.0
-"""Weights may have to be read again."""
+"""Long enough for workers to read the weights again."""
 _LEAVE_STILL_S = 60.0
-"""Seconds without progress of the policy trainer's step after which it is not waited for."""
+"""Seconds without progress after which the wait for the policy trainer's step ends."""
 _REPEATS = 2
-"""Of a preemption: three deadlines are longer than a stop that nobody is killed for (ADR 40)."""
+"""Repeats of a Preempt request. Three deadlines exceed the longest pause for which no process is
+killed (ADR 40).
+"""
 
 
 async def release(
@@ -40,21 +42,22 @@ async def release(
     deadline_s: float,
     event_of: Callable[[PacelineError], Event | None] = no_event,
 ) -> None:
-    """Has the workers on these slots give their memory back, before `holder` gets the slots; emits
+    """Frees the memory of the workers on these slots before `holder` gets the slots; emits
     WorkersReleased.
     """
     settings = calls.state().settings
     of_engine = [slot for slot in slots if slot < settings.engine_slots]
     if not of_engine:
-        return  # the policy has slots of its own
+        return  # the policy has its own slots
     workers = sorted({slot // settings.slots_per_worker for slot in of_engine})
-    # A drafter leaves when its caller is gone; a policy step goes on for as long as it may take.
+    # A drafter leaves when its caller is gone; a policy step may last `deadline_s` without a
+    # listener.
     outlasts_s = deadline_s if holder is Holder.POLICY else 0.0
     request = rollout_pb2.ReleaseWorkersRequest(
         context=calls.context(command), workers=workers, outlasts_s=outlasts_s
     )
     if holder is Holder.POLICY and settings.schedule is not Schedule.SYNC:
-        request.drain_s = 0.0  # rollouts run as ever: they go on from their tokens afterwards
+        request.drain_s = 0.0  # rollouts resume later from their tokens, so no drain is needed
     asked_s = calls.now()
     with (
         calls.reported(Service.GATEWAY, what, command, deadline_s=deadline_s, event_of=event_of),
@@ -68,23 +71,23 @@ async def release(
 
 
 async def resume(calls: Calls, command: StepCommand) -> None:
-    """Gives the engine all its slots back: its workers serve what the gateway serves."""
+    """Returns all slots to the engine; its workers load the gateway's serving set."""
     request = rollout_pb2.ResumeWorkersRequest(context=calls.context(command))
     with rpc_errors():
         await calls.peers.rollout.ResumeWorkers(request, timeout=RESUME_DEADLINE_S)
 
 
 async def resume_workers(calls: Calls, command: commands.ResumeWorkers) -> None:
-    """Emits a failure alone."""
+    """Resumes lent and suspended workers; emits only failures."""
     with calls.reported(Service.GATEWAY, "resume", command, deadline_s=RESUME_DEADLINE_S):
         async with calls.handing_over:
             await resume(calls, command)
 
 
 async def give_back(calls: Calls, step: int, epoch: int) -> None:
-    """Has lent workers serve again that no lease needs in these rollouts, or in a pause.
+    """Resumes lent workers that no lease needs during these rollouts or in a pause.
 
-    Under the epoch of the lease that has ended: the gateway refuses it once there is another one.
+    The call has the epoch of the ended lease, so the gateway rejects it once a newer lease exists.
     """
     if not calls.state().phases & {Phase.ROLLOUT, Phase.PAUSED}:
         return
@@ -95,11 +98,11 @@ async def give_back(calls: Calls, step: int, epoch: int) -> None:
 
 
 async def preempted(peers: Peers, request: PreemptRequest, deadline_s: float) -> PreemptResponse:
-    """The drafter trainer's answer to one of three requests, each within `deadline_s`. Raises
-    DeadlineExceeded and what else a call may raise.
+    """Sends up to three Preempt requests, each with `deadline_s` seconds, and returns the first
+    answer. Raises DeadlineExceeded and other errors of the call.
 
-    A trainer that is stopped for longer than the deadline never receives the request: gRPC drops
-    what has expired, and the ranks would go on training on slots of the engine.
+    gRPC drops expired requests. A trainer that is stopped for longer than the deadline would never
+    receive a single request, and its ranks would continue on the engine's slots.
     """
     for _ in range(_REPEATS):
         with suppress(DeadlineExceeded), rpc_errors():
@@ -111,9 +114,10 @@ async def preempted(peers: Peers, request: PreemptRequest, deadline_s: float) ->
 
 
 async def hand_back(calls: Calls, command: commands.HandBack) -> None:
-    """Has the trainers leave the slots of a run that has failed, then the engine take them.
+    """After a failed run, makes the trainers leave their slots and returns the slots to the engine.
 
-    A trainer that does not answer keeps the workers lent only if it may still compute there.
+    If a trainer does not answer, the workers stay lent only if that trainer may still compute
+    there.
     """
     config, peers, log = calls.config, calls.peers, get_logger("coordinator")
     try:
@@ -124,7 +128,7 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
                 await preempted(peers, PreemptRequest(context=lease), deadline_s)
         if command.policy:
             save = SavePolicyCheckpointRequest(context=calls.context(command))
-            with suppress(Unavailable):  # answered after the step that runs
+            with suppress(Unavailable):  # answers after its running step
                 await peers.save_policy(save, patient(_LEAVE_STILL_S))
         await resume(calls, command)
     except PacelineError as error:

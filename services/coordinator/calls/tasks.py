@@ -1,7 +1,7 @@
-"""Draws the tasks of steps and evaluations, as RunTasks requests with their group ids.
+"""Draws the tasks of steps and evaluations, as RunTasks requests with group ids.
 
-A step's tasks depend on the run's seed, the step and the round of dynamic sampling alone, so a
-restarted coordinator asks for the same again.
+A step's tasks depend only on the run's seed, the step and the round of dynamic sampling. A
+restarted coordinator therefore requests the same tasks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 
 EVALUATION_SEED = 20_000
-"""One for all evaluations, so that their values can be compared between steps and runs."""
+"""The same for all evaluations, so that their values are comparable between steps and runs."""
 
 
 OTHERS_SEED = 30_000
-"""Added to the run's, for the tasks that stand in for others."""
+"""Added to the run's seed for the replacement tasks of dynamic sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Stage:
     """The tasks from one step on."""
 
     from_step: int
-    tasks: TaskFile | None  # None: agents bring theirs
+    tasks: TaskFile | None  # None: agents bring tasks
     heldout: Sequence[Task]
 
 
@@ -40,7 +40,7 @@ class TaskSource:
     """Training tasks step by step, held-out tasks for evaluations."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        """Raises TaskFileError (InvalidInput) for a file that cannot be used, ConfigError for too
+        """Raises TaskFileError (InvalidInput) for an unusable file, ConfigError for too
         few tasks.
         """
         self._config = config
@@ -53,7 +53,7 @@ class TaskSource:
 
     @property
     def described(self) -> str:
-        """How many training tasks there are, and a hash of them; empty in open traffic."""
+        """Number of training tasks and a hash of them, for each stage; empty in open traffic."""
         return "; ".join(
             f"{len(stage.tasks)} tasks of hash {stage.tasks.digest}"
             for stage in self._stages
@@ -62,7 +62,7 @@ class TaskSource:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a step asks for; 0 in open traffic, where agents decide."""
+        """Requested samples per step; 0 in open traffic, where agents decide."""
         return (
             0
             if self._config.open_traffic
@@ -78,8 +78,8 @@ class TaskSource:
         *,
         capture: bool = True,
     ) -> RunTasksRequest:
-        """The training tasks of one step; in open traffic none, but the number of groups it
-        takes. In a later round of dynamic sampling: other tasks for the groups at these places.
+        """The training tasks of one step; in open traffic, only the number of groups. In a later
+        round of dynamic sampling: replacement tasks for the groups at `places`.
         """
         config = self._config
         return RunTasksRequest(
@@ -98,7 +98,7 @@ class TaskSource:
         )
 
     def _cursor(self, step: int, per_step: int, seed: int) -> TaskCursor:
-        """At the first task of a step, of which each draws so many."""
+        """A cursor at the first task of a step, with `per_step` tasks per step."""
         stage = self._stage(step)
         assert stage.tasks is not None
         return TaskCursor(stage.tasks, seed, (step - stage.from_step) * per_step)
@@ -116,15 +116,16 @@ class TaskSource:
         return task_specs(chosen, f"s{step}.r{round_number}")
 
     def _draw(self, step: int) -> list[Task]:
-        """Distinct tasks: where a step spans two epochs, one drawn already gives way to the
-        next.
+        """Distinct tasks. Where a step spans two epochs, a task already drawn is replaced by the
+        next task.
         """
         count = self._config.prompts_per_step
         return _distinct(self._cursor(step, count, self._config.run.seed), count, set())
 
     def _draw_others(self, step: int, drawn: set[str]) -> list[Task]:
-        """A task for each place in each round, none of which the step has otherwise. They come in
-        an order of their own, so that the steps' tasks do not depend on how many were drawn.
+        """One replacement task for each place in each round, distinct from the step's other tasks.
+        The replacements have their own order, so the tasks of later steps do not depend on their
+        number.
         """
         config = self._config
         count = config.prompts_per_step * config.dynamic_sampling_rounds
@@ -133,7 +134,7 @@ class TaskSource:
     def evaluation_request(
         self, kind: Evaluation, finished_steps: int, epoch: int
     ) -> RunTasksRequest:
-        """Held-out tasks; step 0 in the context gives every evaluation of a run the same request
+        """Held-out tasks. Step 0 in the context gives every evaluation of a run the same request
         seeds.
         """
         config, evaluation = self._config, self._config.evaluation
@@ -154,7 +155,7 @@ class TaskSource:
         )
 
     def _evaluation_sampling(self, *, probe: bool) -> SamplingParams:
-        """The probe draws as training does, at temperature 1."""
+        """The probe samples as in training, at temperature 1."""
         evaluation, most = self._config.evaluation, self._config.sampling.max_tokens
         if probe:
             return SamplingParams(temperature=1.0, max_tokens=most)
@@ -166,7 +167,7 @@ class TaskSource:
 
 
 def _heldout(config: CoordinatorConfig, path: str) -> Sequence[Task]:
-    """The tasks of evaluations. Raises ConfigError when they may not fit into one call."""
+    """The tasks of evaluations. Raises ConfigError when they may exceed the samples of one call."""
     if not path:
         return []
     tasks, evaluation = open_tasks(path, columns=config.columns), config.evaluation

@@ -1,5 +1,5 @@
-"""Listens to the gateway for as long as the run goes on, and takes slots back for callers that
-wait. That somebody listens keeps the leases.
+"""Subscribes to the gateway's traffic during the run, and reclaims slots for waiting callers. The
+subscription also keeps the leases alive.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
 
 _PAUSE_S = 1.0
-"""Between two calls: a gateway that refuses one is not asked without end."""
+"""Seconds between two calls, so that a gateway that rejects calls is not flooded."""
 
 
 async def listen(calls: Calls) -> None:
-    """For ever, over every restart of the gateway."""
+    """Subscribes for ever, across restarts of the gateway."""
     while True:
         try:
             await _listen(calls)
@@ -39,7 +39,9 @@ async def _listen(calls: Calls) -> None:
 
 
 async def _reclaim(calls: Calls, waiting: rollout_pb2.WatchTrafficResponse) -> None:
-    """Callers wait for lent workers: the drafter's lease ends; what nobody holds serves at once."""
+    """Serves callers that wait for lent workers: ends the drafter's lease, or resumes workers
+    without a holder at once.
+    """
     state = calls.state()
     if state.lease is None:
         await give_back(calls, state.step, waiting.epoch)

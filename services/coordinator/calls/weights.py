@@ -1,5 +1,5 @@
-"""Calls the weight services: commits sets at their receivers, aborts candidates, and has what was
-damaged pushed again.
+"""Calls the weight services: commits sets at their receivers, aborts candidates, and repairs
+damaged sets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.weights.push import COMMAND_DEADLINE_S
 
 
 async def versions_at_gateway(calls: Calls, deadline_s: float) -> GetVersionsResponse:
-    """What the gateway serves, and what of it is damaged. Raises PacelineErrors."""
+    """The gateway's serving set and its damaged parts. Raises PacelineErrors."""
     stub: Any = WeightServiceStub(calls.peers.channels[Service.GATEWAY])  # type: ignore[no-untyped-call]
     with rpc_errors():
         found: GetVersionsResponse = await stub.GetVersions(
@@ -40,11 +40,11 @@ async def versions_at_gateway(calls: Calls, deadline_s: float) -> GetVersionsRes
 
 
 async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
-    """Makes the gateway serve the command's set, or a newer one that was committed meanwhile, also
-    after its files were damaged.
+    """Makes the gateway serve the command's set, or a newer set committed meanwhile, even after
+    damage to its files.
 
-    The trainer pushes the policy again. A drafter is left out by the workers, and the one before it
-    serves with the next commit.
+    The trainer pushes a damaged policy again. Workers leave out a damaged drafter, and its
+    predecessor serves from the next commit.
     """
     versions = command.versions
     found = await versions_at_gateway(calls, calls.config.step_deadline_s)
@@ -65,8 +65,8 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:
-    """Emits Committed when the gateway serves the set, CommitFailed when it lacks a part or holds a
-    damaged one. Nothing waits for the drafter trainer, which is told then.
+    """Emits Committed when the gateway serves the set, CommitFailed when a part is missing or
+    damaged. The drafter trainer is notified afterwards; no phase waits for its answer.
     """
 
     def commit_failed(error: PacelineError) -> Event | None:
@@ -85,7 +85,7 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
         committing = commit_versions(
             gateway, context, command.versions, mode, leased=leased, deadline_s=None
         )
-        # Workers may have to load the set, which takes as long as its bytes and their load want.
+        # Workers may have to load the set, so the wait lasts as long as they make progress.
         await while_moving(committing, gateway, deadline_s)
 
     calls.emit(events.Committed(calls.now(), command.versions))
@@ -100,9 +100,9 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
 
 
 async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:
-    """Makes the gateway forget a candidate.
+    """Drops a prepared drafter candidate at the gateway.
 
-    One that stays costs disk until the next commit, nothing else, so a failure is only logged.
+    A remaining candidate only costs disk space until the next commit, so a failure is only logged.
     """
     version = command.drafter_version
     channel = calls.peers.channels[Service.GATEWAY]

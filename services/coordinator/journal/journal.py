@@ -1,8 +1,8 @@
 """Keeps a run's journal in the durable Redis: every event is durable before its commands run.
 
 Entries are numbered 1, 2, 3, ... and the number is the stream id, so only one of two coordinators
-can append. A snapshot moves the entries behind it into the archive. A replay skips them;
-paceline.report reads all of them.
+can append. A snapshot moves the entries that it covers into the archive. A replay skips archived
+entries; paceline.report reads all entries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_NEXT = "equal or smaller"
 
 
 class Journal:
-    """Reads all entries once, or those after the newest snapshot; then appends."""
+    """Reads all entries once, or the entries after the newest snapshot; then appends."""
 
     def __init__(self, client: Redis, run_id: str) -> None:
         self._client = client

@@ -29,7 +29,7 @@ _REST: Any = make_dataclass(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run after `entries` entries of its journal; the last of them closed a step."""
+    """A run after the first `entries` entries of its journal. The last entry closed a step."""
 
     entries: int
     at_s: float  # of the last entry

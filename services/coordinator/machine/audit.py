@@ -12,8 +12,8 @@ from paceline.trajectory import NUMBERS_PATH
 
 
 def quarantined(state: State, event: PathsBeyondBound) -> Decision:
-    """Adds the paths to the quarantine in order of discovery; known paths change nothing. The next
-    policy drops an inexact profile.
+    """Adds the paths to the quarantine in order of discovery; quarantined paths change nothing. The
+    next policy drops an inexact profile.
     """
     new = tuple(dict.fromkeys(path for path in event.paths if path not in state.quarantined))
     if not new:

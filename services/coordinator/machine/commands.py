@@ -67,7 +67,7 @@ class JoinDrafter(StepCommand):
     """Extend the running activation to more slots; answered by DrafterJoined or JoinFailed."""
 
     slots: tuple[int, ...]  # all slots of the lease, the newest last
-    joining: tuple[int, ...]  # the new ones among them
+    joining: tuple[int, ...]  # the newly added slots
     deadline_s: float
 
 

@@ -178,7 +178,7 @@ def _due(state: State) -> bool:
 
 
 def most_workers(settings: RunSettings) -> int:
-    """Whose slots the drafter may have at once."""
+    """Maximum workers with slots leased to the drafter."""
     return max(1, min(settings.workers, settings.max_drafter_slots // settings.slots_per_worker))
 
 

@@ -80,7 +80,7 @@ class GroupClosed(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class TasksFinished(CallAnswer):
-    """All samples of a call ended: those of the step, or of a round of replacement groups."""
+    """All samples of a call ended: the step's samples, or a round of replacement groups."""
 
     details: Details = field(default_factory=dict)
     equal_rewards: int = 0  # places of groups with equal rewards, a bit each

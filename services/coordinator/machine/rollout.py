@@ -163,7 +163,7 @@ def draws_again(state: State, draw: DrawnStep) -> bool:
 
 
 def _called(state: State, epochs: Mapping[int, int]) -> State:
-    """The draws of these steps under way, every worker with a share of each."""
+    """Marks the draws of the given steps as called: every worker owes a share of each draw."""
     owed = (1 << len(state.workers)) - 1
     draws = tuple(
         replace(draw, epoch=epochs[draw.step], called=True, owed=owed)
@@ -182,7 +182,7 @@ def _with(state: State, changed: DrawnStep) -> State:
 
 
 def _release(state: State, workers: int) -> State:
-    """Releases the slots of these workers, a bit each, if they owe no share."""
+    """Releases the slots of the given workers, a bit each, if they owe no share."""
     for draw in state.rollouts.running:
         workers &= ~draw.owed
     leaving = list(bits(workers))

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 BLOCK = 64
-"""Values copied together when one of them changes."""
+"""Number of values that are copied together when one value changes."""
 _NOTHING = object()
 
 

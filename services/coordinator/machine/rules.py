@@ -101,7 +101,7 @@ def rest(state: State) -> Decision | None:
 
 
 def go_on(state: State) -> Decision | None:
-    """Ends the rest of a run that is no longer paused, or has no steps left."""
+    """Ends a pause when the run is no longer paused or has no steps left."""
     if state.phase is not Phase.PAUSED or pauses(state):
         return None
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.RUNNING)

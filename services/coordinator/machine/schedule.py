@@ -136,8 +136,8 @@ def trains_during_push(state: State) -> bool:
 
 
 def can_judge(state: State) -> bool:
-    """Whether a worker can be the canary: there are two or more, and the drafter does not hold all
-    of them.
+    """Whether a worker can be the canary: there are two or more, and at least one is without the
+    drafter.
     """
     workers = state.workers
     return len(workers) < 2 or workers.counted(WorkerState.TRAINING) < len(workers)

@@ -19,12 +19,14 @@ log = get_logger(__name__)
 
 
 class Candidates:
-    """`<directory>/drafter-<version>`: the newest few, the serving one and the one before it."""
+    """`<directory>/drafter-<version>`: the newest KEPT versions, the serving version and its
+    predecessor.
+    """
 
     def __init__(
         self, directory: Path, target: ModelConfig, own: Sequence[SpeculatorKind] = ()
     ) -> None:
-        """`own`: kinds outside the table of speculators."""
+        """`own`: a user's kinds outside the table of speculators."""
         self._directory, self._target, self._own = directory, target, tuple(own)
         self._needed: list[int] = []
         self._best: dict[str, tuple[int, float]] = {}
@@ -40,7 +42,7 @@ class Candidates:
         return sorted(int(file.parent.name.removeprefix("drafter-")) for file in found)
 
     def save(self, version: int, net: DraftNet) -> Path:
-        """Writes a version and removes old ones."""
+        """Writes a version, and removes old versions."""
         path = self.path(version)
         net.save(path)
         write_hashes(path)
@@ -72,6 +74,6 @@ class Candidates:
             net.save(self._directory.parent / f"speculator-{net.kind.name}")
 
     def serves(self, version: int) -> None:
-        """Keeps this version and the one that served before."""
+        """Keeps this version and its predecessor in service."""
         if version not in self._needed[-1:]:
             self._needed = [*self._needed[-1:], version]

@@ -68,9 +68,11 @@ class Judgement:
 
     @property
     def better(self) -> bool:
-        """Whether the candidate is faster, at 95 %. If untrained arms are faster than both
-        drafters, the engine's speed is equal with either. Then the drafter's own speed decides: it
-        costs nothing, and helps once those arms no longer suffice.
+        """Whether the candidate is faster, at 95 %.
+
+        If untrained arms are faster than both drafters, the engine's speed is equal with either
+        drafter. Then the drafter's own speed decides: a promotion costs nothing, and helps once
+        untrained arms are slower again.
         """
         difference = self.candidate_speedup - self.serving_speedup
         one_sided = ONE_SIDED / TWO_SIDED
@@ -128,7 +130,9 @@ def judge(
 
 
 def _resampled(chain: Chain, groups: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
-    """Survivals [resamples, K] of as many resampled groups, the same ones for each chain."""
+    """Survivals [resamples, K] of resampled groups; equal arguments give every chain the same
+    groups.
+    """
     _, index = np.unique(groups, return_inverse=True)
     sizes = np.bincount(index).astype(np.float64)
     draws = np.random.default_rng(seed).integers(0, len(sizes), size=(resamples, len(sizes)))

@@ -27,7 +27,7 @@ PIECE_S = 0.25
 to compute more than to read the matrix of a large vocabulary.
 """
 FIRST_ROWS = 8
-"""Positions whose logits are computed together until their time is measured."""
+"""Number of positions with logits computed together until their time is measured."""
 _FASTER = 4
 """How many times as many positions the next piece may have."""
 GREEDY = 0.01
@@ -169,7 +169,9 @@ def survival_in_pieces(
 
 
 def _greedy(logits: Tensor, target: Tensor, there: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of N greedy drafts: alpha and w, each float64 [N]; target [T, V] stands at `there` [N]."""
+    """alpha and w of N greedy drafts, each float64 [N]. target [T, V] is log p; `there` [N] are its
+    rows.
+    """
     drafts = logits.argmax(-1)
     return target[there, drafts].exp(), (drafts == tokens).double()
 

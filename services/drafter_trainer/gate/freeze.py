@@ -28,7 +28,7 @@ class Baseline:
 
 
 REMEMBERED = 20
-"""Most judgements kept; older ones describe an earlier drafter."""
+"""Maximum number of kept judgements, since older judgements describe an earlier drafter."""
 LOOKS = 2
 
 
@@ -96,7 +96,7 @@ class Freeze:
         return True
 
     def reopen(self) -> None:
-        """Reopens training, because it pays again or because nothing is known about it."""
+        """Reopens training, because it pays again or after a rollback."""
         self.baseline = None
         self._looks = 0
         self._seen.clear()

@@ -1,5 +1,5 @@
-"""Judges candidates on fresh rows, promotes one that is faster and does not slow the engine, and
-freezes training that gains nothing.
+"""Judges candidates on fresh rows, promotes a candidate that is faster and does not slow the
+engine, and freezes training that gains nothing.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class PublishGate:
 
     def _snapshots(self, layers: str) -> list[DrafterState]:
         """Candidates of all students that have learned. They share the next version number, which
-        one of them may get.
+        at most one candidate receives.
         """
         taken = []
         for student in self._students:
@@ -231,7 +231,7 @@ class PublishGate:
 
     def _looked_back(self, now: GateRound) -> GateRound | None:
         """The same round with the run's first drafter, if the serving drafter has fallen: the first
-        one may know tasks that its successors have forgotten.
+        drafter may be better on tasks that its successors have forgotten.
         """
         first = self._first
         if first is None or any(one.net is first for one in now.candidates):
@@ -278,8 +278,8 @@ class PublishGate:
         )
         if promoted:
             decision = self._promote(drafter, decision)
-        # A fresh drafter that is not yet better is no reason to freeze, nor one that has just met
-        # new tasks.
+        # A fresh drafter that is not yet better is no reason to freeze. Neither is a drafter that
+        # has just met new tasks.
         learning = self._hurry.judged() or not (self.serving.version or self._warm_start)
         if not self._freeze.judged(
             judgements[number], head.policy_version, promoted=promoted or learning

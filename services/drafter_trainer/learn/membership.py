@@ -66,12 +66,12 @@ def on_cpu(size: int) -> Members:
 
 
 class Membership:
-    """Follows the leases: another set of slots gets another process group, the same set the earlier
-    one.
+    """Follows the leases: each set of slots has its process group, which is kept for the next such
+    lease.
 
     Every rank calls `join` for every lease in the same order, since groups are formed together.
-    Groups are kept: torch caches sharding by rank numbers, including the first group of these
-    ranks, which must still exist when the same ranks meet again.
+    Groups are kept because torch caches sharding by rank numbers, including the first group of
+    these ranks. That group must still exist when the same ranks meet again.
     """
 
     def __init__(self, device: str) -> None:

@@ -16,11 +16,11 @@ _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents",
 
 
 def announce(word: str, members: Members, student: int = 0) -> None:
-    """Rank 0 announces the next action.
+    """Rank 0 announces the next action to the members.
 
-    "stop": nothing, the activation is over; "wait": another word, later; "snapshot": one of that
-    student (students.py); "again": that student goes on from other weights; "save": a checkpoint;
-    "join": other members, as the next command says.
+    "stop": the activation is over; "wait": another word follows later; "snapshot": a snapshot of
+    that student (students.py); "again": that student continues from other weights; "save": a
+    checkpoint; "join": other members, by the next command.
     """
     members.agree(_WORDS.index(word), student)
 

@@ -34,7 +34,9 @@ class Student:
     turns: int = 0
 
     def reads(self, layers: str) -> bool:
-        """Whether rows of these layers contain its inputs; every row contains the last state."""
+        """Whether rows of these layers contain the student's inputs; every row contains the last
+        state.
+        """
         return not self.capture.inner or self.capture.layers == layers
 
     def learn_speed(self, seconds_per_token: float) -> None:
@@ -49,9 +51,8 @@ class Students(Sequence[Student]):
     def __init__(
         self, config: DrafterTrainerConfig, nets: Sequence[DraftNet], members: Members
     ) -> None:
-        """`nets`: the network of `drafter`, then those of `shadows`.
-
-        Raises ConfigError when two are of one kind.
+        """`nets`: the network of `drafter`, then the networks of `shadows`. Raises ConfigError for
+        two networks of one kind, or if no kind is servable.
         """
         kinds = [net.kind.name for net in nets]
         if len(set(kinds)) < len(kinds):
@@ -109,17 +110,14 @@ class Students(Sequence[Student]):
         return {student.kind: student.learner.state() for student in self._students[1:]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`; new shadows start fresh, former ones are dropped."""
+        """Restores `state`; new shadows start fresh, and states of removed shadows are ignored."""
         for student in self._students[1:]:
             if student.kind in state:
                 student.learner.load_state(state[student.kind])
 
 
 def initial_nets(config: DrafterTrainerConfig, target: ModelConfig) -> list[DraftNet]:
-    """The networks at the start of a run: that of `drafter`, then those of `shadows`.
-
-    Raises ConfigError.
-    """
+    """The networks at the start of a run: of `drafter`, then of `shadows`. Raises ConfigError."""
     shadows = (_initial(name, {}, target, config.run.seed) for name in config.shadows)
     return [_initial(config.drafter, config.options, target, config.run.seed), *shadows]
 

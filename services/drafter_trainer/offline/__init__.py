@@ -1,5 +1,5 @@
 """Trains a drafter from a file of conversations: `paceline drafter train`.
 
-The target's forward gives the hidden states; what learns is any DraftNet, stepped by the learner
-that the service uses.
+The target's forward gives the hidden states. Any DraftNet can be trained; the learner is the
+service's own.
 """

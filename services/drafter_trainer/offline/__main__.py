@@ -1,6 +1,5 @@
-"""Runs `paceline drafter train`: starts the ranks, prints their news, passes Ctrl-C on.
-
-Imports no torch.
+"""Runs `paceline drafter train`: starts the ranks, prints their news, and forwards Ctrl-C. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from paceline.services.drafter_trainer.offline.report import TerminalLines
 
 START_DEADLINE_S = 120.0
 SILENCE_DEADLINE_S = 3600.0
-"""Longest wait for a word of the ranks: one step, or one batch of answers, of a large model on few
-cores.
+"""Maximum wait for a message of the ranks, seconds: one step or one batch of answers of a large
+model on few cores.
 """
 
 HELP = """Train a drafter offline from conversations, for a warm start.
@@ -72,7 +71,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         kind, default, metavar = list[str] | None, None, "KEY=VALUE"
     elif not field.is_required():
         default = field.default
-    flags = [] if kind is bool else [_flag(name)]  # typer adds --no-... where none is named
+    flags = [] if kind is bool else [_flag(name)]  # typer adds --no-... to a flag without a name
     option = typer.Option(*flags, help=field.description, metavar=metavar)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
@@ -91,9 +90,8 @@ def _refuse(text: str) -> None:
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """`key=value` pairs; a value is a TOML value, else text.
-
-    Raises ConfigError for one without a key.
+    """Parses `key=value` pairs; a value is a TOML value, else text. Raises ConfigError for a pair
+    without a key.
     """
     options: dict[str, Any] = {}
     for text in texts:
@@ -108,10 +106,10 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 
 async def follow(config: OfflineConfig, progress: TerminalLines) -> int:
-    """Runs the ranks to their end. Exit code: 0, or 130 after Ctrl-C, when a checkpoint has been
-    written.
+    """Runs the ranks to their end. Returns the exit code: 0, or 130 after Ctrl-C and a written
+    checkpoint.
 
-    Raises ConfigError with what the ranks refuse, RankLost when one dies.
+    Raises ConfigError for a run that the ranks reject, RankLost when a rank dies.
     """
     group = RankGroup(
         "paceline.services.drafter_trainer.offline.rank",

@@ -1,6 +1,6 @@
 """Declares the settings of one offline run, which are the options of `paceline drafter train`.
 
-Imports no torch: the parent process checks them before any rank is started.
+Imports no torch: the parent process checks the settings before any rank starts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class OfflineConfig(Config):
 
     @property
     def optimizer_config(self) -> DrafterOptimizerConfig:
-        """The speculator's, as a run has it."""
+        """The speculator's optimiser, in the form of a run's settings."""
         return DrafterOptimizerConfig(
             kind=self.optimizer,
             iterations=self.iterations,
@@ -102,8 +102,8 @@ class OfflineConfig(Config):
         return max(1, -(-self.batch_tokens // (self.row_tokens * self.ranks)))
 
     def settings(self, samples: str) -> dict[str, Any]:
-        """What must not change between two processes of one run; `samples` is a hash of the
-        data.
+        """Settings that must stay equal between two processes of one run; `samples` is a hash of
+        the data.
         """
         kept = (
             "speculator",

@@ -1,9 +1,10 @@
 """Reads training data, JSONL or Parquet, into token sequences with a mask.
 
-A record is one of
+A record has one of these forms:
+
     {"messages": [{"role": ..., "content": ...}, ...]}     under the model's chat template
     {"prompt": "...", "response": "..."}                   as plain text
-    {"input_ids": [...], "loss_mask": [...]}               ready made; 1 marks what the model said
+    {"input_ids": [...], "loss_mask": [...]}               as tokens; 1 marks the model's tokens
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 class Record(BaseModel):
-    """What a record holds, as it is written."""
+    """The fields of a record in the file."""
 
     model_config = ConfigDict(strict=True)
 
 
 class MessageRecord(Record):
-    """One message of a conversation; chat templates may read more of it."""
+    """One message of a conversation; chat templates may read further fields."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -46,20 +47,20 @@ class MessageRecord(Record):
 
 
 class Conversation(Record):
-    """Under the model's chat template."""
+    """A conversation under the model's chat template."""
 
     messages: list[MessageRecord] = Field(min_length=1)
 
 
 class Completion(Record):
-    """A prompt, and its answer where there is one."""
+    """A prompt, with its answer if there is one."""
 
     prompt: str = Field(min_length=1)
     response: str | None = Field(default=None, min_length=1)
 
 
 class TokenRecord(Record):
-    """Ready made."""
+    """A tokenised sequence."""
 
     input_ids: list[Annotated[int, Field(lt=1 << 63)]] = Field(min_length=1)
     loss_mask: list[Literal[0, 1] | bool] | None = None
@@ -70,7 +71,7 @@ _KINDS: Mapping[str, type[Conversation | Completion | TokenRecord]] = {
     "input_ids": TokenRecord,
     "prompt": Completion,
 }
-"""By the key that tells records apart."""
+"""Record classes by their distinctive key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ class Example:
 
     token_ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
-    """[n]: tokens the model said, which are what a drafter is to guess; False everywhere for a
-    prompt alone.
+    """[n] bool: the model's own tokens, which a drafter must predict; all False for a prompt
+    without an answer.
     """
 
     def __len__(self) -> int:
@@ -88,12 +89,12 @@ class Example:
 
     @property
     def targets(self) -> int:
-        """Positions a drafter can learn from: a draft needs two tokens before it."""
+        """Number of positions that a drafter can learn from: a draft needs two tokens before it."""
         return int(self.mask[2:].sum())
 
     @property
     def prompt(self) -> npt.NDArray[np.int64]:
-        """What stands before the last answer; everything where there is none."""
+        """The tokens before the last answer; all tokens without an answer."""
         said = np.flatnonzero(self.mask)
         if not len(said):
             return self.token_ids
@@ -101,33 +102,32 @@ class Example:
         return self.token_ids[: said[gaps[-1] + 1] if len(gaps) else said[0]]
 
     def cut(self, length: int) -> Example:
-        """Its first `length` tokens."""
+        """The first `length` tokens."""
         return self if len(self) <= length else Example(self.token_ids[:length], self.mask[:length])
 
 
 class TextEncoder(Protocol):
-    """Text into tokens; made only when a record needs it.
+    """Encodes text as tokens; it is created only when a record needs it.
 
-    Both raise InvalidInput for text that cannot be encoded.
+    Both methods raise InvalidInput for text that cannot be encoded.
     """
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
-        """A conversation."""
+        """Encodes a conversation."""
         ...
 
     def completion(self, prompt: str, response: str | None) -> Example:
-        """A prompt and its answer."""
+        """Encodes a prompt and its answer."""
         ...
 
 
 def read_samples(
     path: Path, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool = False
 ) -> list[Example]:
-    """All records of a file, or of the .jsonl and .parquet files of a directory in the order of
-    their names.
+    """All records of a file, or of a directory's .jsonl and .parquet files in order of name.
 
-    prompts: records without an answer are welcome. Raises InvalidInput naming file and line of a
-    bad record, ConfigError for a path without data.
+    `prompts`: accept records without an answer. Raises InvalidInput with file and line of a bad
+    record, ConfigError for a path without data.
     """
     samples = []
     for file in data_files(path):
@@ -136,7 +136,7 @@ def read_samples(
             try:
                 samples.append(_sample(record, encoder, vocab_size, prompts=prompts))
             except ConfigError:
-                raise  # not this line's fault
+                raise  # not a fault of this line
             except InvalidInput as error:
                 message = f"{file}, {unit} {number}: {error.message}"
                 raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
@@ -147,7 +147,7 @@ def read_samples(
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files of a path. Raises ConfigError when there are none."""
+    """The files of a path. Raises ConfigError for a path without files."""
     files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files or not files[0].is_file() or files[0].suffix not in SUFFIXES:
         raise ConfigError(
@@ -184,12 +184,13 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
-    # It takes a moment to import; who reads JSONL does not wait for it.
+    # The import is slow, and only Parquet needs it.
     from pyarrow import ArrowException, parquet
 
     try:
         for batch in parquet.ParquetFile(file).iter_batches():
-            # A table has all columns in each row; those without a value are not part of its record.
+            # A table has all columns in each row; columns without a value do not belong to the
+            # record.
             yield from (
                 {k: v for k, v in row.items() if v is not None} for row in batch.to_pylist()
             )

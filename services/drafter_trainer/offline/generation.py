@@ -1,4 +1,4 @@
-"""Draws the model's own answers to the prompts of the data: what drafters will have to guess."""
+"""Draws the model's own answers to the prompts of the data, as targets for drafters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.services.drafter_trainer.offline.data import Example, fingerprint
 from paceline.training.process import from_all_ranks
 
 BATCH = 16
-"""Prompts answered at a time by one rank."""
+"""Number of prompts that one rank answers at a time."""
 
 
 def answer_prompts(
@@ -28,12 +28,11 @@ def answer_prompts(
     limit: int,
     tell: Callable[[int, int], None],
 ) -> list[Example]:
-    """A sample per prompt with the model's own answer, drawn at `config.temperature` (0: the most
-    likely token).
+    """One sample per prompt with the model's own answer, drawn at `config.temperature` (0: the most
+    likely token). Collective; all ranks return all samples.
 
-    limit: tokens of prompt and answer at most; prompts that leave no room for two are left out.
-    Each rank answers its share; all ranks return all. tell(done, all) of this rank's share. Raises
-    InvalidInput when no prompt is left.
+    `limit`: maximum tokens of prompt and answer together; longer prompts than limit - 2 are left
+    out. `tell(done, all)` reports this rank's share. Raises InvalidInput when no prompt is left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(config.seed + rank)
@@ -45,7 +44,7 @@ def answer_prompts(
             allowed=f"1 to {limit - 2} tokens",
         )
 
-    # Similar lengths together: a batch is padded to its longest.
+    # A batch is padded to its longest prompt, so similar lengths are batched together.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))[rank::world]
     own: list[tuple[int, list[int]]] = []
     for chunk in _batches(order):
@@ -61,7 +60,7 @@ def answer_prompts(
 
 
 def answers_file(config: OfflineConfig, samples: Sequence[Example]) -> Path:
-    """Where the answers to these prompts under these settings are kept."""
+    """The file for the answers to these prompts under these settings."""
     drawn = (
         f"{config.model.resolve()} {config.max_tokens} {config.temperature} {config.seed} "
         f"{fingerprint(samples)}"
@@ -70,7 +69,7 @@ def answers_file(config: OfflineConfig, samples: Sequence[Example]) -> Path:
 
 
 def write_answers(path: Path, samples: Sequence[Example]) -> None:
-    """Keeps samples as {"input_ids", "loss_mask"} records; whole or not at all."""
+    """Writes samples as {"input_ids", "loss_mask"} records, atomically."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for sample in samples:
@@ -88,7 +87,7 @@ def _batches(order: Sequence[int]) -> list[Sequence[int]]:
 
 @torch.inference_mode()
 def _generate(lm: Any, prompts: Sequence[Any], room: int, temperature: float) -> list[list[int]]:
-    """Answers up to and with the end token."""
+    """Answers up to the end token, included."""
     from transformers import GenerationConfig
 
     ends = lm.generation_config.eos_token_id

@@ -1,7 +1,7 @@
 """Places sequences in the rows of each step.
 
-Everything follows from the seed and the step, so that a run resumed at step s reads on where it
-stopped, on any number of ranks that leaves a step's rows the same.
+The rows depend only on the seed and the step. A resumed run therefore continues with the same rows,
+for any number of ranks with the same rows per step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPEN_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A sequence in a row, and the part of it that the drafter learns from."""
+    """A sequence in a row, and its part that the drafter learns from."""
 
     sample: Example
     start: int
@@ -44,16 +44,14 @@ class Document:
 def split(
     samples: Sequence[Example], share: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(training, held-out) samples; with a share above 0 at least one is held out, and at least one
-    is not.
-    """
+    """(training, held-out) samples; with a share above 0, each list has at least one sample."""
     held = min(max(1, round(share * len(samples))), len(samples) - 1) if share > 0 else 0
     order = np.random.default_rng([seed, 1]).permutation(len(samples))
     return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]
 
 
 def epoch_rows(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Rows of one pass over the data, in an order of its own."""
+    """Rows of one pass over the data, shuffled by seed and epoch."""
     order = np.random.default_rng([seed, 2, epoch]).permutation(len(lengths))
     return first_fit(lengths, row_tokens, order.tolist(), open_rows=OPEN_ROWS)
 
@@ -61,7 +59,9 @@ def epoch_rows(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -
 def steps_of(
     lengths: Sequence[int], row_tokens: int, seed: int, *, epochs: int, rows_per_step: int
 ) -> int:
-    """Optimiser steps of `epochs` passes, the last one filled up from the next pass."""
+    """Number of optimiser steps of `epochs` passes; the last step is filled up from the
+    next pass.
+    """
     rows = sum(len(epoch_rows(lengths, row_tokens, seed, epoch)) for epoch in range(epochs))
     return -(-rows // rows_per_step)
 
@@ -75,7 +75,7 @@ def steps_from(
     rows_per_step: int,
     first: int,
 ) -> Iterator[list[list[Document]]]:
-    """Rows of step `first`, `first` + 1, ...: without end, pass after pass."""
+    """Endless rows of step `first`, `first` + 1, ..., pass after pass."""
     lengths = [len(sample) for sample in samples]
     every = chain.from_iterable(epoch_rows(lengths, row_tokens, seed, epoch) for epoch in count())
     rows = islice(every, first * rows_per_step, None)
@@ -87,8 +87,8 @@ def steps_from(
 
 
 def place(sample: Example, window: int, random: np.random.Generator) -> Document:
-    """A window anywhere in the sequence that holds a drafting target: around one of them, drawn
-    evenly.
+    """A random window of the sequence with at least one drafting target; its centre is a uniformly
+    drawn target.
     """
     positions = len(sample) - 2
     if positions <= window:

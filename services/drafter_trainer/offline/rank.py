@@ -1,4 +1,4 @@
-"""Runs one rank of an offline run, a process of its own: set-up and signals."""
+"""Runs one rank of an offline run as its own process: set-up and signals."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ FAREWELL_S = 10.0
 
 
 def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bool:
-    """The whole run on this rank; a collective of all ranks, which hold a gloo process group. True:
-    to its end.
+    """Trains the whole run on this rank; returns whether it reached its end. Collective: the ranks
+    need a gloo process group.
 
-    Raises ConfigError, InvalidInput, WeightsError or DataLoss for what cannot work.
+    Raises ConfigError, InvalidInput, WeightsError or DataLoss for unusable settings or data.
     """
     target = read_config(config.model)
-    net = make_net(config, target)  # before the data: a wrong option is told at once
+    net = make_net(config, target)  # before the data, to reject a wrong option at once
     encoder = cache(lambda: ModelText(config.model, target.eos_token_ids))
     samples = read_samples(config.data, encoder, target.vocab_size, prompts=config.regenerate)
     config.out.mkdir(parents=True, exist_ok=True)
@@ -60,9 +60,8 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
 
 
 def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
-    """The network to train: fresh, or the checkpoint to start from.
-
-    Raises ConfigError, InvalidInput, WeightsError.
+    """The network to train: fresh, or from the start checkpoint. Raises ConfigError, InvalidInput
+    or WeightsError.
     """
     kind = trained_net(config.speculator)
     options = kind.read_options(config.options)
@@ -72,9 +71,7 @@ def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
 
 
 def _choose_tokens(net: DraftNet, samples: list[Example], target: ModelConfig) -> None:
-    """Tells a fresh network with a vocabulary of its own, how often each token is a drafting
-    target.
-    """
+    """Passes the count of each drafting target to a fresh network with a reduced vocabulary."""
     choose = getattr(net, "choose_tokens", None)
     if choose is not None:
         drafted = np.concatenate([sample.token_ids[2:][sample.mask[2:]] for sample in samples])
@@ -92,7 +89,7 @@ def _answers(
     """The model's own answers, drawn once per output directory."""
     path = answers_file(config, prompts)
     drawn = path.exists()
-    dist.barrier()  # all ranks have looked
+    dist.barrier()  # all ranks have checked for the file
     if drawn:
         return read_samples(path, cache(lambda: ModelText(config.model, ())), target.vocab_size)
     samples = answer_prompts(
@@ -108,7 +105,7 @@ def _answers(
 
 
 def main() -> None:
-    """Takes the settings from the environment, where the parent put them, and trains."""
+    """Reads the settings from the environment, where the parent put them, and trains."""
     link = RankLink.from_environment()
     config = link.config(OfflineConfig)
     stop = [False]
@@ -125,7 +122,7 @@ def main() -> None:
     except PacelineError as error:
         tell({"kind": "error", "text": str(error)})
 
-    link.receive(FAREWELL_S)  # the parent has read what was sent
+    link.receive(FAREWELL_S)  # waits until the parent has read the last message
     link.close()
     dist.destroy_process_group()
 

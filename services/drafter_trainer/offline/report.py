@@ -11,17 +11,17 @@ from rich.console import Console
 
 
 class TerminalLines:
-    """Prints a line per message of rank 0; of the steps one in `log_every`."""
+    """Prints one line per message of rank 0, and every `log_every`-th step."""
 
     def __init__(self, console: Console, log_every: int) -> None:
         self._console, self._log_every = console, log_every
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Prints one line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, message: dict[str, Any]) -> None:
-        """A message as a line, or nothing."""
+        """Prints a message as a line, if it has one."""
         match message["kind"]:
             case "step":
                 if message["step"] % self._log_every == 0 or message["step"] in (
@@ -73,17 +73,19 @@ def _shares(values: Sequence[float]) -> str:
 
 
 class RunLog:
-    """Appends a line per optimiser step and judgement, each with its `step`; one rank keeps it."""
+    """Appends a line per optimiser step and judgement, each with its `step`; only one rank writes
+    it.
+    """
 
     def __init__(self, path: Path, *, keep: bool) -> None:
         self._path, self._keep = path, keep
 
     def keep_to(self, step: int) -> None:
-        """Drops lines of later steps: a resumed run writes them again."""
+        """Drops lines of later steps, since a resumed run writes them again."""
         if not self._keep or not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # A line that was being written when its process died has no end.
+        # A process that died during a write leaves a line without an end.
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         self._path.write_text("".join(kept if step else []), encoding="utf-8")
 

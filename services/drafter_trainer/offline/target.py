@@ -1,7 +1,7 @@
-"""Runs the model that a drafter drafts for over packed rows, sharded and frozen.
+"""Runs the drafter's target model over packed rows, sharded and frozen.
 
-Its forward is transformers', the states are named as in CaptureSpec: a number is what enters that
-decoder layer.
+The forward is transformers' own. States have the names of CaptureSpec: a number is the input of
+that decoder layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.speculators.packed import PackedRow
 
 
 class TargetForward(nn.Module):
-    """A causal language model whose forward ends in captured states."""
+    """A causal language model with captured states as the output of its forward."""
 
     def __init__(self, lm: Any, capture: CaptureSpec) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class TargetForward(nn.Module):
         return hook
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """States fp32 [N, W].
+        """States fp32 [N, W] of documents in a row, one after another.
 
-        token_ids, positions int64 [N]: documents one after another; a position that does not follow
-        its left neighbour begins a document, across which transformers masks attention.
+        token_ids, positions: int64 [N]. A position that does not continue its left neighbour's
+        starts a new document; transformers masks attention between documents.
         """
         last = self.lm.model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False
@@ -70,16 +70,16 @@ class TargetModel:
         self._layers = capture.layers
         self._hidden: int = lm.config.hidden_size
         self._module = TargetForward(lm, capture)
-        # no dropout: states are those the engine computes
+        # no dropout, so the states equal the engine's
         self._module.requires_grad_(requires_grad=False).eval()
         self.head = load_policy_head(directory, 0)
-        """embed_tokens and lm_head, whole."""
+        """Whole embed_tokens and lm_head."""
         for part in (*lm.model.layers, self._module):
             fully_shard(part, mesh=mesh)
 
     @torch.no_grad()
     def forward(self, row: Sequence[Document]) -> Tensor:
-        """States [N, W] at all tokens of the row but each document's last. A collective."""
+        """States [N, W] at all tokens of the row except each document's last token. Collective."""
         inputs, positions = [], []
         for document in row:
             ids, _ = document.tensors
@@ -89,7 +89,7 @@ class TargetModel:
         return states
 
     def row(self, row: Sequence[Document], states: Tensor) -> PackedRow:
-        """The documents' windows out of their states [N, W], which the drafter learns from."""
+        """The documents' windows from their states [N, W], as a row to learn from."""
         samples, begin = list[FeatureSample](), 0
         for document in row:
             ids, mask = document.tensors

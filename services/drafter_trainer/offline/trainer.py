@@ -44,18 +44,18 @@ from paceline.training.packing import first_fit
 
 Tell = Callable[[dict[str, Any]], None]
 STATES = "states"
-"""Folder of what a run goes on from."""
+"""Folder of the states from which a run resumes."""
 CHECKPOINT, SPECULATOR = "checkpoint", "speculator"
-"""Folder of the result of a run, and of the drafter in it."""
+"""Folder of a run's result, and the drafter's folder in it."""
 
 
 def acceptance(matches: npt.NDArray[np.bool_]) -> dict[str, Any]:
     """Held-out acceptance of a greedy chain of K drafts, teacher-forced.
 
-    matches [N, K]: draft k of position n equalled the model's token. survival [K] is the share of
-    positions whose drafts 1 .. k are all right, conditional [K] of those with drafts 1 .. k - 1
-    right the share whose draft k is; length is E[len] = 1 + sum of survival, the bonus token
-    included.
+    matches [N, K]: whether draft k of position n equals the model's token. survival [K] is the
+    share of positions with drafts 1 .. k all right. conditional [K] is the share with draft k right
+    among positions with drafts 1 .. k - 1 right. length is E[len] = 1 + sum of survival, the bonus
+    token included.
     """
     survival = np.cumprod(matches, axis=1, dtype=np.int64).mean(axis=0)
     return {
@@ -67,7 +67,7 @@ def acceptance(matches: npt.NDArray[np.bool_]) -> dict[str, Any]:
 
 
 class OfflineTrainer:
-    """One rank of the run; every public method is a collective of all ranks."""
+    """One rank of the run; every public method is collective."""
 
     def __init__(
         self,
@@ -105,11 +105,13 @@ class OfflineTrainer:
 
     @property
     def step(self) -> int:
-        """Optimiser steps done, over all processes of the run."""
+        """Finished optimiser steps, over all processes of the run."""
         return self._learner.total_steps
 
     def run(self, stopping: Callable[[], bool]) -> bool:
-        """Trains to the end or until any rank is `stopping`, and saves. True: to the end."""
+        """Trains until the end, or until a rank is `stopping`, and saves. Returns whether it
+        reached the end.
+        """
         config = self._config
         plan = steps_from(
             self._train,
@@ -136,7 +138,7 @@ class OfflineTrainer:
         return True
 
     def _train_step(self, rows: Sequence[Sequence[Document]]) -> dict[str, float]:
-        """One optimiser step over the rows of all ranks; sums of this rank's figures."""
+        """One optimiser step over the rows of all ranks; returns sums of this rank's figures."""
         started = time.perf_counter()
         sums: dict[str, float] = {"loss": 0.0, "positions": 0.0}
         for row in rows[self._rank :: self._world]:
@@ -150,7 +152,7 @@ class OfflineTrainer:
         return sums | {"seconds": (time.perf_counter() - started) / self._world}
 
     def _record(self, sums: dict[str, float]) -> None:
-        """Figures of the step just done, over all ranks, into the log and to the parent."""
+        """Writes the figures of the finished step, over all ranks, to the log and to the parent."""
         values = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64)
         if self._world > 1:
             dist.all_reduce(values)
@@ -169,7 +171,7 @@ class OfflineTrainer:
         self._tell({"kind": "step", "steps": self.steps, **line})
 
     def _evaluate(self) -> None:
-        """Acceptance on the held-out sequences, judged by rank 0, which alone holds the whole
+        """Measures acceptance on the held-out sequences, on rank 0, which alone has the whole
         drafter.
         """
         if not self._heldout:
@@ -193,7 +195,7 @@ class OfflineTrainer:
             self._tell({"kind": "heldout", "step": self.step, **figures})
 
     def _agreed(self, stop: bool) -> bool:
-        """True on all ranks when one of them is to stop."""
+        """Returns True on all ranks if any rank has `stop` set."""
         flag = torch.tensor(float(stop))
         if self._world > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -203,7 +205,7 @@ class OfflineTrainer:
         return {"learner": self._learner.state(), "settings": self._settings}
 
     def _save(self) -> None:
-        """Starts a checkpoint of this step, unless it is there."""
+        """Starts a checkpoint of this step, unless it exists."""
         if self._saved == self.step:
             return
         self._writer.write(self._state(), self.step, self._members.writing)
@@ -213,7 +215,7 @@ class OfflineTrainer:
         self._saved = self.step
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
-        """Writes the drafter of the shards in `directory` to CHECKPOINT, whole."""
+        """Writes the whole drafter from the shards in `directory` to CHECKPOINT."""
         net, out = self._whole.twin(), self._config.out
         fresh, old = out / f".{CHECKPOINT}.tmp", out / f".{CHECKPOINT}.old"
         for left_behind in (fresh, old):
@@ -226,9 +228,10 @@ class OfflineTrainer:
         shutil.rmtree(old, ignore_errors=True)
 
     def _resume(self) -> None:
-        """Goes on from the newest state in the output directory, or clears them.
+        """Resumes from the newest state in the output directory; without `resume`, removes the
+        states.
 
-        ConfigError: another run's.
+        Raises ConfigError for the state of another run.
         """
         if self._config.resume:
             found = find_whole(self._states, PREFIX, self._members.group)
@@ -238,7 +241,7 @@ class OfflineTrainer:
                 self._go_on_from(found.checkpoint)
         elif self._rank == 0:
             shutil.rmtree(self._states, ignore_errors=True)
-        self._members.meet()  # nobody reads any more
+        self._members.meet()  # no rank reads the states any more
         self._log.keep_to(self.step)
 
     def _go_on_from(self, checkpoint: Path) -> None:
@@ -259,10 +262,8 @@ class OfflineTrainer:
 
 
 def usable(samples: Sequence[Example], limit: int) -> tuple[list[Example], dict[str, int]]:
-    """Samples cut to `limit` tokens that leave something to learn, and how many were cut or left
-    out.
-
-    Raises InvalidInput when fewer than two are left: one to learn from, one to judge by.
+    """The samples cut to `limit` tokens that have a drafting target, and counts of cut and left-out
+    samples. Raises InvalidInput for fewer than two samples: one for training, one for evaluation.
     """
     shortened = [sample.cut(limit) for sample in samples]
     kept = [sample for sample in shortened if sample.targets]

@@ -57,7 +57,7 @@ def _sequence(sample: FeatureSample) -> dict[str, Tensor]:
 
 
 def _drafts(sample: FeatureSample) -> dict[str, Tensor] | None:
-    """Positions of its rejected drafts, with known states and without a drawn next token."""
+    """Positions of the rejected drafts, with captured states and without a drawn next token."""
     branches = sample.branches
     if branches is None:
         return None

@@ -18,15 +18,15 @@ from paceline.services.drafter_trainer.rows.sample import FeatureSample
 
 
 class FeatureBuffer:
-    """Training samples, and fresh samples that a gate may judge by before they are trained on.
+    """Training samples, and fresh samples that a gate may judge with before training uses them.
 
-    The samples of one in `judged_every` groups stay fresh until they are released or newer ones
+    The samples of one in `judged_every` groups stay fresh until they are released or newer samples
     replace them. So every row can be trained on, and no row judges a drafter that has learned from
     it or from a similar sibling.
 
     Training begins while a step's long sequences are still being decoded, so early samples are
     short. Of a past step the longer half is kept longest. Draws mix the previous step's long
-    samples with this step's early ones (one-step offset sampling, the DataBuffer of FastRL).
+    samples with this step's early samples (one-step offset sampling, the DataBuffer of FastRL).
     """
 
     def __init__(self, config: BufferConfig, seed: int) -> None:
@@ -75,7 +75,7 @@ class FeatureBuffer:
         self._evict()
 
     def _least_telling(self) -> FeatureSample:
-        """The oldest fresh sample among those with the most fresh siblings."""
+        """The oldest fresh sample of the largest group of fresh siblings."""
         sizes = Counter(sample.siblings for sample in self._fresh)
         most = max(sizes.values())
         return next(sample for sample in self._fresh if sizes[sample.siblings] == most)
@@ -154,7 +154,7 @@ class FeatureBuffer:
         A head is drawn with probability proportional to recency ** (number of newer heads) * its
         positions. So a micro-batch needs one head, and old versions fade. Until this step has
         delivered long samples, a `long_share` of all draws uses the previous step's long samples
-        alone. As long samples arrive, that share falls to none.
+        alone. As long samples arrive, that share falls to zero.
         """
         heads = set(known)
         group = list[FeatureSample]()
@@ -225,7 +225,7 @@ class FeatureBuffer:
 
     def newest(self, known_heads: Iterable[str]) -> list[FeatureSample]:
         """All samples of the newest policy version with any, fresh or not, in the order of `fresh`.
-        For a drafter that does not learn, all of them are fresh.
+        If the drafter does not learn, all its samples are fresh.
         """
         known = set(known_heads)
         usable = [one for one in chain(self, self._fresh) if one.lm_head_hash in known]

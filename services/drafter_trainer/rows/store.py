@@ -120,7 +120,7 @@ class RowStore:
 
     @property
     def usable(self) -> int:
-        """Number of training positions with a known policy head."""
+        """Number of training positions with an available policy head."""
         with self._changed:
             return self._buffer.tokens_of(self.heads.hashes)
 

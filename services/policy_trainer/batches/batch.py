@@ -1,7 +1,7 @@
 """Lays trajectories out as tensors: a batch and its packed micro-batches.
 
-Shape letters: B trajectories, N tokens of all trajectories, T trained tokens among them, R rows, W
-row width, M trained tokens of a micro-batch, U distinct ones among the M.
+Shape letters: B trajectories, N tokens of all trajectories, T trained tokens among the N, R rows, W
+row width, M trained tokens of a micro-batch, U distinct tokens among the M.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class TrainBatch:
         return 1.0 / torch.bincount(self.sessions, minlength=1)[self.sessions].float()
 
     def inputs(self, numbers: Iterable[int]) -> list[Tokens]:
-        """The tokens of trajectories without the last ones, which are targets only."""
+        """The tokens of trajectories without the last tokens, which are only targets."""
         ids, starts = self.token_ids.numpy(), self.starts
         return [ids[starts[i] : starts[i + 1] - 1] for i in numbers]
 
     def masks_by_way(self, tokens: Int[Tensor, " M"]) -> dict[str, Bool[Tensor, " M"]]:
-        """Masks of these trained tokens by arm, by number format, and by prefix: computed for the
-        token's own request, or reused.
+        """Masks [M] of the given trained tokens by arm, by number format, and by prefix (computed
+        for the token's own request, or reused).
         """
         masks = dict[str, Tensor]()
         for (arm, numbers, reused, *_), own in self._by_way(tokens):
@@ -63,7 +63,7 @@ class TrainBatch:
         return masks
 
     def masks_by_cell(self, tokens: Int[Tensor, " M"], lag: int) -> dict[str, Bool[Tensor, " M"]]:
-        """Masks of these trained tokens, audited and of that lag, by audit cell."""
+        """Masks [M] of audited tokens with that lag, by audit cell."""
         mine = self.audited[self.owners[tokens]] & (self.lags[tokens] == lag)
         masks = dict[str, Tensor]()
         for (_, numbers, reused, stale, so_far), own in self._by_way(tokens):
@@ -75,7 +75,7 @@ class TrainBatch:
     def _by_way(
         self, tokens: Int[Tensor, " M"]
     ) -> Iterator[tuple[tuple[str, str, bool, bool, str], Bool[Tensor, " M"]]]:
-        """Each path of these tokens, with the mask of its tokens."""
+        """Each path of the given tokens, with a mask [M] of its tokens."""
         names = json.loads(self.way_names.numpy().tobytes())
         chosen = self.ways[tokens]
         for way in chosen[chosen >= 0].unique().tolist():

@@ -110,8 +110,8 @@ class Batcher:
         return batch_of(record, [self._held[entry] for entry in record.trained])
 
     async def settle(self, record: StepRecord) -> None:
-        """Records and removes the dropped trajectories of a step; releases the trained ones from
-        memory.
+        """Records and removes the dropped trajectories of a step, and frees the memory of its
+        trained trajectories.
 
         Call it when the record is on disk.
         """

@@ -1,9 +1,9 @@
-"""Selects the trajectories that a step trains, and drops the others with a reason.
+"""Selects the trajectories that a step trains, and drops all other trajectories with a reason.
 
 A group counts sessions. A session is complete when all its branches are present
 (Trajectory.branch_count), and is trained whole or not at all. A group ages as a unit: its long
 sessions are the first to be stale, so dropping only stale sessions would bias the mean of the
-group. A group may come from another draw than the step that trains it.
+group. A group may be from another draw than the step that trains it.
 """
 
 from __future__ import annotations

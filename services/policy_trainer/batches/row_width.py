@@ -13,7 +13,7 @@ from paceline.services.policy_trainer.batches.prefixes import Unit
 ROW_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Compared widths. The mask of a still wider row takes more memory than it saves."""
 NO_BETTER = 2
-"""Number of dearer widths after the best one that end the search."""
+"""Number of costlier widths after the best width that end the search."""
 
 
 class Packing(NamedTuple):

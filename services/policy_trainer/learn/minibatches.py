@@ -33,7 +33,7 @@ class Packer:
     """Packs chosen trajectories into rows for this rank."""
 
     def __init__(self, config: PolicyTrainerConfig, mesh: DeviceMesh, pair_cost: float) -> None:
-        """`pair_cost`: of the model that reads the rows, see model.pair_cost."""
+        """`pair_cost`: cost of the model that reads the rows, see model.pair_cost."""
         self._config = config
         self._mesh = mesh
         self._pair_cost = pair_cost
@@ -52,7 +52,7 @@ class Packer:
             yield on_device(micro, self._mesh.device_type)
 
     def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
-        """Equal on every rank."""
+        """The packing; equal on every rank."""
         config, inputs = self._config, batch.inputs(numbers)
         # Without sharing, each trajectory is a group of its own.
         groups = batch.groups[list(numbers)].tolist() if self._shares else range(len(inputs))
@@ -74,8 +74,8 @@ class Packer:
 
 
 def mini_batches(batch: TrainBatch, config: PolicyTrainerConfig) -> list[MiniBatch]:
-    """The configured number of mini-batches, without empty ones: group g is in number g modulo that
-    number.
+    """The configured number of mini-batches, without empty mini-batches: group g is in mini-batch g
+    modulo that number.
     """
     settings = config.algorithm
     parts = []

@@ -19,8 +19,8 @@ from paceline.services.policy_trainer.learn.head import HeadKernel, head_logprob
 from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
 MASKED = 2.5
-"""Cost of a multiplication in masked attention, relative to one in a matrix product. On a CPU a
-core does fewer masked ones a second (2.6 times fewer for the demo's policy).
+"""Cost of a multiplication in masked attention, relative to a multiplication in a matrix product.
+Measured on a CPU with the demo's policy: a core does 2.6 times fewer per second.
 """
 
 
@@ -66,8 +66,8 @@ class PolicyModel(nn.Module):
         return list(self.lm.model.layers)
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Parameters by their names in a Hugging Face directory, tied ones once. Adapters have
-        peft's names.
+        """Parameters by their names in a Hugging Face directory; tied parameters appear once.
+        Adapters have peft's names.
         """
         return {
             one: name.removeprefix("lm.").replace(".base_layer.", ".")

@@ -29,7 +29,9 @@ def loads_silently(read: int, of: int) -> None:
 
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
-    """All ranks, each on its device. Raises ConfigError for more ranks than GPUs."""
+    """Forms the mesh of all ranks, each on its device. Raises ConfigError for more
+    ranks than GPUs.
+    """
     kind = _kind_of(config.device)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -38,7 +40,9 @@ def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
 
 
 def _kind_of(device: str) -> str:
-    """cpu or cuda, where every rank has a GPU of its own: NCCL refuses one for two."""
+    """The kind of device: "cuda" if every rank has its own GPU, since NCCL rejects a GPU shared by
+    two ranks; else "cpu".
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     gpus = torch.cuda.device_count()
     if device == "auto":

@@ -1,8 +1,8 @@
-"""The policy's weights: trained, published and exported ones.
+"""The policy's weights in their trained, published and exported form.
 
 Without adapters these are the same tensors. With adapters, only adapters are trained and written to
-checkpoints. Published is W + (alpha / rank) B A, which any engine serves. Pushed is that sum, or
-the adapters.
+checkpoints. The published form is W + (alpha / rank) B A, which any engine serves. A push sends
+that sum, or the adapters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reads and checks what a DFlash checkpoint holds, its block and its MASK with it.
+"""Reads and checks a DFlash checkpoint, including its block size and MASK.
 
-Names are those of the published checkpoints, which SGLang's loader reads (fc.weight,
-hidden_norm.weight, layers.0.self_attn.k_norm.weight, norm.weight, ...) and skips where it does not
-know them: hence strict checks here.
+Names are the published names, which SGLang's loader reads (fc.weight, hidden_norm.weight,
+layers.0.self_attn.k_norm.weight, norm.weight, ...). That loader skips unknown names, so the checks
+here are strict.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ _VARIANTS = (
     *("attention_sink_bias", "attention_value_scale", "is_causal", "attention_bias"),
     *("has_embed_tokens", "has_lm_head"),
 )
-"""Switches of networks with other tensors or another block, all off in DFlash as first published.
-"""
+"""Switches of networks with other tensors or another block; all are off in the published DFlash."""
 
 
 @dataclass(frozen=True, slots=True)
 class DflashShape:
-    """What a checkpoint fixes."""
+    """The shape that a checkpoint fixes."""
 
     config: ModelConfig
-    """Of a layer, and how many there are."""
+    """Shape of a layer, and number of layers."""
     inner: tuple[int, ...]
-    """The target's layers whose inputs it reads, ascending."""
+    """The drafter reads the inputs of these target layers, ascending."""
     block_size: int
-    """Tokens of a block, B: the last known one and B - 1 drafts."""
+    """Tokens of a block, B: the last drawn token and B - 1 drafts."""
     mask_token_id: int
-    """Row of the target's embedding that stands for a token to be drafted."""
+    """Row of the target's embedding in place of a token to be drafted."""
     target_layers: int
-    """Of the target it was made for."""
+    """Number of layers of its target."""
 
 
 def drafter_shape(target: ModelConfig, layers: int) -> ModelConfig:
-    """The layers' shape: the target's, as Qwen3 layers, whatever the target's family.
+    """The layers' shape: the target's, but always as Qwen3 layers.
 
-    Published checkpoints and loaders know no other ones.
+    Published checkpoints and loaders support no other family.
     """
     return replace(
         target,
@@ -68,15 +67,15 @@ def drafter_shape(target: ModelConfig, layers: int) -> ModelConfig:
 def default_mask(target: ModelConfig) -> int:
     """The highest id of the target's embedding that ends no sequence.
 
-    There stand what tokenizers leave unused: reserved tokens (Llama 3), rows that fill up the table
-    (Qwen), the byte 0xFF, which is in no UTF-8 text (tokenizers that end in bytes).
+    Tokenizers usually leave the last ids unused: reserved tokens (Llama 3), padding rows of the
+    table (Qwen), or the byte 0xFF, which never occurs in UTF-8 text (tokenizers that end in bytes).
     """
     ids = range(target.vocab_size - 1, -1, -1)
     return next((one for one in ids if one not in target.eos_token_ids), 0)
 
 
 def check_mask(mask_token_id: int, target: ModelConfig) -> None:
-    """Raises InvalidInput unless it is a row of the target's embedding."""
+    """Raises InvalidInput for an id outside the target's embedding."""
     if not 0 <= mask_token_id < target.vocab_size:
         raise InvalidInput(
             "mask_token_id is no row of the target's embedding",
@@ -86,7 +85,9 @@ def check_mask(mask_token_id: int, target: ModelConfig) -> None:
 
 
 def dflash_shapes(config: ModelConfig, states: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor name of a checkpoint whose context is made of so many states, and its shape."""
+    """Every tensor name of a checkpoint with its shape; `states`: number of states in
+    the context.
+    """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, states * hidden),
@@ -100,12 +101,14 @@ def dflash_shapes(config: ModelConfig, states: int) -> dict[str, tuple[int, ...]
 
 
 def layer_prefixes(config: ModelConfig) -> Iterator[str]:
-    """What the tensors of each layer begin with."""
+    """Prefixes of the tensors of each layer."""
     return (f"layers.{index}." for index in range(config.num_layers))
 
 
 def dflash_config_json(shape: DflashShape) -> dict[str, Any]:
-    """config.json of a checkpoint; ids name the layer a state leaves: one less than it enters."""
+    """config.json of a checkpoint. An id in it is the layer that outputs the state: one less than
+    the layer that receives it.
+    """
     return layer_config_json(shape.config, ARCHITECTURE) | {
         "num_hidden_layers": shape.config.num_layers,
         "layer_types": ["full_attention"] * shape.config.num_layers,
@@ -119,10 +122,8 @@ def dflash_config_json(shape: DflashShape) -> dict[str, Any]:
 
 
 def parse_dflash(raw: Mapping[str, Any], target: ModelConfig) -> DflashShape:
-    """What a config.json says.
-
-    Raises InvalidInput naming the key that does not fit the target or asks for a variant that is
-    not built here.
+    """The shape in a config.json. Raises InvalidInput with the key that does not match the target
+    or requests an unsupported variant.
     """
     if (name := architecture(raw)) != ARCHITECTURE:
         raise InvalidInput("architectures is no DFlash drafter", seen=name, allowed=ARCHITECTURE)

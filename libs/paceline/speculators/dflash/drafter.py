@@ -1,8 +1,8 @@
 """Drafts with a DFlash network in the embedded engine: one forward for all drafts of a round.
 
-Keys and values of the context are computed once for each token and layer and stay in the cache.
-Those of a block stand behind them while it is drafted; the next rows of the context overwrite what
-of it anyone could still see.
+Keys and values of the context are computed once per token and layer, and stay in the cache. During
+drafting, the block's keys and values follow them in the cache. The next context rows overwrite the
+part of the block that could still be visible.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class DflashDrafter(CachedDrafter[DflashNet]):
     _state: DflashState
 
     def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises as CachedDrafter does, and ConfigError where an arm asks for more drafts than a
-        block holds.
+        """Raises the errors of CachedDrafter, and ConfigError when an arm drafts more tokens than a
+        block has.
         """
         super().__init__(setup)
         if setup.steps > self._net.drafts:
@@ -89,8 +89,8 @@ class DflashDrafter(CachedDrafter[DflashNet]):
         )
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """The most likely token at each position, or a tree of the likeliest; B - 1 levels at most;
-        see Speculator.propose.
+        """The most likely token at each position, or a tree of the most likely tokens; at most B -
+        1 levels. See Speculator.propose.
         """
         self.catch_up(batch)
         lacking = self._lacking(batch.slots, batch.lengths)
@@ -105,13 +105,13 @@ class DflashDrafter(CachedDrafter[DflashNet]):
         shares, tokens = torch.softmax(logits.float(), dim=-1).max(dim=-1)
         scores = shares.cumprod(dim=1)
         if shape.floor > 0:
-            # The first level below the floor is still returned, as by drafters that stop there.
+            # The first level below the floor is still returned, as in drafters that stop there.
             kept = 1 + int((scores[:, :-1] >= shape.floor).any(0).sum())
             tokens, scores = tokens[:, :kept], scores[:, :kept]
         return Drafts(tokens, scores)
 
     def _block_states(self, batch: DraftBatch, steps: int) -> Tensor:
-        """[B, steps, H]: what the head reads at the first MASKs of every sequence's block."""
+        """[B, steps, H]: the head's inputs at the first MASKs of every sequence's block."""
         net, device = self._net, self._device
         size, count = net.shape.block_size, len(batch.slots)
         bases = torch.tensor(batch.lengths, device=device) - 1
@@ -136,7 +136,7 @@ class DflashDrafter(CachedDrafter[DflashNet]):
     def _feed(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> Tensor:
-        """See CachedDrafter; returns the context of these rows, [B R, H]."""
+        """See CachedDrafter; returns the context [B R, H] of the given rows."""
         state, config = self._state, self._config
         known = self._known_rows(batch, slots, lengths, rows)
         context = self._normed(linear(known.states, state.fc), state.hidden_norm)
@@ -155,7 +155,7 @@ class DflashDrafter(CachedDrafter[DflashNet]):
 
 
 def _tree(levels: Tensor, shape: DraftShape) -> Drafts:
-    """EAGLE-2's tree of log-probs [B, steps, V], which are the same under every node of a level."""
+    """EAGLE-2's tree of log-probs [B, steps, V], which are equal under all nodes of a level."""
 
     def expand(beam: Beam) -> Tensor:
         return levels[:, beam.level, None].expand(-1, beam.tokens.shape[1], -1)

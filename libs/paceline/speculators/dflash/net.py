@@ -5,9 +5,9 @@ Engine and trainer share the network. embed_tokens and lm_head are the target's,
 trained or exported.
 
 Alignment: the context of anchor t is hidden_norm(fc(inner states)) of tokens 0 .. t at their own
-positions. Its block stands at positions t + 1 .. t + B: token t + 1, then B - 1 times MASK. The
-output at the k-th MASK is lm_head's input for token t + 1 + k. Queries come from the block alone;
-keys and values from the context and the block, in which every position sees every other.
+positions. Its block has positions t + 1 .. t + B: token t + 1, then B - 1 times MASK. The output at
+the k-th MASK is lm_head's input for token t + 1 + k. Queries are from the block alone. Keys and
+values are from the context and the block; all positions of a block see each other.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def _attend(
 
 
 JUDGED_TOGETHER = 16
-"""Blocks of one forward where a row has one at each position: few, so that a caller that computes
-in short pieces can pause between two forwards."""
+"""Blocks per forward for rows with a block at each position. It is small, so that a caller that
+computes in short pieces can pause between two forwards.
+"""
 
 
 class DflashOptions(Config):
@@ -166,7 +167,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class DflashLayer(nn.Module):
-    """A Qwen3 layer whose attention also sees a context; FSDP2 may shard it."""
+    """A Qwen3 layer with attention to a context and to its own block; FSDP2 may shard it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -217,8 +218,8 @@ class DflashNet(LayerNet):
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
         """See DraftNet.fresh.
 
-        Raises ConfigError for a shallow target or layers it lacks, InvalidInput for a MASK outside
-        of its embedding.
+        Raises ConfigError for a target with too few layers or without a requested layer,
+        InvalidInput for a MASK outside its embedding.
         """
         assert isinstance(options, DflashOptions)
         mask = options.mask_token_id
@@ -236,9 +237,10 @@ class DflashNet(LayerNet):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
-        """See DraftNet.parse; the shape is the checkpoint's, what is learned is the options'.
+        """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
+        options'.
 
-        An option that asks for another block than the checkpoint was trained for is refused.
+        Raises InvalidInput for another block size than the checkpoint was trained for.
         """
         assert isinstance(options, DflashOptions)
         shape = parse_dflash(raw, target)
@@ -262,12 +264,12 @@ class DflashNet(LayerNet):
 
     @property
     def capture(self) -> CaptureSpec:
-        """See DraftNet.capture; the last state is what it learns from."""
+        """See DraftNet.capture; the last state is the learning target."""
         return CaptureSpec(self.shape.inner)
 
     @property
     def reads(self) -> CaptureSpec:
-        """The states it drafts from."""
+        """The states that it drafts from."""
         return CaptureSpec(self.shape.inner, last=False)
 
     def shards(self) -> tuple[nn.Module, ...]:
@@ -296,10 +298,10 @@ class DflashNet(LayerNet):
         """See DraftNet.forward: sum over blocks and drafts k of exp(-(k - 1) / gamma) times the
         draft's cross-entropy (Chen et al. 2026, section on training).
 
-        Blocks stand at the row's drafting targets, at most blocks_per_row of them. A draft counts
-        where the policy drew all tokens up to its own, or could have drawn it under a rejected
-        draft. Positions are the blocks. Terms: loss_0, loss_1, ... without weights and, of the
-        first draft, how often the most likely token is right.
+        Blocks are at the row's drafting targets, at most blocks_per_row. A draft counts if the
+        policy drew all tokens up to its own, or could have drawn it under a rejected draft.
+        Positions are the blocks. Terms: loss_0, loss_1, ... without weights, and the number of
+        correct first drafts.
         """
         anchors = self.anchors(row)
         blocks, places, drafts = self._taught(row, anchors)
@@ -315,9 +317,9 @@ class DflashNet(LayerNet):
         return Objective((weights * losses).sum(), losses.new_tensor(len(anchors)), terms)
 
     def anchors(self, row: PackedRow) -> Tensor:
-        """int64 [N], ascending: where blocks are learned. All drafting targets of the row, or
-        blocks_per_row of them drawn by the row's own tokens, so that a step that is done again
-        learns the same.
+        """int64 [N], ascending: positions of the learned blocks. They are all drafting targets of
+        the row, or a random choice of blocks_per_row. The row's own tokens seed the choice, so a
+        repeated step learns the same.
         """
         found = row.valid.nonzero()[:, 0]
         most = self.options.blocks_per_row
@@ -328,8 +330,8 @@ class DflashNet(LayerNet):
         return found[chosen.to(found.device)]
 
     def _taught(self, row: PackedRow, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """int64 [M] each: a block, the position whose draft_tokens it drafts, and its draft, 0 for
-        the first.
+        """Three int64 [M]: block, position in draft_tokens of the drafted token, and number of the
+        draft (0 for the first).
         """
         kept = torch.ones(len(anchors), dtype=torch.bool, device=anchors.device)
         blocks, places, drafts = [], [], []
@@ -343,8 +345,8 @@ class DflashNet(LayerNet):
         return torch.cat(blocks), torch.cat(places), torch.cat(drafts)
 
     def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
-        """See DraftNet.chain_states; B - 1 steps at most. A block reads none of its drafts, so
-        that nothing is forced.
+        """See DraftNet.chain_states; at most B - 1 steps. A block reads none of its drafts, so no
+        token is forced.
         """
         everywhere = torch.arange(len(row), device=row.next_tokens.device)
         for part in everywhere.split(JUDGED_TOGETHER):
@@ -357,7 +359,7 @@ class DflashNet(LayerNet):
         return self.logits(states)
 
     def states(self, row: PackedRow, anchors: Tensor) -> Tensor:
-        """[N, B - 1, H]: what lm_head reads at the MASKs of the blocks at anchors int64 [N]."""
+        """[N, B - 1, H]: lm_head's inputs at the MASKs of the blocks at anchors int64 [N]."""
         context = self.hidden_norm(self.fc(self.states_read(row)))[None]
         size, first = self.shape.block_size, row.positions[anchors] + 1
         tokens = row.next_tokens.new_full((len(anchors), size), self.shape.mask_token_id)

@@ -1,8 +1,7 @@
-"""Reads and checks what an EAGLE-3 checkpoint holds, its inner states and draft vocabulary with it.
+"""Reads and checks an EAGLE-3 checkpoint, including its inner states and draft vocabulary.
 
-Names are those of SGLang's EAGLE-3 loader (fc.weight,
-midlayer.mlp.up_proj.weight, ...), which skips unknown ones without a word: hence strict checks
-here.
+Names are from SGLang's EAGLE-3 loader (fc.weight, midlayer.mlp.up_proj.weight, ...). That loader
+silently skips unknown names, so the checks here are strict.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ from paceline.speculators.kinds import SPECULATORS
 KIND = SPECULATORS["eagle3"]
 (ARCHITECTURE,) = KIND.architectures
 MAP_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
-"""The draft vocabulary's two tensors; all others are weights."""
+"""The draft vocabulary's two tensors; all other tensors are weights."""
 
 _VARIANTS = (
     *("bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output"),
     *("attention_bias", "mlp_bias", "tie_word_embeddings"),
 )
-"""Switches of networks with other tensors or another recurrence, all off in EAGLE-3 as published.
+"""Switches of networks with other tensors or another recurrence; all are off in the published
+EAGLE-3.
 """
 
 
 def drafter_shape(target: ModelConfig) -> ModelConfig:
-    """The layer's shape: the target's, as a Llama layer, whatever the target's family.
+    """The layer's shape: the target's, but always as a Llama layer.
 
-    Loaders know no other one.
+    Loaders support no other family.
     """
     return replace(
         target,
@@ -71,10 +71,8 @@ def eagle3_shapes(config: ModelConfig, draft_vocab_size: int) -> dict[str, tuple
 def parse_eagle3(
     raw: Mapping[str, Any], target: ModelConfig
 ) -> tuple[ModelConfig, tuple[int, ...], int]:
-    """The layer's shape, the inner states and the draft vocabulary's size of a config.json.
-
-    Raises InvalidInput naming the key that does not fit the target or asks for a variant that is
-    not built here.
+    """The layer's shape, the inner states and the draft vocabulary's size of a config.json. Raises
+    InvalidInput with the key that does not match the target or requests an unsupported variant.
     """
     if (name := architecture(raw)) != ARCHITECTURE:
         raise InvalidInput(
@@ -121,8 +119,8 @@ def _inner(raw: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
 
 
 def frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """The draft vocabulary of a size: int64 [size] token ids, ascending, most counted first, the
-    lower id of equals.
+    """The most frequent tokens: int64 [size] token ids, ascending. Among equal counts the lower id
+    is chosen.
 
     counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
     """
@@ -138,8 +136,8 @@ def frequent_tokens(counts: Tensor, size: int) -> Tensor:
 
 
 def token_maps(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """d2t int64 [Vd], offsets: token id = draft id + d2t[draft id]; and t2d bool [V], of ascending
-    ids [Vd].
+    """d2t int64 [Vd], offsets: token id = draft id + d2t[draft id]; and t2d bool [V]. Both are from
+    ascending ids [Vd].
     """
     draft_ids = torch.arange(len(token_ids), device=token_ids.device)
     drafted = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
@@ -148,8 +146,8 @@ def token_maps(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def check_maps(d2t: Tensor, t2d: Tensor) -> None:
-    """Raises WeightsError when d2t leaves the vocabulary, is not ascending, or names other tokens
-    than t2d.
+    """Raises WeightsError when d2t leaves the vocabulary, is not ascending, or
+    disagrees with t2d.
     """
     token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
     outside = token_ids[(token_ids < 0) | (token_ids >= len(t2d))]

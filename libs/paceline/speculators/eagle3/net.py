@@ -1,12 +1,12 @@
 """Predicts tokens with one layer over fused inner states of the target: EAGLE-3 (Li et al. 2025,
 arXiv 2503.01840).
 
-Engine and trainer share the network. embed_tokens is the target's, by reference; lm_head is its
-own, over the draft vocabulary.
+Engine and trainer share the network. embed_tokens is the target's, by reference. The network has
+its own lm_head over the draft vocabulary.
 
 Alignment: row t = (fc of the inner states of token t, embed(token t + 1)), rotary position t; its
-head predicts token t + 2. A later step of a chain reads the layer's own output before the final
-norm where the first reads fc's.
+head predicts token t + 2. The first step of a chain reads fc's output; a later step reads the
+layer's own output before the final norm.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Eagle3Net(LayerNet):
         draft_vocab_size: int = 0,
         seed: int = 0,
     ) -> None:
-        """config: of the layer; inner: layers of the target whose inputs are read;
-        draft_vocab_size: 0 for V.
+        """`config`: shape of the layer. `inner`: target layers with inputs that the drafter reads.
+        `draft_vocab_size`: 0 for V.
         """
         super().__init__()
         self.config, self.inner = config, inner
@@ -158,9 +158,8 @@ class Eagle3Net(LayerNet):
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
-        """See DraftNet.fresh; it drafts all tokens until `choose_tokens`.
-
-        Raises ConfigError for a shallow target.
+        """See DraftNet.fresh; it drafts all tokens until `choose_tokens`. Raises ConfigError for a
+        target with too few layers.
         """
         assert isinstance(options, Eagle3Options)
         inner = inner_layers(target.num_layers, options.inner_layers)
@@ -180,12 +179,12 @@ class Eagle3Net(LayerNet):
 
     @property
     def capture(self) -> CaptureSpec:
-        """See DraftNet.capture; the last state is what it learns from."""
+        """See DraftNet.capture; the last state is the learning target."""
         return CaptureSpec(self.inner)
 
     @property
     def reads(self) -> CaptureSpec:
-        """The states it drafts from."""
+        """The states that it drafts from."""
         return CaptureSpec(self.inner, last=False)
 
     @property
@@ -195,8 +194,8 @@ class Eagle3Net(LayerNet):
 
     @torch.no_grad()
     def choose_tokens(self, counts: Tensor) -> None:
-        """Draft only options.draft_vocab_size tokens: the most counted. Before the network is
-        trained or sharded.
+        """Limits drafts to the options.draft_vocab_size most frequent tokens. Call it before the
+        network is trained or sharded.
 
         counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
         """
@@ -222,7 +221,9 @@ class Eagle3Net(LayerNet):
         return eagle3_shapes(self.config, len(self.d2t))
 
     def config_json(self) -> dict[str, Any]:
-        """See DraftNet.config_json; ids name the layer a state leaves: one less than it enters."""
+        """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than
+        the layer that receives it.
+        """
         return layer_config_json(self.config, ARCHITECTURE) | {
             "draft_vocab_size": len(self.d2t),
             "norm_before_residual": self.options.norm_before_residual,
@@ -241,7 +242,7 @@ class Eagle3Net(LayerNet):
         }
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """See DraftNet.check; d2t and t2d must name the same tokens."""
+        """See DraftNet.check; d2t and t2d must agree."""
         check_tensors(tensors, self.shapes(), MAP_DTYPES)
         check_maps(tensors["d2t"], tensors["t2d"])
 
@@ -250,10 +251,10 @@ class Eagle3Net(LayerNet):
     def forward(self, row: PackedRow) -> Objective:
         """See DraftNet.forward: the training-time test, sum over steps i of ttt_decay^i loss_i.
 
-        Step i stands at each position t for the draft of token t + 2 + i, and counts where that is
-        a drafting target whose distribution peaks at a draftable token. Positions are the row's
-        drafting targets, so that tokens outside the draft vocabulary count as missed in `correct`
-        and `alpha`, which are those of the first draft.
+        Step i at position t is for the draft of token t + 2 + i. It counts if that token is a
+        drafting target and its distribution peaks at a draftable token. Positions are the row's
+        drafting targets. `correct` and `alpha` are of the first draft, with tokens outside the
+        draft vocabulary as misses.
         """
         teacher = teacher_of(row.next_states, self.head, self.t2d)
         taught = row.valid & teacher.drafted
@@ -280,11 +281,11 @@ class Eagle3Net(LayerNet):
         return over_tokens(self.logits(states), self.token_ids, self.config.vocab_size)
 
     def unroll(self, row: PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A draft chain from every position, teacher-forced: per step features [T, H] and
-        PackedRow.ahead of it.
+        """A draft chain from every position, teacher-forced. Yields features [T, H] and
+        PackedRow.ahead per step.
 
-        A step sees the true rows up to its own and its own earlier steps, as the engine's drafter
-        does.
+        As in the engine's drafter, a step sees the true rows up to its own row, and its own earlier
+        steps.
         """
         features, chain, mask = self.fc(self.states_read(row)), ChainKeys(), row.mask()
         for step in range(steps):
@@ -302,11 +303,11 @@ class Eagle3Net(LayerNet):
         mask: Tensor | None = None,
         chain: ChainKeys | None = None,
     ) -> Tensor:
-        """The layer's output before the final norm, [T, H].
+        """The layer's output [T, H] before the final norm.
 
-        features [T, H]: fused states, or its own output one step before; tokens int64 [T]: one
-        token on; positions int64 [T]; mask bool [T, T] or None for causal; chain: the steps before,
-        to which this one is added.
+        features [T, H]: fused states, or its own output of the previous step; tokens int64 [T]: the
+        next tokens; positions int64 [T]; mask bool [T, T] or None for causal; chain: the previous
+        steps, to which this step is added.
         """
         embedded = functional.embedding(tokens, self.embed).to(features.dtype)
         seen = None if mask is None else mask[None, None]
@@ -319,8 +320,8 @@ class Eagle3Net(LayerNet):
 
 
 def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] by token, of logits [..., Vd] of the tokens int64 [Vd]; -inf for all
-    others.
+    """Logits [..., V] by token, from logits [..., Vd] of the tokens int64 [Vd]; -inf for all other
+    tokens.
     """
     full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     full[..., token_ids] = logits

@@ -1,1 +1,1 @@
-"""Drafters made of one decoder layer, which EAGLE and EAGLE-3 share."""
+"""Drafters of one decoder layer, shared by EAGLE and EAGLE-3."""

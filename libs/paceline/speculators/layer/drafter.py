@@ -163,7 +163,7 @@ class CachedDrafter(NetDrafter[Net]):
 class LayerDrafter(CachedDrafter[Net]):
     """A speculator of one layer (see speculators/base.py for the methods)."""
 
-    # ---- what each drafter says of itself
+    # ---- defined by each drafter
 
     @abstractmethod
     def _true_features(self, hidden: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class LayerDrafter(CachedDrafter[Net]):
 
     @abstractmethod
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """From token ids int64 [N] and features [N, H]: what the layer adds to [N, H], and its
+        """From token ids int64 [N] and features [N, H]: the residual [N, H] of the layer, and its
         queries, keys and values [N, .].
         """
 
@@ -215,12 +215,12 @@ class LayerDrafter(CachedDrafter[Net]):
         return store(self._config, self._layer, qkv, self._cache, 0, rotation, cells)
 
     def _leave(self, x: Tensor, queries: Tensor, block: Block) -> Tensor:
-        """Features [N, H] of what the layer adds to and its queries [N, Nq, D]."""
+        """Features [N, H] from the layer's residual [N, H] and queries [N, Nq, D]."""
         attended = attend(self._config, queries, self._cache, 0, block)
         return finish_layer(self._layer, x, attended, self._config.rms_norm_eps)
 
     def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
-        """EAGLE-2's tree. A beam's rows are cached after those of earlier beams."""
+        """EAGLE-2's tree. A beam's rows are cached after the rows of earlier beams."""
         count = len(batch.slots)
         bases = torch.tensor(batch.lengths, device=self._device) - 1
         known = features[:, None]
@@ -267,8 +267,8 @@ class LayerDrafter(CachedDrafter[Net]):
     def _feed(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> tuple[Tensor, Tensor]:
-        """See CachedDrafter; returns of row n - 2 what the layer adds to [B, H] and its queries [B,
-        Nq, D]. What it makes of earlier rows nobody reads.
+        """See CachedDrafter; returns the residual [B, H] and the queries [B, Nq, D] of row n - 2.
+        The outputs of earlier rows are not needed.
         """
         known = self._known_rows(batch, slots, lengths, rows)
         tokens = batch.token_ids[known.index, known.positions + 1]

@@ -1,9 +1,9 @@
 """Keeps the answers to each prompt by their last policy version, and counts contexts for prompts
 being answered.
 
-A kept answer costs 4 bytes a token, a counted one 200 to 400. So all prompts of an epoch may be
-kept, and a prompt's answers are counted when it is asked again. After Shao et al. 2025 (DAS, arXiv
-2511.13841), which uses a suffix tree per prompt instead of counts.
+A kept answer costs 4 bytes a token, a counted answer 200 to 400. So all prompts of an epoch may be
+kept, and a prompt's answers are counted when it is requested again. After Shao et al. 2025 (DAS,
+arXiv 2511.13841), which uses a suffix tree per prompt instead of counts.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ class EndedAnswer:
 
 
 class KeptAnswers:
-    """Answers by prompt, oldest first. Beyond the budget, prompts asked longest ago are dropped."""
+    """Answers by prompt, oldest first. Beyond the budget, the least recently requested prompts are
+    dropped.
+    """
 
     def __init__(
         self, versions: int, most_bytes: int = KEPT_BYTES, prompt_tokens: int = PROMPT_TOKENS
@@ -180,7 +182,7 @@ class KeptAnswers:
         return len(self._answers)
 
     def keep(self, prompt: bytes, tokens: Sequence[int], version: int) -> None:
-        """Adds an answer; only the beginning of one that is too long."""
+        """Adds an answer; an answer above the limit is cut to its beginning."""
         answer = EndedAnswer(array("i", tokens[: self._prompt_tokens]), version)
         self._put(prompt, [*self._answers.get(prompt, ()), answer], version)
         while self.held_bytes > self._most:
@@ -198,8 +200,8 @@ class KeptAnswers:
         return version - drawn > self._versions
 
     def _put(self, prompt: bytes, answers: list[EndedAnswer], version: int) -> list[EndedAnswer]:
-        """Stores the answers within the budget and returns them; the prompt counts as
-        asked last.
+        """Stores the answers within the budget and returns them; the prompt counts as the most
+        recently requested.
         """
         self.held_bytes -= _bytes(self._answers.pop(prompt, []))
         fresh = [one for one in answers if not self.outlived(one.version, version)]
@@ -300,7 +302,9 @@ class AnswerStore:
         return self._counted[prompt]
 
     def _make_room(self, tokens: int) -> None:
-        """Drops prompts without running sequences, the longest ended ones first."""
+        """Drops prompts without running sequences until there is room; the prompts that ended first
+        are dropped first.
+        """
         if self.tokens + tokens <= self._most:
             return
         for prompt in [one for one in self._counted if one not in self._running]:

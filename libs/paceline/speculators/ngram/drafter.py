@@ -1,5 +1,5 @@
-"""Drafts the earlier continuations of the last tokens: in the answers to the same prompt, then in
-everything that this engine has seen.
+"""Drafts the earlier continuations of the last tokens: from the answers to the same prompt, then
+from all text of this engine.
 
 Prompt lookup (Saxena 2023), suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) and its form for
 RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts. Contexts are the

@@ -1,1 +1,1 @@
-"""Drafters that carry a state from draft to draft: LSTM and MLP."""
+"""Drafters with a state from draft to draft: LSTM and MLP."""

@@ -1,8 +1,8 @@
 """Drafts with a recurrent network, "mlp" or "lstm", in the embedded engine.
 
-A round reads the target's state of token n - 2, then token n - 1 and its own drafts. Nothing is
-kept of a sequence between rounds: there is no cache to fill, to move or to catch up, however long
-the drafter has been off.
+A round reads the target's state of token n - 2, then token n - 1 and its own drafts. No state of a
+sequence is kept between rounds. So there is no cache to fill or move, and no catch-up after a pause
+of any length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.speculators.recurrent.net import RecurrentNet, State, StepWeights
 
 
 class RecurrentDrafter(NetDrafter[RecurrentNet]):
-    """A speculator of one of these networks (see speculators/base.py for the methods)."""
+    """A speculator with a recurrent network (see speculators/base.py for the methods)."""
 
     def __init__(self, setup: SpeculatorSetup) -> None:
         super().__init__(setup)
@@ -35,23 +35,24 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
         self._weights = self._net.step_weights()
 
     def bind(self, target: DecoderWeights) -> None:
-        """Embeddings and heads are its own: nothing changes."""
+        """No effect: it has its own embeddings and heads."""
 
     def catch_up(self, batch: DraftBatch) -> None:
-        """Keeps nothing of a sequence: there is nothing to catch up with."""
+        """No effect: no state of a sequence is kept."""
 
     def free(self, slot: int) -> None:
-        """Keeps nothing of a sequence."""
+        """No effect: no state of a sequence is kept."""
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """Keeps nothing of a sequence."""
+        """No effect: no state of a sequence is kept."""
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """The most likely chain or tree, n_predict levels at most; see Speculator.propose."""
+        """The most likely chain or tree, at most n_predict levels; see Speculator.propose."""
         shape = replace(shape, steps=min(shape.steps, len(self._weights)))
         slots = torch.tensor(batch.slots, device=self._device)
         last = torch.tensor(batch.lengths, device=self._device) - 1
-        # A sequence of one token has no known state; its drafts are as good as what stands there.
+        # A sequence of one token has no state yet; its drafts use the state at position 0, whatever
+        # it is.
         hidden = batch.hidden[
             slots, (last - 1).clamp_(min=0), -self._target.config.hidden_size :
         ].to(self._dtype)
@@ -69,7 +70,7 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
         return self._chain(batch, shape, _logits(self._weights[0], state), advance)
 
     def _tree(self, count: int, state: State, shape: DraftShape) -> Drafts:
-        """EAGLE-2's tree; every node of a beam has a state of its own."""
+        """EAGLE-2's tree; every node of a beam has its own state."""
         rows = torch.arange(count, device=self._device)[:, None]
 
         def expand(beam: Beam) -> Tensor:

@@ -1,23 +1,24 @@
 """Predicts tokens with a gated cell, or with stacks of matrices: ArcticLSTMSpeculator of Snowflake
 (ArcticTraining), methods "sum_lstm" and "sum_rnn".
 
-Names and config.json of the checkpoint are those of Arctic Inference's plug-in for vLLM; see net.py
+Names and config.json of the checkpoint are from Arctic Inference's plug-in for vLLM. net.py
 for what is not the cell's, net.py for which widths there are. With a the token's weight ew / sw
 (as in mlp.py, its D the first of inner_dim) and, of sum_lstm, W the first projections for draft 0
 and the second ones for all others, E the token's embedding:
 
-    f, i, o = sigmoid(W h + a E(token)), each with a W and an E of its own
-    c = f c + i GELU(cell_ln(W_c h + a E_c(token))), at first c = 0
+    f, i, o = sigmoid(W h + a E(token)), each with its own W and E
+    c = f c + i GELU(cell_ln(W_c h + a E_c(token))), initially c = 0
     h = o GELU(state_ln(c)), logits = head(h)
 
-GELU stands where an LSTM has tanh. Norms and head are the same for all drafts; tie_lstm_embs: one E
-for all gates, all that the plug-in can serve. forget_proj.0 multiplies c = 0 and is never trained.
-The first of proj_dim and emb_dim is each gate's width, cell and norms have those of inner_dim.
+GELU replaces an LSTM's tanh. Norms and head are the same for all drafts. With tie_lstm_embs all
+gates share one E, the only form that the plug-in can serve. forget_proj.0 multiplies c = 0 and is
+never trained. The first of proj_dim and emb_dim is each gate's width; cell and norms have the
+widths of inner_dim.
 
-Of sum_rnn, draft i, where every further width of a chain is one more layer:
+Draft i of sum_rnn, with one more layer for every further width of a chain:
 
     p = proj_i(h), then p = M GELU(norm(p)) for each further width of proj_dim
-    e = emb_i(token), the same of emb_dim
+    e = emb_i(token), then likewise for emb_dim
     h = GELU(norm(p + a e)), then h = GELU(norm(M h)) of inner_dim, logits = head_i(h)
 """
 
@@ -55,7 +56,7 @@ from paceline.speculators.recurrent.net import (
 )
 
 GATES = ("forget", "input", "output", "cell")
-"""In the order in which their sums stand beside each other."""
+"""The order in which the gates' sums are concatenated."""
 Method = Literal["sum_lstm", "sum_rnn"]
 
 KIND = SPECULATORS["lstm"]
@@ -67,7 +68,7 @@ def _chain_or_none(given: int | str) -> int | str:
 
 
 GivenWidths = Annotated[int | str, AfterValidator(_chain_or_none)]
-"""A chain of widths, or 0: what another setting says."""
+"""A chain of widths, or 0 for the value of another setting."""
 
 
 class LstmOptions(RecurrentOptions):
@@ -102,7 +103,7 @@ class LstmOptions(RecurrentOptions):
         return parse_chain(self.inner_dim or hidden_size)
 
     def widths(self, hidden_size: int) -> Widths:
-        """What these settings mean for a target."""
+        """The widths of these settings for a target."""
         inner = self.inner_chain(hidden_size)
         proj, emb = (parse_chain(given or inner[0]) for given in (self.proj_dim, self.emb_dim))
         return Widths(inner, proj, emb)
@@ -116,7 +117,7 @@ class LstmNet(RecurrentNet):
     options: LstmOptions
 
     def __init__(self, target: ModelConfig, options: LstmOptions) -> None:
-        """Raises InvalidInput for widths that do not fit."""
+        """Raises InvalidInput for widths that do not match."""
         super().__init__(target, options)
         self.widths = options.widths(target.hidden_size)
         self.widths.check(options.method)
@@ -296,8 +297,8 @@ class StackedNet(LstmNet):
 
 
 def _stack(chain: Chain) -> Iterator[nn.Module]:
-    """What stands behind a table or projection, in the published order: each norm is made with the
-    width behind the matrix that follows it. GELU only has a place in the names.
+    """The modules after a table or projection, in the published order. Each norm has the output
+    width of the matrix that follows it. GELU only has a place in the names.
     """
     for before, behind in pairwise(chain):
         yield from (BiasedNorm(behind), nn.GELU(), Linear(before, behind, bias=False))

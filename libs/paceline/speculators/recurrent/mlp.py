@@ -1,8 +1,8 @@
 """Predicts tokens with a cell of one matrix, norm and GELU: MLPSpeculator of IBM (Wertheimer et al.
 2024, arXiv 2404.19124).
 
-Names and config.json of the checkpoint are those of vLLM's "mlp_speculator"; see net.py for what is
-not the cell's. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
+Names and config.json of the checkpoint are from vLLM's "mlp_speculator"; net.py describes the parts
+outside the cell. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
 emb_i(token))), logits = head_i(h), where sw = 0.5^(0.5 / n) and ew = sqrt((1 - sw²) D / 2).
 """
 
@@ -60,7 +60,7 @@ class MlpNet(RecurrentNet):
 
     def __init__(self, target: ModelConfig, options: MlpOptions) -> None:
         super().__init__(target, options)
-        # The loaders tie nothing where there is only one draft.
+        # The loaders tie no tensors if there is only one draft.
         self.tied = options.tie_weights and options.n_predict > 1
         width, vocab = self.width, target.vocab_size
         inputs = [target.hidden_size] + [width] * ((2 if self.tied else options.n_predict) - 1)

@@ -1,14 +1,14 @@
-"""Predicts tokens from a state that is carried from draft to draft, a head for each: what "mlp" and
-"lstm" share (Wertheimer et al. 2024, arXiv 2404.19124).
+"""Predicts tokens from a state that is passed from draft to draft, with one head per draft: the
+shared part of "mlp" and "lstm" (Wertheimer et al. 2024, arXiv 2404.19124).
 
 Alignment: the state starts as h_t, the target's last hidden state after the final norm. Draft i
 reads token t + 1 + i and its head predicts token t + 2 + i. There is no attention: a position needs
 no other position's state.
 
-Tied tensors are stored once, under the first of their names, without a prefix: the loaders of vLLM
-and Arctic Inference look tensors up among their own parameters, which a shared one joins under its
-first name only, and safetensors refuses tensors that share storage. What other exporters write is
-read as well: all names, if the copies agree, and a prefix "speculator.".
+Tied tensors are stored once, under the first of their names, without a prefix. The loaders of vLLM
+and Arctic Inference look tensors up among their own parameters, where a shared parameter has its
+first name only. safetensors rejects tensors that share storage. The forms of other exporters are
+read too: all names, if the copies agree, and a prefix "speculator.".
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _meetings(widths: Widths, method: str) -> Iterator[tuple[Named, Named, bool]
 
 
 State = tuple[Tensor, ...]
-"""What one draft leaves to the next, [N, D] each: first what the head reads."""
+"""The state after a draft, [N, D] each; the first tensor is the head's input."""
 
 
 class RecurrentOptions(Config):
@@ -189,7 +189,7 @@ class RecurrentOptions(Config):
 
     @abstractmethod
     def inner_chain(self, hidden_size: int) -> Chain:
-        """Widths from what is summed up to the state that the head reads, D; often one."""
+        """Widths from the cell's sum to the state that the head reads, D; often a single width."""
 
 
 class RecurrentNet(DraftNet):
@@ -199,25 +199,25 @@ class RecurrentNet(DraftNet):
 
     def __init__(self, target: ModelConfig, options: RecurrentOptions) -> None:
         super().__init__()
-        # In these checkpoints `head` is a list of the drafter's own; the target's, kept there
-        # otherwise, makes room.
+        # In these checkpoints `head` is a list of the drafter's own heads. The target's head is
+        # therefore stored as target_head.
         del self.head
         self.target_head: Tensor = torch.empty(0)
         self.target, self.options = target, options
         summed, self.width = (chain := options.inner_chain(target.hidden_size))[0], chain[-1]
-        # Chosen in the paper so that h_t makes up half of the last head's state.
+        # Chosen in the paper so that h_t contributes half of the last head's state.
         kept = 0.5 ** (0.5 / options.n_predict)
         self.token_weight = math.sqrt((1 - kept**2) * summed / 2) / kept
 
     @classmethod
     def build(cls, target: ModelConfig, options: RecurrentOptions) -> Self:
-        """The network that these options mean; its weights are unspecified."""
+        """The network with these options; its weights are unspecified."""
         return cls(target, options)
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
-        """See DraftNet.fresh; matrices are normal(0, spread), norms only divide by the root mean
-        square.
+        """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
+        mean square.
         """
         assert isinstance(options, RecurrentOptions)
         net, generator = cls.build(target, options), torch.Generator().manual_seed(seed)
@@ -229,7 +229,9 @@ class RecurrentNet(DraftNet):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
-        """See DraftNet.parse; the shape is the checkpoint's, what is learned is the options'."""
+        """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
+        options'.
+        """
         assert isinstance(options, RecurrentOptions)
         if (name := architecture(raw)) not in cls.kind.architectures:
             raise InvalidInput(
@@ -242,9 +244,8 @@ class RecurrentNet(DraftNet):
     @classmethod
     @abstractmethod
     def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
-        """Options that a config.json fixes.
-
-        Raises InvalidInput naming the key that does not fit.
+        """Options that a config.json fixes. Raises InvalidInput with the key that does
+        not match.
         """
 
     def twin(self) -> Self:
@@ -257,7 +258,7 @@ class RecurrentNet(DraftNet):
         return CaptureSpec()
 
     def bind(self, embed: Tensor, head: Tensor) -> None:
-        """See DraftNet.bind: lm_head alone is used, to learn distributions."""
+        """See DraftNet.bind; only lm_head is used, to learn distributions."""
         self.target_head = head.detach()
 
     def add_heads(self, count: int) -> None:
@@ -277,22 +278,22 @@ class RecurrentNet(DraftNet):
 
     @abstractmethod
     def step_weights(self) -> list[StepWeights]:
-        """Weights of draft 0, 1, ...; what is tied is the same tensor."""
+        """Weights of draft 0, 1, ...; tied weights are the same tensor."""
 
     def start(self, hidden: Tensor) -> State:
-        """The state before the first draft, of the target's hidden states [N, H]."""
+        """The state before the first draft, from the target's hidden states [N, H]."""
         if self.options.scale_input:
             hidden = functional.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) / math.sqrt(2)
         return (hidden,)
 
     @abstractmethod
     def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
-        """The next state; sums [N, G P]: W h + (ew / sw) E(token) of every gate, `state` as it was
-        before.
+        """The next state; sums [N, G P]: W h + (ew / sw) E(token) of every gate; `state`: the
+        previous state.
         """
 
     def advance(self, weights: StepWeights, state: State, tokens: Tensor) -> State:
-        """The state one draft on, after reading tokens int64 [N]; see `cell`."""
+        """The state after reading tokens int64 [N]; see `cell`."""
         embedded = torch.cat(
             [functional.embedding(tokens, table) for table in weights.embeds], dim=-1
         )
@@ -310,13 +311,13 @@ class RecurrentNet(DraftNet):
     # ---- learning
 
     def forward(self, row: PackedRow) -> Objective:
-        """See DraftNet.forward: the sum over drafts of their cross-entropies, each where the policy
-        drew its token.
+        """See DraftNet.forward: the sum of the drafts' cross-entropies, each at positions with a
+        token drawn by the policy.
 
-        A chain that leaves its document, or reaches tokens the policy did not draw, ends there for
-        all later drafts. Where no token was drawn, under a rejected draft, the target's
-        distribution softmax(lm_head h_{t+1}) is learned. Terms: loss_0, loss_1, ... and, of the
-        first draft, how often the most likely token is right.
+        A chain ends for all later drafts when it leaves its document or reaches tokens that the
+        policy did not draw. Under a rejected draft no token was drawn, so the target's distribution
+        softmax(lm_head h_{t+1}) is learned. Terms: loss_0, loss_1, ..., and the number of correct
+        first drafts.
         """
         soft = row.valid & ((row.draft_tokens < 0) | (self.options.targets == "distribution"))
         teacher = torch.softmax((row.next_states[soft] @ self.target_head.t()).float(), dim=-1)
@@ -325,8 +326,8 @@ class RecurrentNet(DraftNet):
         state = self.start(self._last(row)[index])
         terms: dict[str, Tensor] = {}
         total = teacher.new_zeros(())
-        # Steps without positions are computed all the same: ranks of FSDP2 must agree on which
-        # gradients there are.
+        # Steps without positions are also computed: all ranks of FSDP2 must have the same
+        # gradients.
         for step, weights in enumerate(self.step_weights()):
             there, inside = row.ahead(step)
             kept = inside[index] & row.valid[there[index]]
@@ -350,7 +351,7 @@ class RecurrentNet(DraftNet):
         return Objective(total, row.valid.sum(), terms)
 
     def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
-        """See DraftNet.chain_states; n_predict steps at most."""
+        """See DraftNet.chain_states; at most n_predict steps."""
         state = self.start(self._last(row))
         for step, weights in enumerate(self.step_weights()[:steps]):
             there, _ = row.ahead(step)
@@ -373,7 +374,7 @@ class RecurrentNet(DraftNet):
 
     @abstractmethod
     def aliases(self) -> dict[str, str]:
-        """Other names of tied tensors and the name each is stored under."""
+        """Aliases of tied tensors -> their stored names."""
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See DraftNet.own_tensors. Raises WeightsError when the copies of a tied tensor differ."""
