@@ -1,4 +1,4 @@
-"""What an operator chooses to serve: `paceline drafter rollback`, `pin`, `unpin`, `use-profile`."""
+"""Implements `paceline drafter rollback`, `pin` and `unpin`, and `paceline use-profile`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _METHODS = {
 
 
 async def choose_drafter(coordinator: Coordinator, request: Request, console: Console) -> int:
-    """Prints what serves from the next commit on; 0.
+    """Sends a drafter choice and prints the drafter from the next commit; returns 0.
 
-    Raises Unavailable when no coordinator answers, FailedPrecondition naming what speaks against
-    it: no run goes on, the version is not kept, another one is pinned.
+    Raises Unavailable if no coordinator responds. Raises FailedPrecondition with the reason: no
+    active run, a version that is not stored, or another pinned version.
     """
     async with asked(coordinator, _METHODS[type(request)], request) as (_, answer):
         console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
@@ -32,8 +32,9 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
 
 
 async def choose_profile(coordinator: Coordinator, profile: str, console: Console) -> int:
-    """Prints what the policy is rounded to, and from when on; 0. Raises as `choose_drafter` does,
-    also for a profile that the run may not change to.
+    """Sends a profile choice and prints the policy's rounding and its first version; returns 0.
+
+    Raises as `choose_drafter`, and for a profile that the run does not allow.
     """
     request = pb.ChooseProfileRequest(profile=profile)
     async with asked(coordinator, "ChooseProfile", request) as (_, answer):
@@ -46,7 +47,7 @@ async def choose_profile(coordinator: Coordinator, profile: str, console: Consol
 
 
 def drafter_line(drafters: pb.DrafterChoice) -> str:
-    """Which drafter serves, what was chosen, and what waits for it."""
+    """One line: the serving drafter, the chosen drafter, and a promoted drafter that waits."""
     parts = [f"drafter d{drafters.serving} serves"]
     chosen = drafters.chosen if drafters.HasField("chosen") else None
     if chosen is not None and chosen != drafters.serving:

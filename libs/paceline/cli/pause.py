@@ -1,4 +1,4 @@
-"""`paceline pause` and `resume`: has a run rest after what is under way, and lets it go on."""
+"""Implements `paceline pause` and `resume`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.v1 import coordinator_pb2 as pb
 
 
 async def pause_run(coordinator: Coordinator, console: Console) -> int:
-    """Prints what the run still does until it rests: 0, or 1 when it does not come to that.
+    """Pauses a run and prints its remaining work; returns 0, or 1 if it does not pause.
 
-    Raises Unavailable when no coordinator answers, FailedPrecondition when no run goes on or all
-    its steps have begun. Whoever is cancelled waits no longer; the run pauses all the same.
+    Raises Unavailable if no coordinator responds. Raises FailedPrecondition if no run is active or
+    all its steps have begun. A cancelled call ends the wait, but the run still pauses.
     """
     async with asked(coordinator, "PauseRun", pb.PauseRunRequest()) as (stub, answer):
         console.print(f"the run pauses after {answer.steps} steps", highlight=False)
@@ -22,7 +22,7 @@ async def pause_run(coordinator: Coordinator, console: Console) -> int:
 
 
 async def resume_run(coordinator: Coordinator, console: Console) -> int:
-    """Prints whether the run had been paused; 0. Raises as `pause_run` does."""
+    """Resumes a run and prints whether it was paused; returns 0. Raises as `pause_run`."""
     async with asked(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
         told = "the run goes on" if answer.was_paused else "the run goes on: it was not paused"
         console.print(told, highlight=False)

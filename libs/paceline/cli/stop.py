@@ -1,4 +1,4 @@
-"""`paceline stop`: ends a run with the step that runs, and waits until it has ended."""
+"""Implements `paceline stop`: ends a run after the current step and waits for the end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.v1 import coordinator_pb2 as pb
 
 
 async def stop_run(coordinator: Coordinator, console: Console) -> int:
-    """Prints what the run still does until it has ended: 0, or 1 when it failed meanwhile.
+    """Prints the run's remaining work until it has ended; returns 0, or 1 if it failed meanwhile.
 
-    Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
-    is over. Whoever is cancelled waits no longer; the run ends all the same.
+    Raises Unavailable if no coordinator responds. Raises FailedPrecondition if the run has not
+    begun or has ended. A cancelled call ends the wait, but the run still ends.
     """
     async with asked(coordinator, "StopRun", pb.StopRunRequest()) as (stub, answer):
         console.print(f"the run ends with {answer.total_steps} steps", highlight=False)
