@@ -4,7 +4,7 @@ A `TaggedJson` handles several classes, each under its name: `{"type": "Preempt"
 Supported scalar fields: bool, int, float, str, None, literals and enums (by value). Supported
 composite fields: dataclasses (as plain objects), lists, tuples, frozen sets, mappings with string
 keys, and unions. An int of more than 2048 bits is `{"hex": "0x..."}`. Decimal digits take quadratic
-time, and Python rejects more than 4,300 of these digits.
+time, and Python rejects more than 4,300 digits.
 """
 
 from __future__ import annotations

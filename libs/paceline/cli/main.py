@@ -43,8 +43,8 @@ app = typer.Typer(
     "trains in idle time.",
 )
 
-# gRPC reads these at import. Its log lines would break the live view, and children exec
-# immediately.
+# gRPC reads these at import. Its log lines would break the live view. Children exec at once and
+# need no fork support.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 

@@ -193,8 +193,8 @@ class _ClusterRun:
         return [*self._run.overrides, *self.addresses]
 
     def launches(self, made: Sequence[Launch]) -> list[Launch]:
-        """Launches for the cluster: a forkserver per pool and the services, without local port
-        checks.
+        """Launches for the cluster: a forkserver per pool and the services. Each service checks its
+        ports on its own node.
         """
         forkservers = [
             Launch(name, ("",)) for pool in self._run.pools if (name := self._forkserver(pool))

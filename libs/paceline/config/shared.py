@@ -54,9 +54,9 @@ class RunConfig(Config):
     stopped gets six times as long. 0: no limit, for debuggers.
     """
     hung_s: float = Field(default=30.0, ge=0)
-    """Maximum time without progress before a process is killed and replaced, seconds: a service
-    with a blocked event loop, or the run's own Redis without answers. 0: no limit, also with
-    heartbeat_s = 0.
+    """Maximum time without progress before a process is killed and replaced, seconds. It applies to
+    a service with a blocked event loop, and to the run's own Redis without answers. 0: no limit,
+    also with heartbeat_s = 0.
     """
     handover: bool = True
     """Whether receivers accept weights of senders on their host by file, from their own directory

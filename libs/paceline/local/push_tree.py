@@ -15,7 +15,7 @@ from paceline.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What lies between hosts."""
+    """The network between hosts."""
 
     host_bytes_s: float = 12.5e9
     """Bytes per second that a host sends, and that it receives: 100 Gbit/s."""

@@ -68,11 +68,11 @@ def eagle3_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def dflash_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers of a target with `num_layers` that the DFlash drafter of a config.json reads: all the
-    layers that it names, by default EAGLE-3's, so that both learn from the same rows.
+    """Layers of a target with `num_layers` that the DFlash drafter of a config.json reads.
 
-    Raises ConfigError for a target too shallow for the default, for a value that is no list of
-    layers, and for layers that the target lacks.
+    These are all the layers in its config, by default EAGLE-3's, so that both learn from the same
+    rows. Raises ConfigError for a target too shallow for the default. Raises it also for a value
+    that is no list of layers, and for layers that the target lacks.
     """
     inside = config_json.get("dflash_config") or {}
     left = inside.get("target_layer_ids", config_json.get("target_layer_ids"))

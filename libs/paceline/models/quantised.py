@@ -133,12 +133,11 @@ def as_matrix(profile: Profile, values: Tensor, scales: Tensor) -> QuantisedMatr
 
 
 def quantised(weight: Tensor, profile: Profile) -> QuantisedMatrix:
-    """A matrix [N, K] in the format of `profile`, each element within half a step: its scale for
-    int8, 2^-4 of itself (and its scale * 2^-10) for e4m3.
+    """A matrix [N, K] in the format of `profile`, each element within half a step.
 
-    Scales have the dtype of `weight`. Needs memory for ROUNDED_AT_ONCE numbers beside the matrix.
-    Raises WeightsError for a scale that is not finite, ConfigError when torchao, which int8 needs,
-    is not installed.
+    A step is the scale for int8; for e4m3 it is 2^-4 of the element (and its scale * 2^-10). Scales
+    have the dtype of `weight`. Needs memory for ROUNDED_AT_ONCE numbers beside the matrix. Raises
+    WeightsError for a scale that is not finite, ConfigError if int8 is chosen without torchao.
     """
     values = torch.empty(weight.shape, dtype=getattr(torch, profile.weight_dtype))
     values = values.to(weight.device)
