@@ -1,4 +1,4 @@
-"""Decides which addresses stay on this machine and pass no proxy, and spells its loopback
+"""Decides which addresses stay on this machine and bypass proxies, and formats the loopback
 address.
 """
 
@@ -13,8 +13,8 @@ _LOOPBACKS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `host:port`, `[ipv6]:port` or `unix:path` stays on this machine; of names only
-    localhost does. The port may be absent.
+    """Whether `host:port`, `[ipv6]:port` or `unix:path` stays on this machine. The port may be
+    absent. The only host name that counts is localhost.
     """
     if address.startswith("unix:"):
         return True
@@ -30,7 +30,7 @@ def is_loopback(address: str) -> bool:
 def proxied(address: str) -> bool:
     """Whether the proxy variables apply to `host:port`, `[ipv6]:port`, `unix:path` or a URL.
 
-    They apply to other hosts alone. A connection to 0.0.0.0 or [::] reaches this machine too.
+    They apply to other hosts only. A connection to 0.0.0.0 or [::] also reaches this machine.
     """
     place = address
     if "://" in address and not address.startswith("unix:"):
@@ -44,8 +44,10 @@ def proxied(address: str) -> bool:
 
 
 def exempt_loopback(*urls: str) -> None:
-    """Name the loopback hosts, and those of `urls` that stay on this machine, in no_proxy of this
-    process. Libraries that read the variables of proxies themselves then pass none.
+    """Adds the loopback hosts, and the hosts of `urls` on this machine, to no_proxy of this
+    process.
+
+    Libraries that read the proxy variables themselves then use no proxy for these hosts.
     """
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if given.strip() == "*":
@@ -56,9 +58,7 @@ def exempt_loopback(*urls: str) -> None:
 
 
 def loopback() -> str:
-    """The host of this machine's loopback as `host:port` spells it: 127.0.0.1, or [::1] where that
-    is the only one.
-    """
+    """This machine's loopback host in `host:port` form: 127.0.0.1, or [::1] without IPv4."""
     for family, host in _LOOPBACKS:
         try:
             with socket.socket(family) as probe:
@@ -66,17 +66,19 @@ def loopback() -> str:
         except OSError:  # this host lacks the address or the family
             continue
         return spelled(host)
-    return _LOOPBACKS[0][1]  # its first use names the fault
+    return _LOOPBACKS[0][1]  # the first use of this address reports the fault
 
 
 def spelled(host: str) -> str:
-    """A host as `host:port` and URLs spell it: an IPv6 address stands in brackets."""
+    """Formats a host for `host:port` and URLs: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def needs_ipv6(address: str) -> bool:
-    """Whether sockets of `host:port` have to be IPv6: its host is an IPv6 address or a name
-    without an IPv4 address; or it is the wildcard `*`, and this machine has no IPv4 loopback.
+    """Whether sockets for `host:port` must use IPv6.
+
+    True for an IPv6 address and for a name without an IPv4 address. True for the wildcard `*` if
+    this machine has no IPv4 loopback.
     """
     host = _host(address)
     if host == "*":

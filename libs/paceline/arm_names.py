@@ -1,6 +1,7 @@
-"""Reads the names of arms: `<speculator>:<steps>_<topk>_<draft tokens>`, or `off`.
+"""Parses arm names: `<speculator>:<steps>_<topk>_<draft tokens>`, or `off`.
 
-The draft tokens count the root. topk 1 is a chain; more is a tree that keeps its most likely nodes.
+The draft tokens include the root. topk 1 is a chain; a larger topk is a tree that keeps its most
+likely nodes.
 """
 
 from __future__ import annotations
@@ -17,39 +18,39 @@ _ARM = re.compile(r"(?P<speculator>[a-z0-9]+):(?P<steps>\d+)_(?P<topk>\d+)_(?P<t
 
 @dataclass(frozen=True, slots=True)
 class TreeSize:
-    """A draft tree, as the names of arms count it."""
+    """The size of a draft tree, in the units of arm names."""
 
     steps: int  # levels below the root
-    topk: int  # children per node that drafting keeps
-    draft_tokens: int  # nodes verified, the root included
+    topk: int  # children per node that the draft keeps
+    draft_tokens: int  # nodes per verification, including the root
 
     @property
     def capacity(self) -> int:
-        """Most nodes a tree of these steps and topk can have, the root included."""
+        """Maximum nodes of a tree with these steps and topk, including the root."""
         return 1 + self.topk + max(self.steps - 1, 0) * self.topk**2
 
 
 ROOT = TreeSize(steps=0, topk=1, draft_tokens=1)
-"""Of `off`."""
+"""The tree size of `off`."""
 LARGEST = TreeSize(steps=1023, topk=1023, draft_tokens=1024)
 
 
 @dataclass(frozen=True, slots=True)
 class ArmName:
-    """One way to draft, as its name says."""
+    """The parts of an arm's name."""
 
     name: str
-    speculator: str  # empty: off
+    speculator: str  # empty for `off`
     shape: TreeSize
 
     @property
     def drafted(self) -> int:
-        """Tokens proposed to each row of a round, at most."""
+        """Maximum draft tokens per row and round."""
         return self.shape.draft_tokens - 1
 
 
 def read_arm(name: str) -> ArmName | None:
-    """The parts of a name; None for `off` and for names that are built otherwise."""
+    """Parses a name; None for `off` and for any name that is not an arm."""
     found = _ARM.fullmatch(name)
     if found is None:
         return None
@@ -58,9 +59,10 @@ def read_arm(name: str) -> ArmName | None:
 
 
 def parse_arm(name: str, speculators: Mapping[str, bool], most: TreeSize = LARGEST) -> ArmName:
-    """An arm that an engine can serve; speculators: what it drafts with, and whether as trees.
+    """Parses a name and checks that the engine can serve the arm.
 
-    Raises ConfigError for any other.
+    `speculators` maps each drafter of the engine to whether it can draft trees. `most` is the
+    largest tree. Raises ConfigError for any other name.
     """
     if name == OFF:
         return ArmName(OFF, "", ROOT)
@@ -94,6 +96,6 @@ def parse_arm(name: str, speculators: Mapping[str, bool], most: TreeSize = LARGE
 
 
 def speculator_of(arm: str) -> str:
-    """The drafter of `<speculator>:...`; empty for an arm that drafts nothing."""
+    """The drafter of `<speculator>:...`; empty for `off`."""
     speculator, colon, _ = arm.partition(":")
     return speculator if colon else ""

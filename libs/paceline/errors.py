@@ -1,25 +1,24 @@
-"""The errors Paceline raises, one small tree. It does not own their translation to gRPC
-(paceline.rpc).
+"""Defines Paceline's errors as one small tree. paceline.rpc translates them to gRPC.
 
 PacelineError
- +-- InvalidInput          the caller sent something that can never work
+ +-- InvalidInput          the caller sent input that can never work
  |    +-- ConfigError      a setting is unknown, missing or out of range
- |    +-- TrainabilityError  sampling that cannot be trained, in a session that is to be trained
- +-- NotFound              a name that nothing here has
- +-- FailedPrecondition    right call, wrong state
- |    +-- StaleEpoch       a command of an old lease
- |    +-- MissingCapability  this engine cannot do that
+ |    +-- TrainabilityError  sampling settings that cannot be trained, in a training session
+ +-- NotFound              the name does not exist
+ +-- FailedPrecondition    the call is valid, but not in the current state
+ |    +-- StaleEpoch       a command carries an old lease epoch
+ |    +-- MissingCapability  the engine lacks a capability
  |    +-- WeightsError     a version is unknown, incomplete or out of order
- |    +-- RunFailed        the run is over, and not by its last step
- +-- ResourceExhausted     a budget is spent; try later
- +-- DataLoss              bytes that do not decode or do not match their checksum
- +-- Unavailable           a peer is not there; retried by callers
+ |    +-- RunFailed        the run ended before its last step
+ +-- ResourceExhausted     a budget is exhausted; try later
+ +-- DataLoss              bytes do not decode or do not match their checksum
+ +-- Unavailable           a peer is unreachable; callers retry
  +-- DeadlineExceeded      a wait ended without its event
- +-- InternalError         our own fault
+ +-- InternalError         a fault of Paceline itself
 
-Each carries `reason` (UPPER_SNAKE, stable, machine-readable), and `seen` / `allowed` where a value
-was wrong. One that passes by itself (ResourceExhausted, Unavailable) may say with `retry_after_s`
-when the same call is worth another try.
+Each error carries `reason` (UPPER_SNAKE, stable, machine-readable), and `seen` / `allowed` if a
+value was wrong. A temporary error (ResourceExhausted, Unavailable) may carry `retry_after_s`, the
+seconds until a retry is useful.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from paceline.whole_text import whole_text
 
 
 class PacelineError(Exception):
-    """Base of all errors; `str()` is a whole sentence with the value seen and the values
-    allowed.
-    """
+    """Base of all errors; `str()` is a sentence with the value seen and the values allowed."""
 
     reason = "INTERNAL"
 
@@ -44,9 +41,9 @@ class PacelineError(Exception):
         reason: str | None = None,
         seen: object = None,
         allowed: object = None,
-        retry_after_s: float | None = None,  # seconds; None where nobody knows
+        retry_after_s: float | None = None,  # seconds; None if unknown
     ) -> None:
-        self.message = whole_text(message)  # it crosses wires and files in UTF-8
+        self.message = whole_text(message)  # the text is sent and stored as UTF-8
         self.retry_after_s = retry_after_s
         self.seen = None if seen is None else whole_text(str(seen))
         self.allowed = None if allowed is None else whole_text(str(allowed))
@@ -55,7 +52,7 @@ class PacelineError(Exception):
         super().__init__(self._sentence())
 
     def within(self, place: object) -> Self:
-        """The same error, saying first where it was met."""
+        """The same error with the place of the failure in front of its message."""
         return type(self)(
             f"{place}: {self.message}", reason=self.reason, seen=self.seen, allowed=self.allowed
         )
@@ -70,7 +67,7 @@ class PacelineError(Exception):
 
 
 class InvalidInput(PacelineError):
-    """The caller sent something that can never work."""
+    """The caller sent input that can never work."""
 
     reason = "INVALID_INPUT"
 
@@ -82,31 +79,31 @@ class ConfigError(InvalidInput):
 
 
 class TrainabilityError(InvalidInput):
-    """Sampling that cannot be trained, asked for in a session that is to be trained."""
+    """The session is for training, but its sampling settings cannot be trained."""
 
     reason = "NOT_TRAINABLE"
 
 
 class NotFound(PacelineError):
-    """A name that nothing here has."""
+    """The name does not exist."""
 
     reason = "NOT_FOUND"
 
 
 class FailedPrecondition(PacelineError):
-    """Right call, wrong state."""
+    """The call is valid, but not in the current state."""
 
     reason = "FAILED_PRECONDITION"
 
 
 class StaleEpoch(FailedPrecondition):
-    """A command of an old lease."""
+    """A command carries an old lease epoch."""
 
     reason = "STALE_EPOCH"
 
 
 class MissingCapability(FailedPrecondition):
-    """This engine cannot do that; the message names engine, capability and setting."""
+    """The engine lacks a capability. The message names engine, capability and setting."""
 
     reason = "MISSING_CAPABILITY"
 
@@ -118,27 +115,27 @@ class WeightsError(FailedPrecondition):
 
 
 class RunFailed(FailedPrecondition):
-    """The run is over, and not by its last step; its journal says where, and the same run id takes
-    it up again when somebody has seen to the cause.
+    """The run ended before its last step. Its journal records the position. After the cause is
+    fixed, the same run id resumes the run.
     """
 
     reason = "RUN_FAILED"
 
 
 class ResourceExhausted(PacelineError):
-    """A budget is spent; try later."""
+    """A budget is exhausted; try later."""
 
     reason = "RESOURCE_EXHAUSTED"
 
 
 class DataLoss(PacelineError):
-    """Bytes that do not decode or do not match their checksum."""
+    """Bytes do not decode or do not match their checksum."""
 
     reason = "DATA_LOSS"
 
 
 class Unavailable(PacelineError):
-    """A peer is not there; retried by callers."""
+    """A peer is unreachable; callers retry."""
 
     reason = "UNAVAILABLE"
 
@@ -150,7 +147,7 @@ class DeadlineExceeded(PacelineError):
 
 
 class InternalError(PacelineError):
-    """Our own fault."""
+    """A fault of Paceline itself."""
 
     reason = "INTERNAL"
 
@@ -162,4 +159,4 @@ def _below(cls: type[PacelineError]) -> Iterator[type[PacelineError]]:
 
 
 FAMILIES = {cls.reason: cls for cls in _below(PacelineError)}
-"""Reason of a class -> the class: what an error comes back as on the other side of a wire."""
+"""Error class by its `reason`. A client rebuilds a received error from this table."""

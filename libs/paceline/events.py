@@ -1,9 +1,8 @@
-"""Facts over ZeroMQ PUB/SUB, numbered per run. Owns delivery and the finding of gaps; no right
-follows from a fact.
+"""Sends facts over ZeroMQ PUB/SUB, numbered per run, and detects gaps. Facts confer no rights.
 
-With a key pair of CURVE, which all of a run share, facts are encrypted and nobody without it hears
-one. Frames: topic (run id and a zero byte), traceparent, Facts. PUB drops for a slow or late
-subscriber: the numbers tell.
+Frames: topic (run id and a zero byte), traceparent, Facts. All processes of a run share a CURVE key
+pair. Facts are then encrypted, and only holders of the pair can receive them. PUB drops messages
+for a slow or late subscriber; the numbers reveal the gap.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from paceline.telemetry import inject_frame
 from paceline.v1.coordinator_pb2 import Fact, Facts
 
 FACTS_QUEUED = 10_000
-"""Messages held for one subscriber at each end; beyond that they are dropped, and the subscriber
-sees a gap. A coordinator sends one after a durable write and some 0.1 ms of its own, so fewer than
-10,000 a second: who reads once a second misses none.
+"""Maximum messages queued per subscriber at each end. Further messages are dropped, and the
+subscriber sees a gap. A coordinator sends a message after a durable write and about 0.1 ms of its
+own work. So it sends fewer than 10,000 a second, and a subscriber that reads once a second misses
+none.
 """
 
 KEY_FILE = "the .key_secret file that zmq.auth.create_certificates writes"
@@ -36,14 +36,14 @@ OnGap = Callable[[int, int], Awaitable[None]]
 
 
 class FactPublisher:
-    """Publishes the facts of one run; numbers them from `first_sequence` on."""
+    """Publishes the facts of a run, numbered from `first_sequence`."""
 
     def __init__(
         self, address: str, run_id: str, *, first_sequence: int = 1, curve_key: str = ""
     ) -> None:
-        """`curve_key`: file of the run's key pair; needs a running event loop.
+        """`curve_key`: file of the run's key pair. Needs a running event loop.
 
-        Raises ConfigError for an address that is taken, and a file that holds no key pair.
+        Raises ConfigError if the address is taken or the file holds no key pair.
         """
         keys = _read_keys(curve_key)
         self._topic = _topic(run_id)
@@ -62,11 +62,11 @@ class FactPublisher:
 
     @property
     def address(self) -> str:
-        """Endpoint bound, with the real port."""
+        """Bound endpoint with the real port."""
         return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     async def publish(self, *facts: Fact) -> int:
-        """Number facts and send them as one message; they are not changed. Returns the last number.
+        """Numbers copies of the facts and sends them as one message. Returns the last number.
 
         Never waits for a subscriber.
         """
@@ -80,7 +80,7 @@ class FactPublisher:
         return self._next - 1
 
     def close(self) -> None:
-        """Send what is queued, for at most a second, and stop."""
+        """Sends queued messages for at most a second, then closes."""
         self._end(linger_ms=1000)
 
     def _end(self, linger_ms: int) -> None:
@@ -96,11 +96,11 @@ class FactPublisher:
 
 
 class FactSubscriber:
-    """Async iterator over the facts of one run; reconnects by itself.
+    """Async iterator over the facts of a run; reconnects automatically.
 
-    `on_gap(first, last)` is awaited before the fact that follows a gap is returned. A first fact
-    numbered above 1 is a gap, and so is a publisher that began again: then the range is (1, number
-    - 1), empty when nothing is missing.
+    `on_gap(first, last)` is awaited before the fact after a gap is returned. A first fact with a
+    number above 1 is a gap. A publisher that restarts its numbers is a gap too. Its range is (1,
+    number - 1), which is empty if no fact is missing.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class FactSubscriber:
         deadline_s: float = 3600.0,
         curve_key: str = "",
     ) -> None:
-        """`curve_key`: file of the run's key pair. Raises ConfigError when it holds none."""
+        """`curve_key`: file of the run's key pair. Raises ConfigError if it holds no key pair."""
         keys = _read_keys(curve_key)
         self._on_gap = on_gap
         self._deadline_s = deadline_s
         self._last = 0
-        self._heard: deque[Fact] = deque()  # of the message received last
+        self._heard: deque[Fact] = deque()  # of the last received message
         self.traceparent = b""
-        """Trace context of the fact returned last; see telemetry.extract_frame."""
+        """Trace context of the last returned fact; see telemetry.extract_frame."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set_hwm(FACTS_QUEUED)
@@ -138,10 +138,12 @@ class FactSubscriber:
     async def next(self, deadline_s: float) -> Fact:
         """The next fact.
 
-        Raises DeadlineExceeded when none comes in time, DataLoss when one does not decode.
+        Raises DeadlineExceeded after `deadline_s` seconds without a fact, DataLoss for a fact that
+        does not decode.
         """
         while not self._heard:
-            # A receive that is cancelled as a fact arrives would lose it; a poll takes nothing.
+            # Poll first: a cancelled receive could lose the fact that arrives; a poll consumes
+            # none.
             if not await self._socket.poll(math.ceil(1000 * deadline_s)):
                 raise DeadlineExceeded("no fact came in time", seen=f"{deadline_s} s")
             frames = await self._socket.recv_multipart()
@@ -169,7 +171,7 @@ class FactSubscriber:
 
 
 class _KeyHolders:
-    """Lets those in who hold the run's own key pair."""
+    """Accepts clients that hold the run's key pair."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -181,7 +183,7 @@ class _KeyHolders:
 def _guard(
     context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: tuple[bytes, bytes]
 ) -> zmq.auth.asyncio.AsyncioAuthenticator:
-    """What answers at the door of a socket; CURVE alone would encrypt and let anybody in."""
+    """Starts the authenticator of a socket; CURVE alone encrypts but accepts any client."""
     socket.curve_publickey, socket.curve_secretkey = keys
     socket.curve_server = True
     door = zmq.auth.asyncio.AsyncioAuthenticator(context)
@@ -191,7 +193,7 @@ def _guard(
 
 
 def _read_keys(path: str) -> tuple[bytes, bytes] | None:
-    """(public, secret) of a file as zmq.auth.create_certificates writes it; None without a path."""
+    """(public, secret) keys from a file of zmq.auth.create_certificates; None without a path."""
     if not path:
         return None
     try:
@@ -204,7 +206,7 @@ def _read_keys(path: str) -> tuple[bytes, bytes] | None:
 
 
 def _resolved(endpoint: str, socket: zmq.asyncio.Socket) -> str:
-    """The endpoint without the name localhost; the socket speaks the IP version that it needs."""
+    """The endpoint with localhost resolved; sets the IP version of the socket."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -214,7 +216,7 @@ def _resolved(endpoint: str, socket: zmq.asyncio.Socket) -> str:
 
 
 def _topic(run_id: str) -> bytes:
-    # Subscriptions match by prefix: the zero byte keeps run "a" from hearing run "ab".
+    # Subscriptions match by prefix: the zero byte keeps the facts of run "ab" from run "a".
     return run_id.encode() + b"\0"
 
 

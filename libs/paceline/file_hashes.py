@@ -1,6 +1,6 @@
 """Writes and checks the hashes of a directory's files: `manifest.json`, {"sha256": {file: hex}}.
 
-A flipped byte of the manifest itself is seen as well: it no longer fits a file, or is no JSON.
+A flipped byte in the manifest is detected too: a hash no longer matches, or the JSON is invalid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def file_hash(path: Path) -> str:
 def write_hashes(directory: Path, known: Mapping[str, str] | None = None) -> None:
     """Writes the manifest of all files below the directory.
 
-    `known`: hashes taken while files were written, by their path in the directory.
+    `known`: existing hashes by path relative to the directory, computed while the files were
+    written.
     """
     hashes = dict(known or {})
     for path in sorted(directory.rglob("*")):
@@ -36,7 +37,7 @@ def write_hashes(directory: Path, known: Mapping[str, str] | None = None) -> Non
 
 
 def read_hashes(directory: Path) -> dict[str, str]:
-    """The manifest. Raises DataLoss when it cannot be read."""
+    """The hash of each file. Raises DataLoss if the manifest cannot be read."""
     path = directory / MANIFEST
     try:
         hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
@@ -55,9 +56,10 @@ def read_hashes(directory: Path) -> dict[str, str]:
 
 
 def check_hashes(directory: Path, part: int = 0, parts: int = 1, *, only: str = "") -> None:
-    """Reads every file of the manifest, part `part` of `parts` of them, or `only` one.
+    """Checks the files in the manifest against their hashes.
 
-    Raises DataLoss naming the first that is not what was written.
+    Checks share `part` of `parts` shares, or the file `only`. Raises DataLoss with the name of the
+    first file that differs or cannot be read.
     """
     hashes = read_hashes(directory)
     checked = {only: hashes.get(only, "")} if only else hashes

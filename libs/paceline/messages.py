@@ -1,7 +1,7 @@
-"""Converts nouns, which are frozen dataclasses, to messages with the same field names, and back.
+"""Converts frozen dataclasses to protobuf messages with the same field names, and back.
 
-None is an absent field, an enum goes by its name ("stop": FINISH_REASON_STOP), small integers may
-go as bytes. A noun with a field that its message lacks raises KeyError.
+None becomes an absent field. An enum value maps by name ("stop": FINISH_REASON_STOP). Small
+integers may travel as bytes. A dataclass field that its message lacks raises KeyError.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ M = TypeVar("M", bound=Message)
 N = TypeVar("N")
 _Put = Callable[[Any], Any]
 _Take = Callable[[Any], Any]
-# Looked up once: a rollout converts a dozen nouns a sample.
+# Caches: a rollout converts a dozen dataclasses per sample.
 _HINTS: dict[type[Any], dict[str, Any]] = {}
 _PUTTERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Put]]] = {}
 _TAKERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Take]]] = {}
 
 
 def to_message(noun: object, kind: type[M]) -> M:
-    """The noun as a message of this kind."""
+    """Converts a dataclass to a message of this kind."""
     return kind(**{name: put(getattr(noun, name)) for name, put in _putters(type(noun), kind)})
 
 
 def from_message(cls: type[N], message: Message) -> N:
-    """The noun of a message."""
+    """Converts a message to a dataclass."""
     return cls(**{name: take(message) for name, take in _takers(cls, type(message))})
 
 
 def shared_fields(noun: object, kind: type[Message]) -> dict[str, Any]:
-    """The fields of a noun that a message has too: scalars, and lists and maps of scalars."""
+    """The fields that a dataclass shares with a message: scalars, lists and maps of scalars."""
     return {
         name: getattr(noun, name)
         for name in _hints(type(noun))
@@ -51,32 +51,32 @@ def shared_fields(noun: object, kind: type[Message]) -> dict[str, Any]:
 
 
 def versions_to_proto(versions: VersionSet) -> pb.VersionSet:
-    """Message of a set."""
+    """Converts a version set to its message."""
     return to_message(versions, pb.VersionSet)
 
 
 def versions_from_proto(message: pb.VersionSet) -> VersionSet:
-    """Set of a message."""
+    """Converts a message to its version set."""
     return from_message(VersionSet, message)
 
 
 def stats_to_proto(stats: SpeculationStats) -> pb.SpeculationStats:
-    """Message of counters."""
+    """Converts speculation counters to their message."""
     return to_message(stats, pb.SpeculationStats)
 
 
 def stats_from_proto(message: pb.SpeculationStats) -> SpeculationStats:
-    """Counters of a message."""
+    """Converts a message to its speculation counters."""
     return from_message(SpeculationStats, message)
 
 
 def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:
-    """Message of a branch."""
+    """Converts a trajectory to its message."""
     return to_message(trajectory, pb.Trajectory)
 
 
 def _hints(cls: type[Any]) -> Mapping[str, Any]:
-    """Annotations of a dataclass by field."""
+    """Type hints of a dataclass by field."""
     if cls not in _HINTS:
         hints = get_type_hints(cls)
         _HINTS[cls] = {field.name: hints[field.name] for field in fields(cls)}
@@ -84,7 +84,7 @@ def _hints(cls: type[Any]) -> Mapping[str, Any]:
 
 
 def _putters(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Put]]:
-    """What makes the message's value of each of a noun's fields."""
+    """(field name, converter to the message's value) for each field of a dataclass."""
     if (cls, kind) not in _PUTTERS:
         described = kind.DESCRIPTOR.fields_by_name
         _PUTTERS[cls, kind] = [(name, _putter(described[name])) for name in _hints(cls)]
@@ -109,7 +109,7 @@ def _putter(field: Any) -> _Put:
 
 
 def _takers(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Take]]:
-    """What reads each of a noun's fields off a message."""
+    """(field name, reader from the message) for each field of a dataclass."""
     if (cls, kind) not in _TAKERS:
         described, hints = kind.DESCRIPTOR.fields_by_name, _hints(cls)
         _TAKERS[cls, kind] = [(name, _taker(hints[name], described[name])) for name in hints]
@@ -143,12 +143,12 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _prefix(field: Any) -> str:
-    """What the names of an enum's values begin with, such as FINISH_REASON_."""
+    """The common prefix of an enum's value names, such as FINISH_REASON_."""
     return str(field.enum_type.values[0].name.removesuffix("UNSPECIFIED"))
 
 
 def task_specs(tasks: Iterable[tuple[int, Task]], group: str) -> list[TaskSpec]:
-    """Tasks by their places, each with a group of its samples, named after `group`."""
+    """Task specs from (task index, task) pairs. The group id of a task is `group` and its index."""
     return [
         TaskSpec(
             task_id=task.task_id,

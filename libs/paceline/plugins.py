@@ -1,4 +1,4 @@
-"""Looks up a variant of a family by its name in a table, or a user's own by import path.
+"""Finds a variant by its name in a table, or a user's own object by its import path.
 
 An import path is `package.module:Name` or `path/to/file.py:Name`.
 """
@@ -22,9 +22,9 @@ Variant = TypeVar("Variant")
 
 
 def find_variant(name: str, table: Mapping[str, Variant], family: str) -> Variant:
-    """The variant of that name, or the object at that import path, whose type the caller checks.
+    """The variant with this name, or the object at this import path. The caller checks its type.
 
-    family: what the table lists, "bandit". Raises ConfigError.
+    `family`: the kind of object, for messages, such as "bandit". Raises ConfigError.
     """
     if name in table:
         return table[name]
@@ -41,10 +41,10 @@ def find_variant(name: str, table: Mapping[str, Variant], family: str) -> Varian
 
 
 def import_filter(path: str, family: str) -> Callable[[Any], bool]:
-    """A user's function that says True of what is kept.
+    """Imports a user's predicate, which returns True for each value to keep.
 
-    Raises ConfigError. Where it is called: InvalidInput for what it raises, and for any other
-    answer than True and False.
+    Raises ConfigError. The predicate raises InvalidInput if the user's function raises or returns a
+    value that is not a bool.
     """
     own: Any = find_variant(path, {}, family)
     if not callable(own):
@@ -65,7 +65,7 @@ def import_filter(path: str, family: str) -> Callable[[Any], bool]:
 
 
 def import_object(path: str) -> Any:
-    """The object at an import path. Raises whatever importing it raises."""
+    """The object at an import path. Raises any error of the import."""
     place, _, attribute = path.rpartition(":")
     if place.endswith(".py"):
         return getattr(_module_of(Path(place).resolve()), attribute)
@@ -73,7 +73,7 @@ def import_object(path: str) -> Any:
 
 
 def _module_of(path: Path) -> ModuleType:
-    # One module per file, however often it is named, so that its classes are equal everywhere.
+    # Import each file once, so that its classes are equal everywhere.
     name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]

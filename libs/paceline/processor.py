@@ -1,4 +1,4 @@
-"""What the system says of the processor."""
+"""Reads the system's description of the processor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def processor_field(name: str) -> str:
-    """What /proc/cpuinfo says first under this name, such as `model name` or `vendor_id`; empty
-    where there is no such file or line.
+    """The first value of a field in /proc/cpuinfo, such as `model name` or `vendor_id`. Empty if
+    the file or the field is absent.
     """
     try:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()

@@ -1,10 +1,10 @@
 """Writes frozen dataclasses as JSON objects and reads them back, checked against their annotations.
 
-A `TaggedJson` carries several classes, each under its name: `{"type": "Preempt", "epoch": 3}`.
-Fields are bool, int, float, str, None, literals, enums (by value), dataclasses (as plain objects),
-lists, tuples, frozen sets, mappings with string keys, and unions of these. An int of more than 2048
-bits is `{"hex": "0x..."}`: digits of ten take quadratic time, and Python refuses to read or write
-more than 4,300.
+A `TaggedJson` handles several classes, each under its name: `{"type": "Preempt", "epoch": 3}`.
+Supported scalar fields: bool, int, float, str, None, literals and enums (by value). Supported
+composite fields: dataclasses (as plain objects), lists, tuples, frozen sets, mappings with string
+keys, and unions. An int of more than 2048 bits is `{"hex": "0x..."}`. Decimal digits take quadratic
+time, and Python rejects more than 4,300 digits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TAG = "type"
 HEX, _LARGE = "hex", 1 << 2048
 
 T = TypeVar("T")
-_Reader = Callable[[Any, str], Any]  # (JSON value, where it stands) -> the field's value
-_READERS: dict[type[Any], dict[str, _Reader]] = {}  # by dataclass, made at its first use
+_Reader = Callable[[Any, str], Any]  # (JSON value, its path in the message) -> the field's value
+_READERS: dict[type[Any], dict[str, _Reader]] = {}  # by dataclass, filled at first use
 
 
 class TaggedJson(Generic[T]):
-    """Encodes and decodes the classes it was made with; each object names its class."""
+    """Encodes and decodes a set of classes; each object carries the name of its class."""
 
     def __init__(self, *classes: type[T]) -> None:
         self._classes = {cls.__name__: cls for cls in classes}
@@ -40,11 +40,11 @@ class TaggedJson(Generic[T]):
                 raise TypeError(f"{cls.__name__}.{TAG} would hide the tag")
 
     def encode(self, value: T) -> bytes:
-        """One line of JSON."""
+        """The value as one line of JSON."""
         return json.dumps(self.to_object(value), separators=(",", ":")).encode()
 
     def decode(self, data: bytes | str) -> T:
-        """The value that `encode` was given. Raises DataLoss when `data` is no such value."""
+        """Reverses `encode`. Raises DataLoss if `data` is no such value."""
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -52,14 +52,14 @@ class TaggedJson(Generic[T]):
         return self.from_object(found)
 
     def to_object(self, value: T) -> dict[str, Any]:
-        """The value as plain JSON values under its tag."""
+        """The value as plain JSON values, with its tag."""
         name = type(value).__name__
         if self._classes.get(name) is not type(value):
             raise TypeError(f"{name} is not one of {', '.join(self._classes)}")
         return {TAG: name, **to_object(value)}
 
     def from_object(self, found: Any) -> T:
-        """The value that `to_object` was given. Raises DataLoss when `found` is no such value."""
+        """Reverses `to_object`. Raises DataLoss if `found` is no such value."""
         if not isinstance(found, Mapping) or TAG not in found:
             raise DataLoss(f"a message has no {TAG}", seen=str(found)[:200])
         cls = self._classes.get(found[TAG]) if isinstance(found[TAG], str) else None
@@ -78,9 +78,9 @@ def to_object(value: object) -> dict[str, Any]:
 
 
 def from_object(cls: type[T], found: Any, where: str = "") -> T:
-    """The dataclass that `to_object` was given.
+    """Reverses `to_object`.
 
-    Raises DataLoss naming the field that is unknown, missing or of another type.
+    Raises DataLoss with the name of a field that is unknown, missing or of another type.
     """
     where = where or cls.__name__
     if not isinstance(found, Mapping):
@@ -123,7 +123,7 @@ def _readers(cls: type[Any]) -> dict[str, _Reader]:
 
 
 def _reader(hint: Any) -> _Reader:
-    """What reads a field of this annotation. Raises TypeError for one that JSON cannot carry."""
+    """The reader for a field annotation. Raises TypeError if JSON cannot carry the annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _SCALARS:
         return partial(_scalar, hint)
@@ -146,7 +146,7 @@ def _reader(hint: Any) -> _Reader:
     raise TypeError(f"{hint} is no annotation that JSON can carry")
 
 
-# An int stays an int where a float is annotated: what is written again is the same bytes.
+# An int stays an int in a float field, so that a rewrite yields the same bytes.
 _SCALARS: dict[Any, tuple[type, ...]] = {
     bool: (bool,),
     int: (int,),
@@ -173,7 +173,7 @@ def _from_hex(text: Any, where: str) -> int:
 
 
 def _member(kind: type[Enum], value: Any, where: str) -> Any:
-    # By equality alone, 1 and True would be found for each other.
+    # Also compare types: by equality alone, 1 matches True.
     found = [one for one in kind if one.value == value and type(one.value) is type(value)]
     if not found:
         raise _wrong(where, value, ", ".join(str(one.value) for one in kind))

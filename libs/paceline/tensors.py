@@ -1,4 +1,4 @@
-"""Holds named tensors as raw bytes and reads and writes the safetensors format; no torch.
+"""Holds named tensors as raw bytes and reads and writes the safetensors format, without torch.
 
 Format: u64 header length, JSON header, tensor bytes without gaps
 (https://github.com/huggingface/safetensors#format).
@@ -20,14 +20,14 @@ from paceline.errors import DataLoss, InvalidInput
 
 _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""Longest header the format allows."""
+"""Maximum header length of the format."""
 
 MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 2**63 - 1
 MAX_TENSORS = 100_000
-"""Of one file or one push."""
+"""Maximum tensors in a file or a push."""
 
-# numpy has no bfloat16 and no float8: their bits are shown as unsigned integers.
+# numpy has no bfloat16 and no float8, so their bits appear as unsigned integers.
 NUMPY_CODES = {
     "BOOL": "?",
     "U8": "u1",
@@ -45,7 +45,7 @@ NUMPY_CODES = {
     "I64": "<i8",
     "F64": "<f8",
 }
-"""Element of an array, by safetensors dtype name."""
+"""numpy type code by safetensors dtype name."""
 _SIZES = {name: np.dtype(code).itemsize for name, code in NUMPY_CODES.items()}
 _ALL_ONES = {
     "F8_E4M3": 0x7F,
@@ -55,8 +55,8 @@ _ALL_ONES = {
     "F32": 0x7F80_0000,
     "F64": 0x7FF0_0000_0000_0000,
 }
-"""Bits that are all 1 in what is no finite number: the exponent's, in E4M3 also the fraction's."""
-_BLOCK = 1 << 16  # words looked at together: they stay in the cache
+"""Bits that are all 1 in a NaN or infinity: the exponent bits, in E4M3 also the fraction bits."""
+_BLOCK = 1 << 16  # words per check: the block stays in the cache
 _NAMES = {
     np.dtype(code): name for name, code in NUMPY_CODES.items() if not name.startswith(("BF", "F8"))
 }
@@ -94,15 +94,15 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, row-major, little-endian, without padding."""
+        """Size in bytes: row-major, little-endian, without padding."""
         return math.prod(self.shape) * _SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor and its bytes: row-major, little-endian; never copied here.
+    """A tensor and its bytes: row-major, little-endian, never copied here.
 
-    Raises InvalidInput when the bytes do not fill dtype and shape exactly.
+    Raises InvalidInput if the bytes do not match dtype and shape exactly.
     """
 
     name: str
@@ -120,7 +120,7 @@ class NamedTensor:
 
     @property
     def layout(self) -> TensorLayout:
-        """The tensor without its bytes."""
+        """The tensor's name, dtype and shape."""
         return TensorLayout(self.name, self.dtype, self.shape)
 
     @property
@@ -131,17 +131,18 @@ class NamedTensor:
 
 
 def as_numpy(tensor: NamedTensor) -> npt.NDArray[Any]:
-    """View of the bytes as an array; bfloat16 and float8 appear as their bits (uint16, uint8).
+    """The bytes as an array, without a copy.
 
-    No copy.
+    bfloat16 and float8 appear as their bits (uint16, uint8).
     """
     return np.frombuffer(tensor.view, dtype=NUMPY_CODES[tensor.dtype]).reshape(tensor.shape)
 
 
 def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> NamedTensor:
-    """Tensor over the array's bytes; copies only an array that is not contiguous.
+    """A tensor over the array's bytes; copies only an array that is not contiguous.
 
-    `dtype` names what the bits mean where numpy cannot, e.g. "BF16" for uint16.
+    `dtype` gives the meaning of the bits for types that numpy lacks, e.g. "BF16" for uint16. Raises
+    InvalidInput for a numpy dtype without a safetensors name.
     """
     rows = np.ascontiguousarray(array).reshape(array.shape)
     known = _NAMES.get(rows.dtype.newbyteorder("<") if rows.dtype.byteorder == ">" else rows.dtype)
@@ -155,7 +156,7 @@ def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> 
 
 
 def is_finite(tensor: NamedTensor) -> bool:
-    """Whether no number of the tensor is NaN or infinite."""
+    """Whether the tensor has no NaN and no infinity."""
     if tensor.dtype not in _ALL_ONES:
         return True
     ones = _ALL_ONES[tensor.dtype]
@@ -165,12 +166,12 @@ def is_finite(tensor: NamedTensor) -> bool:
 
 
 def head_hash(data: bytes | bytearray | memoryview) -> str:
-    """Name of an lm_head: sha256 of its bytes, hex, first 16 characters."""
+    """Name of an lm_head: the first 16 hex characters of the sha256 of its bytes."""
     return head_hash_of([data])
 
 
 def head_hash_of(parts: Iterable[bytes | bytearray | memoryview]) -> str:
-    """The same of bytes that come a piece at a time."""
+    """As head_hash, for bytes in several pieces."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -180,9 +181,7 @@ def head_hash_of(parts: Iterable[bytes | bytearray | memoryview]) -> str:
 def safetensors_header(
     layouts: Iterable[TensorLayout], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Length and JSON header of a file whose tensors follow in this order; a multiple of 8 bytes
-    long.
-    """
+    """Header length and JSON header for tensors in this order; a multiple of 8 bytes in size."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for layout in layouts:
@@ -204,14 +203,14 @@ def safetensors_header(
 def encode_safetensors(
     tensors: Sequence[NamedTensor], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """A whole file in memory: header and the tensors' bytes, copied once."""
+    """A complete file in memory; copies the tensors' bytes once."""
     header = safetensors_header((tensor.layout for tensor in tensors), metadata)
     return b"".join((header, *(tensor.view for tensor in tensors)))
 
 
 def decode_safetensors(buffer: memoryview | bytes) -> dict[str, NamedTensor]:
-    """Tensors of a whole file, as views of `buffer`, in stream order; DataLoss when the bytes are
-    not a valid file.
+    """Tensors of a complete file in stream order, as views of `buffer`. Raises DataLoss if the
+    bytes are not a valid file.
     """
     view = memoryview(buffer)
     view = view if view.format == "B" and view.ndim == 1 else view.cast("B")

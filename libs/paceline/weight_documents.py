@@ -1,12 +1,13 @@
-"""Names the JSON documents that lie beside a version's tensors. Imports nothing: those who read one
-file need nothing of the pushes that brought it.
+"""Names the JSON documents beside a version's tensors.
+
+The module has no imports, so that readers of a file do not import the code for pushes.
 """
 
 from __future__ import annotations
 
 CONFIG, ACCEPTANCE, ADAPTERS = "config", "acceptance", "adapters"
 DOCUMENTS = {CONFIG: "config.json", ACCEPTANCE: "acceptance.json", ADAPTERS: "adapters.json"}
-"""Keys of a manifest's metadata that hold the text of a JSON object, and the file beside the
-tensors that it becomes: what the tensors are, what of a drafter's drafts is accepted, and what a
-policy's adapters are added to.
+"""File name by metadata key of a manifest. Each value is the text of a JSON object, which becomes
+that file. `config` describes the tensors. `acceptance` describes which drafts of a drafter are
+accepted. `adapters` identifies the base weights of a policy's adapters.
 """

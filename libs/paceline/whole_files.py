@@ -1,4 +1,4 @@
-"""Writes files: small ones whole or not at all, and those that outlive a loss of power."""
+"""Writes small files atomically, and large files that survive a power loss."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from pathlib import Path
 from paceline.errors import ResourceExhausted
 
 TEMPORARY = ".tmp-"
-"""Begin of the names of synced files and directories that are not whole yet."""
+"""Name prefix of synced files and directories that are still incomplete."""
 
 DISK_FULL = "DISK_FULL"
-"""Reason of the error of a file that finds no room."""
+"""Reason of the error for a write without free space."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Of a disk, of a user's quota, below a limit on files."""
+"""No space on the disk, in the user's quota, or below a file size limit."""
 PART_BYTES = 64 << 20
-"""Of a large file that are brought to the disk at a time."""
+"""Bytes of a large file per sync to the disk."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises ResourceExhausted when the file cannot be written; its reason is DISK_FULL where there
-    is no room, and the same works when there is.
+    """Converts a failed write in the block to ResourceExhausted.
+
+    The reason is DISK_FULL if space is lacking; the same write succeeds after space is freed.
     """
     try:
         yield
@@ -35,10 +36,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read; a kill leaves the old content or the new. Makes
-    its directory. Not synced: a loss of power may leave neither.
+    """Atomically writes a file that only its owner can read, and makes its directory.
 
-    Raises ResourceExhausted as `writing` does.
+    A kill leaves either the old or the new content. The file is not synced, so a power loss may
+    leave neither. Raises ResourceExhausted as `writing` does.
     """
     temporary = path.with_suffix(".tmp")
     with writing(path):
@@ -53,8 +54,10 @@ def write_synced(
     *parts: memoryview | bytes | bytearray,
     wrote: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a file whose bytes are on the disk when this returns; its name is when `sync_path` of
-    the directory returns. Calls `wrote` as `write_parts` does.
+    """Writes a file and syncs its bytes to the disk before it returns.
+
+    The caller syncs the name with `sync_path` of the directory. Calls `wrote` as `write_parts`
+    does.
     """
     with path.open("wb", buffering=0) as file:
         for part in parts:
@@ -63,9 +66,9 @@ def write_synced(
 
 
 def write_parts(file: FileIO, view: memoryview, wrote: Callable[[], None]) -> None:
-    """Writes bytes to an unbuffered file; calls `wrote` whenever PART_BYTES more are on the disk.
+    """Writes bytes to an unbuffered file; calls `wrote` after each PART_BYTES synced to the disk.
 
-    So the time between two calls depends on the speed of the disk, and not on the size of the file.
+    So the time between two calls depends on the disk's speed and not on the file's size.
     """
     while len(view) > PART_BYTES:
         part, view = view[:PART_BYTES], view[PART_BYTES:]
@@ -78,8 +81,10 @@ def write_parts(file: FileIO, view: memoryview, wrote: Callable[[], None]) -> No
 
 
 def replace_synced(path: Path, content: bytes) -> None:
-    """Replace a file; on the disk under its name when this returns. A kill or a loss of power
-    leaves the old content or the new. Raises ResourceExhausted as `writing` does.
+    """Atomically replaces a file and syncs it with its name before it returns.
+
+    A kill or a power loss leaves either the old or the new content. Raises ResourceExhausted as
+    `writing` does.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with writing(path):
@@ -89,7 +94,7 @@ def replace_synced(path: Path, content: bytes) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Puts a file, or the names in a directory, on the disk."""
+    """Syncs a file, or a directory's names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,1 +1,1 @@
-"""Is the `paceline` command; services and benches are started as processes, never imported."""
+"""Implements the `paceline` command, which starts services and benchmarks as separate processes."""

@@ -1,4 +1,4 @@
-"""Starts the command line, or says which extra it is installed with."""
+"""Starts the command line, or names the extra that installs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.local.processes import EXIT_CONFIG
 
 
 def main() -> None:
-    """Runs `paceline`; where the package was installed for its client alone, exits with 2."""
+    """Runs `paceline`; exits with 2 if only the client is installed."""
     if importlib.util.find_spec("typer") is None:
         sys.exit(_without_command_line(sys.argv[1:]))
     from paceline.cli.main import app

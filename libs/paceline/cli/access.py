@@ -1,4 +1,4 @@
-"""Finds a run and opens a channel to its coordinator as its operator."""
+"""Finds a run and opens an operator's channel to its coordinator."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from paceline.rpc import channel, rpc_errors
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 DEADLINE_S = 5.0
-"""For an answer of a coordinator."""
+"""Seconds to wait for a coordinator's reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """Where a run's coordinator listens, and what opens it."""
+    """A coordinator's address and the security settings for a channel."""
 
     address: str
     security: SecurityConfig
 
     def channel(self) -> grpc.aio.Channel:
-        """A channel that carries $PACELINE_TOKEN, else the token of the run that serves there."""
+        """A channel with $PACELINE_TOKEN, or else with the token of the run at this address."""
         security = self.security
         if not security.token and (token := token_at(self.address)):
             os.environ[security.token_env] = token
@@ -39,7 +39,7 @@ class Coordinator:
 
 @contextmanager
 def coordinator_answers(coordinator: Coordinator) -> Iterator[None]:
-    """Raises Unavailable with the address when nobody answers a call of the block."""
+    """Raises Unavailable with the address if a call in the block gets no reply."""
     try:
         with rpc_errors():
             yield
@@ -51,9 +51,9 @@ def coordinator_answers(coordinator: Coordinator) -> Iterator[None]:
 async def asked(
     coordinator: Coordinator, method: str, request: object
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """A stub of the coordinator, for as long as the block, and its answer to a first request.
+    """Yields a stub of the coordinator and its reply to a first request.
 
-    Raises Unavailable when nobody answers, and what the coordinator refuses it with.
+    Raises Unavailable without a reply, and the error of a rejected request.
     """
     async with coordinator.channel() as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
@@ -63,18 +63,18 @@ async def asked(
 
 
 def coordinator_of(files: Sequence[Path], address: str | None = None) -> Coordinator:
-    """The coordinator of the run with these settings; `address` is where it listens instead.
+    """The coordinator of the run with these settings; `address` overrides its address.
 
-    Raises ConfigError for settings that cannot be read.
+    Raises ConfigError if the settings cannot be read.
     """
     config = load_config(ServiceConfig, "local", files)
     return Coordinator(address or config.addresses.coordinator, config.security)
 
 
 def find_coordinator(run: str, files: Sequence[Path]) -> Coordinator:
-    """The coordinator of a run's directory, of an id below runs/, or at host:port.
+    """The coordinator of a run: by directory, by id below runs/, or by host:port.
 
-    Raises NotFound when there is no such directory with a config.toml.
+    Raises NotFound without a directory that has a config.toml.
     """
     if not _directories(run) and run.rpartition(":")[2].isdecimal():
         return coordinator_of(files, run)
@@ -82,7 +82,7 @@ def find_coordinator(run: str, files: Sequence[Path]) -> Coordinator:
 
 
 def run_directory(run: str) -> Path:
-    """The directory of a run, by itself or by its id below runs/. Raises NotFound."""
+    """The directory of a run, by path or by id below runs/. Raises NotFound."""
     for directory in _directories(run):
         return directory
     raise NotFound(
@@ -94,10 +94,12 @@ def run_directory(run: str) -> Path:
 
 
 def directory_of(run: str | None, settings: Sequence[Path]) -> Path:
-    """The directory of a run by its name, or of the run with these settings, which are noted there
-    where nobody has: services that were started one by one leave no config.toml.
+    """The directory of a run, by name or by settings.
 
-    Raises NotFound, InvalidInput for neither or both.
+    Services that are started separately leave no config.toml, so the settings are written there if
+    absent.
+
+    Raises NotFound, and InvalidInput unless exactly one of `run` and `settings` is given.
     """
     if (run is None) == (not settings):
         raise InvalidInput("which run?", seen=run, allowed="the run, or --config with its settings")

@@ -1,4 +1,4 @@
-"""Waits for what a run comes to, and prints meanwhile what it still does."""
+"""Waits for a run to reach a state and prints its current work meanwhile."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WAITS_FOR = {
 }
 
 Ends = Callable[[pb.GetSnapshotResponse], tuple[str, int] | None]
-"""What to print, and the exit status, when a snapshot ends the waiting."""
+"""Checks a snapshot: None to wait on, or the text to print and the exit status."""
 
 
 def over(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
-    """Ends the waiting when the run has ended: 0, or 1 when it failed."""
+    """Ends the wait if the run has ended: status 0, or 1 if it failed."""
     if snapshot.phase == "failed":
         return f"[bold red]the run failed:[/] {escape(snapshot.failure)}", 1
     if snapshot.phase == "finished":
@@ -38,9 +38,10 @@ def over(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
 async def wait_until(
     stub: Any, console: Console, ends: Ends, left: tuple[str, int], if_cancelled: str
 ) -> int:
-    """Prints what the run waits for at each change; returns the exit status.
+    """Prints the run's current work at each change and returns the exit status.
 
-    `left`: as `ends`, when no coordinator answers; `if_cancelled`: what goes on all the same.
+    `left`: result if no coordinator responds, as for `ends`. `if_cancelled`: text on work that
+    continues after a cancelled wait.
     """
     try:
         return await _told(stub, console, ends, left)

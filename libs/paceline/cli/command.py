@@ -1,4 +1,4 @@
-"""What several commands of `paceline` share: their options, and how they end."""
+"""Provides options and exits that several commands of `paceline` share."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ MODEL = "checkpoint directory in Hugging Face format, or an id on the Hub: owner
 
 
 def say(line: str) -> None:
-    """A line for whoever runs the command, beside its result."""
+    """Prints a line for the user on stderr, beside the command's result."""
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def tell(kind: str, **facts: Any) -> None:
-    """A JSON object for a program that runs the command; `at` is wall-clock seconds."""
+    """Prints a JSON object for programs on stdout; `at` is wall-clock seconds."""
     sys.stdout.write(json.dumps({"kind": kind, "at": time.time(), **facts}) + "\n")
     sys.stdout.flush()
 
 
 def begin(lines: str | None, phase: str) -> bool:
-    """Says what is begun, before anything that takes a while is read, looked up or imported.
+    """Prints the first phase, before any slow import or lookup.
 
-    Whether the run is shown to a program; exits for a format of lines that is none.
+    Returns whether the output is JSON. Exits for an unknown format of lines.
     """
     if lines not in (None, "text", "json"):
         raise refused(ConfigError("no such format of lines", seen=lines, allowed="text, json"))
@@ -93,12 +93,12 @@ def begin(lines: str | None, phase: str) -> bool:
 
 
 def settings_of(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:
-    """The settings that a command line gives."""
+    """The settings from a command line."""
     return (*(overrides or ()), *(("security.run_tokens=false",) if no_token else ()))
 
 
 def launcher_of(kind: str, address: str | None) -> Launcher:
-    """The launcher that a command line names; exits for one that is none."""
+    """The launcher from a command line; exits if it is invalid."""
     try:
         return Launcher.of(kind, address)
     except ConfigError as error:
@@ -106,20 +106,22 @@ def launcher_of(kind: str, address: str | None) -> Launcher:
 
 
 def become(module: str, *arguments: str) -> NoReturn:
-    """Hand this process over: signals reach the module directly and its exit code is ours."""
+    """Replaces this process by a module, which then gets signals directly and sets the exit
+    code.
+    """
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
 
 
 def refused(error: PacelineError) -> typer.Exit:
-    """The exit of a command that cannot work; says why."""
+    """Prints the error and returns the command's exit with status 2."""
     text = f"[bold red]paceline:[/] {escape(str(error))}"
     console.print(text, highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
 
 def run_to_exit(coroutine: Coroutine[Any, Any, int]) -> NoReturn:
-    """Ends this process with the status that the command returns."""
-    import asyncio  # not for --help
+    """Runs a command's coroutine and exits with its status."""
+    import asyncio  # keeps --help fast
 
     keep_files_private()
     try:

@@ -1,4 +1,4 @@
-"""Runs `paceline demo`: makes the settings of a run of the demo, and plays it."""
+"""Runs `paceline demo`: creates the settings of a demo run and plays the run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.local.owner import SUPERVISOR, owned
 async def run_demo(
     options: DemoOptions, console: Console, launcher: Launcher, *, as_json: bool
 ) -> int:
-    """As play(), of a new run or the one to be resumed.
+    """As play(), for a new run or a resumed run.
 
-    Raises ConfigError or NotFound for options that cannot work, FailedPrecondition for a run that
-    runs already.
+    Raises ConfigError or NotFound for invalid options, FailedPrecondition if the run is already
+    active.
     """
     files = find_run(options)
     out = "" if options.out == Path("runs") else f" --out {options.out}"

@@ -1,4 +1,4 @@
-"""`paceline doctor`: looks at the machine before a run, and at a run that goes on."""
+"""Implements `paceline doctor`: checks the machine before a run, and checks an active run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 EXIT_FAIL = 1
 _ANSWER_S = 10.0
-"""The coordinator asks the others before it answers."""
+"""Seconds to wait: the coordinator queries the other services before it replies."""
 _MARKS = {"ok": "[green]ok  [/]", "warn": "[bold yellow]warn[/]", "fail": "[bold red]fail[/]"}
 _NAME_WIDTH = 26
 
@@ -30,9 +30,10 @@ _NAME_WIDTH = 26
 async def check_machine(
     files: Sequence[Path], overrides: Sequence[str], console: Console, *, as_json: bool
 ) -> int:
-    """Prints what would keep a run with these settings from working here: 0, or 1 on a fail.
+    """Prints the machine's findings for a run with these settings; returns 0, or 1 after a failed
+    check.
 
-    Raises ConfigError for settings that cannot be read.
+    Raises ConfigError if the settings cannot be read.
     """
     config = load_config(ServiceConfig, "local", files, overrides)
     found: list[Finding] = []
@@ -50,9 +51,9 @@ async def check_machine(
 
 
 async def check_run(coordinator: Coordinator, console: Console, *, as_json: bool) -> int:
-    """Prints what the services of a run do, whom they wait for, and the alarm: 0, or 1 under alarm.
+    """Prints the work, the blockers and the alarm of a run's services; returns 0, or 1 under alarm.
 
-    Raises Unavailable when no coordinator answers.
+    Raises Unavailable if no coordinator responds.
     """
     async with coordinator.channel() as connection:
         try:
@@ -84,13 +85,13 @@ def _show(progress: GetProgressResponse, console: Console) -> None:
 
 
 def counts_text(part: Part) -> str:
-    """What is not zero, in words."""
+    """The counts that are not zero, as text."""
     named = sorted((name.replace("_", " "), count) for name, count in part.counts.items() if count)
     return ", ".join(f"{name} {count:,}" for name, count in named)
 
 
 def finding_line(finding: Finding) -> str:
-    """One check as a line, with rich markup; what to do stands below it."""
+    """A finding as a line with rich markup; the advice is on the next line."""
     line = f"{_MARKS[finding.verdict]} {finding.check:<{_NAME_WIDTH}} {escape(finding.seen)}"
     if finding.verdict == "ok" or not finding.advice:
         return line

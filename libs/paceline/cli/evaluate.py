@@ -32,12 +32,12 @@ from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, SamplingParams
 
 _ANSWER_S = 24 * 3600.0
 _START_S = 900.0
-"""A large model is read."""
+"""Seconds for the start, which loads a model of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """What `paceline eval` was asked for."""
+    """The options of `paceline eval`."""
 
     model: Path
     tasks: Path
@@ -49,23 +49,22 @@ class EvaluationOptions:
     environment: str
     solved_above: float
     seed: int
-    overrides: Sequence[str]  # of the gateway
+    overrides: Sequence[str]  # settings of the gateway
     columns: Columns = USUAL
 
 
 async def evaluate(options: EvaluationOptions, console: Console, *, as_json: bool) -> int:
-    """Starts a gateway for as long as it takes, prints the figures.
+    """Starts a gateway for the evaluation and prints the figures.
 
-    Raises InvalidInput for tasks that cannot be read, ConfigError for settings that cannot work and
-    for tasks that do not fit into one call, Unavailable with the end of its log for a gateway that
-    does not start.
+    Raises InvalidInput if tasks cannot be read. Raises ConfigError if settings cannot work or the
+    tasks exceed one call. Raises Unavailable with the end of the log if the gateway does not start.
     """
     tasks = _tasks(options)
     with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
         words = _settings(options, folder)
         config = load_config(ServiceConfig, "local", [], words)
         use_run_tokens(config)
-        # Alone: it writes no trajectories, so it needs no Redis.
+        # Without Redis: an evaluation writes no trajectories.
         launch = replace(launch_of(service("gateway"), config, words), depends_on=())
         async with Supervisor([launch], Path(folder)) as gateway:
             console.print(f"starting the gateway of {options.model}", highlight=False)
@@ -107,7 +106,7 @@ def _settings(options: EvaluationOptions, folder: str) -> list[str]:
 def request_of(
     options: EvaluationOptions, tasks: Sequence[Task], config: ServiceConfig
 ) -> RunTasksRequest:
-    """What the gateway is asked for: every sample draws with a seed of its own."""
+    """The gateway's request; every sample has its own seed."""
     return RunTasksRequest(
         context=leased(config.security, config.run.id, 0, 1),
         purpose=PURPOSE_EVAL,
@@ -123,7 +122,7 @@ def request_of(
 async def _ask(
     config: ServiceConfig, request: RunTasksRequest, console: Console
 ) -> list[SampleFinished]:
-    """All samples, with a bar on a terminal."""
+    """Collects all samples, with a progress bar on a terminal."""
     samples: list[SampleFinished] = []
     total = len(request.tasks) * request.samples_per_task
     async with channel(config.addresses.gateway, config.security) as connection:
@@ -140,7 +139,7 @@ async def _ask(
 def figures_of(
     samples: Sequence[SampleFinished], options: EvaluationOptions, seconds: float
 ) -> dict[str, float | int]:
-    """Accuracy as avg@k, pass@k where a task has several samples, lengths and speed."""
+    """Accuracy as avg@k, pass@k for several samples per task, lengths and speed."""
     tokens = [one.response_tokens for one in samples]
     return {
         "samples": len(samples),

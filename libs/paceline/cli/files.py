@@ -1,6 +1,4 @@
-"""Defines the commands on the files of a run, and before one: report, page, why, logs, eval,
-init.
-"""
+"""Defines the commands on a run's files and before a run: report, page, why, eval, init."""
 
 from __future__ import annotations
 
@@ -136,7 +134,7 @@ def evaluate(
 
 
 def _columns(given: list[str], system: str) -> Columns:
-    """Raises InvalidInput for a part that a task does not have."""
+    """Parses column options. Raises InvalidInput for an unknown part of a task."""
     from paceline.tasks import Columns
 
     parts = dict(one.partition("=")[::2] for one in given)

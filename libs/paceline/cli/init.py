@@ -92,13 +92,13 @@ def write_settings(
     agents: bool = False,
     say: Callable[[str], None] = print,
 ) -> Checked:
-    """Writes a commented TOML of a run that trains this model, and returns what the run would get.
+    """Writes a commented TOML for a run that trains this model, and returns the run's plan.
 
-    `model`: a directory, or an id of the Hub. `agents`: agents from outside claim the tasks;
-    without tasks they bring their own. `say` is told what is downloaded.
+    `model`: a directory or a Hub id. `agents`: external agents claim the tasks, or bring their own
+    without `tasks`. `say` receives progress lines of downloads.
 
-    Raises ConfigError for a file that is there already, and for settings that cannot work;
-    TaskFileError for tasks that cannot be read.
+    Raises ConfigError if the file exists or the settings cannot work, TaskFileError if tasks cannot
+    be read.
     """
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
@@ -139,7 +139,7 @@ def _tasks(template: str, tasks: Path | None, heldout: Path | None, reward: str)
 
 
 def _judge(reward: str) -> str:
-    """Who scores the held-out tasks, which no agent sees."""
+    """Reward rule of the held-out tasks, which agents never see."""
     return "math_answer" if reward == "agent" else reward
 
 

@@ -1,4 +1,4 @@
-"""Shows a run to programs: a JSON object a line on standard output, each with its `kind`."""
+"""Shows a run to programs: JSON lines on stdout, each an object with its `kind`."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from paceline.v1.coordinator_pb2 import StepRecord
 
 
 class JsonView:
-    """What RunView shows, as objects; `at` is wall-clock seconds."""
+    """The content of RunView as JSON objects; `at` is wall-clock seconds."""
 
     def __init__(self, run_id: str, total_steps: int) -> None:
         self.state = RunState(run_id, total_steps, self._record, self._away)
 
     def begin(self, directory: Path, plan: Sequence[str]) -> None:
-        """Where the run lives, and what it gets."""
+        """Prints the run's directory and plan."""
         tell("run", run_id=self.state.run_id, directory=str(directory), plan=list(plan))
 
     def started(self, config: ServiceConfig) -> None:
-        """All services are healthy."""
+        """Prints the addresses once all services are healthy."""
         addresses = config.addresses
         tell("serving", http=addresses.http, coordinator=addresses.coordinator)
 
     def event(self, event: ChildEvent) -> None:
-        """What happened to a process."""
+        """Prints an event of a process."""
         tell("process", name=event.name, event=event.kind, pid=event.pid, detail=event.detail)
 
     def line(self, text: str) -> None:
-        """Something to be read."""
+        """Prints a line of text."""
         tell("line", text=text)
 
     def say(self, text: str) -> None:
-        """A phase outside the steps."""
+        """Prints a phase outside of the steps."""
         tell("phase", phase=text)
 
     def failed(self, message: str) -> None:
-        """What made the run fail."""
+        """Prints the reason of a failed run."""
         tell("failed", message=message)
 
     def again(self, command: str) -> None:
-        """How to go on."""
+        """Prints the command that continues the run."""
         tell("continue", command=command)
 
     def results(self, summary: Summary, files: RunFiles) -> None:
-        """What came out."""
+        """Prints the summary and the report's path."""
         tell("summary", summary=summary, report=str(files.report))
 
     def refresh(self) -> None:
-        """Nothing moves between lines."""
+        """Does nothing: JSON lines need no refresh."""
 
     def __enter__(self) -> JsonView:
         return self

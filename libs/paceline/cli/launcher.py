@@ -1,4 +1,4 @@
-"""Names what starts the processes of a run: this machine, or a Ray cluster."""
+"""Names the launcher of a run's processes: this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LAUNCHERS = (LOCAL, RAY)
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Where the processes of a run are started."""
+    """The launcher of a run's processes."""
 
     kind: str = LOCAL
-    address: str | None = None  # of a Ray cluster; None: one of this machine's own
+    address: str | None = None  # of a Ray cluster; None: a new cluster on this machine
 
     @classmethod
     def of(cls, kind: str, address: str | None) -> Launcher:
-        """What a command line names. Raises ConfigError."""
+        """The launcher that the command line selects. Raises ConfigError."""
         if kind not in LAUNCHERS:
             raise ConfigError("no such launcher", seen=kind, allowed=", ".join(LAUNCHERS))
         if address is not None and kind != RAY:
@@ -28,6 +28,6 @@ class Launcher:
 
     @property
     def words(self) -> list[str]:
-        """What names it on a command line."""
+        """The command line options that select this launcher."""
         named = ["--launcher", self.kind] if self.kind != LOCAL else []
         return [*named, *(["--address", self.address] if self.address else [])]

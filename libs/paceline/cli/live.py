@@ -1,4 +1,4 @@
-"""Shows a run to people: a line a step and, on a terminal, a progress bar below the lines."""
+"""Shows a run to people: one line per step and, on a terminal, a progress bar."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from paceline.report.summary import Summary
 from paceline.v1.coordinator_pb2 import StepRecord
 
 _PACE_S = 1800.0
-"""The time left follows the steps of this many last seconds: one step may take minutes."""
+"""Seconds of past steps that the remaining time is based on: one step may take minutes."""
 _SLOTS_SHOWN = 8
-"""More slots are counted by their holders."""
+"""Above this number, slots are counted by holder."""
 _STYLES = {
     "died": "bold red",
     "given_up": "bold red",
@@ -40,7 +40,7 @@ _EVALUATIONS = {ACCURACY: "held-out accuracy", PROBE: "probe"}
 
 
 class RunView:
-    """Prints what happens to a run; the bar is drawn by rich between its lines."""
+    """Prints a run's events; rich draws the progress bar below the lines."""
 
     def __init__(self, run_id: str, total_steps: int, console: Console) -> None:
         self.state = RunState(run_id, total_steps, self._record, self._away)
@@ -62,13 +62,13 @@ class RunView:
         self._task = self._bar.add_task("", total=total_steps, phase="starting", slots="")
 
     def begin(self, directory: Path, plan: Sequence[str]) -> None:
-        """Where the run lives, and what it gets."""
+        """Prints the run's directory and plan."""
         self._line(f"[bold]run {escape(self.state.run_id)}[/] in {escape(str(directory))}")
         for line in plan:
             self.line(line)
 
     def started(self, config: ServiceConfig) -> None:
-        """All services are healthy."""
+        """Prints the addresses once all services are healthy."""
         self._serving = True
         addresses = config.addresses
         self._line(
@@ -80,35 +80,35 @@ class RunView:
         self.say("the steps begin")
 
     def event(self, event: ChildEvent) -> None:
-        """Starts are shown until everything serves, later only what went wrong."""
+        """Prints a process event; after the start, only unusual events."""
         if not self._serving or event.kind not in ("started", "finished", "stopped"):
             self._line(event_line(event))
 
     def line(self, text: str) -> None:
-        """Something to be read, as it is."""
+        """Prints a line of text without markup."""
         self._line(escape(text))
 
     def failed(self, message: str) -> None:
-        """What made the run fail."""
+        """Prints the reason of a failed run."""
         self._line(f"[bold red]the run failed:[/] {escape(message)}")
 
     def again(self, command: str) -> None:
-        """How to go on."""
+        """Prints the command that continues the run."""
         self._line(f"continue with: [bold]{escape(command)}[/]")
 
     def results(self, summary: Summary, files: RunFiles) -> None:
-        """What came out."""
+        """Prints the results."""
         print_results(summary, files, self._console)
 
     def say(self, text: str) -> None:
-        """A phase outside the steps."""
+        """Shows a phase outside of the steps."""
         self.state.phase = text
         self.refresh()
         if self._bar.disable:
             self._line(f"[dim]{text}[/]")
 
     def refresh(self) -> None:
-        """Bring the bar up to date with the state."""
+        """Updates the bar from the state."""
         holders = [holder for _, holder in sorted(self.state.holders.items())]
         if len(holders) > _SLOTS_SHOWN:
             holders = [f"{count} {holder}" for holder, count in Counter(holders).items()]
@@ -138,14 +138,14 @@ class RunView:
 
 
 def event_line(event: ChildEvent) -> str:
-    """One line for the terminal, with rich markup."""
+    """A process event as one line with rich markup."""
     style = _STYLES.get(event.kind, "dim")
     detail = f": {escape(event.detail)}" if event.detail else ""
     return f"[{style}]{escape(event.name)} {event.kind}[/]{detail} [dim](pid {event.pid})[/]"
 
 
 def away_line(services: Sequence[str]) -> str:
-    """Which services do not answer, and what the run does meanwhile."""
+    """One line: unreachable services and the run's reaction."""
     if not services:
         return "[green]all services answer again[/]"
     optional = {spec.name for spec in SERVICES if spec.optional}
@@ -154,7 +154,7 @@ def away_line(services: Sequence[str]) -> str:
 
 
 def step_line(record: StepRecord, total: int) -> str:
-    """One finished step as one line of text."""
+    """A finished step as one line of text."""
     rate = record.response_tokens / record.rollout_s if record.rollout_s else 0.0
     parts = [
         f"step {record.step + 1}/{total}",

@@ -1,6 +1,6 @@
-"""Looks whether a run can start on this machine: what `paceline doctor` finds before one.
+"""Checks whether a run can start on this machine, for `paceline doctor`.
 
-Each check is the one that a start makes; here all of them are made, and none ends the others.
+The checks are the same as at a start. Here all checks run, even after a failure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.local.user_directory import user_directory
 from paceline.report.machine import machine_in_words
 
 OPEN_FILES = 4096
-"""An agent's connection is a file of the gateway's, and so is each worker's socket."""
+"""Recommended limit of open files: each agent connection and each worker's socket uses a file."""
 GATEWAY_CHECKS = "paceline.services.rollout_gateway.machine_checks"
 _GATEWAY_CHECKS_S = 120.0
 
@@ -40,7 +40,7 @@ _GATEWAY_CHECKS_S = 120.0
 async def findings(
     config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
 ) -> AsyncIterator[Finding]:
-    """The checks of a run with these settings, each as soon as it is made."""
+    """Yields the findings for a run with these settings, each as soon as it is available."""
     yield Finding("machine", "ok", machine_in_words())
     yield looked_at("user directory", lambda: f"{user_directory()} is private")
     yield looked_at("sockets", lambda: f"{socket_directory()} is private and short")
@@ -63,7 +63,7 @@ async def findings(
 
 
 async def _redis(launch: Launch) -> Finding:
-    """The server that would be started, or the one of others. Raises what its check raises."""
+    """Checks the server to start, or the external server. Raises the errors of its check."""
     if launch.command:
         return Finding(launch.name, "ok", f"{find_redis_server()} will be started")
     assert launch.healthy is not None
@@ -95,7 +95,7 @@ def _memory(files: Sequence[Path], overrides: Sequence[str]) -> str:
 
 
 def _open_files() -> Finding:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the gateway takes all that it may
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the gateway raises its own soft limit
     few = 0 <= hard < OPEN_FILES
     seen = f"{'any number' if hard < 0 else hard} for a process"
     advice = f"raise the hard limit, e.g. with LimitNOFILE, to {OPEN_FILES} or more" if few else ""
@@ -103,7 +103,7 @@ def _open_files() -> Finding:
 
 
 async def _of_gateway(files: Sequence[Path], overrides: Sequence[str]) -> list[Finding]:
-    """What the gateway's own program finds."""
+    """Runs the gateway's own checks in a separate process."""
     words = [word for path in files for word in ("--config", str(path))]
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -1,4 +1,4 @@
-"""Defines the commands of `paceline` and their options; the modules it calls do the work."""
+"""Defines the commands of `paceline` and their options; other modules do the work."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ app = typer.Typer(
     "trains in idle time.",
 )
 
-# gRPC reads these when it is loaded: its remarks would tear the live view, and children are exec'ed
-# at once.
+# gRPC reads these at import. Its log lines would break the live view. Children exec at once and
+# need no fork support.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
@@ -53,7 +53,7 @@ app.add_typer(drafter, name="drafter")
 
 SERVICE_NAMES = [spec.command_name for spec in SERVICES if spec.address_key]
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of a command that hands its whole line, --help included, to a module."""
+"""Settings of a command that passes its whole line, including --help, to a module."""
 
 TOOLS = {
     "train": (
@@ -137,7 +137,7 @@ def _service(name: str) -> ServiceSpec:
 
 
 def _models(files: list[Path]) -> list[str]:
-    """Settings for the models that these files name by their ids."""
+    """Settings for the models that these files name by Hub id."""
     from paceline.cli.models import found_models
 
     try:
@@ -154,7 +154,7 @@ def _model(name: str) -> Path:
 
 
 def _drafter(value: str) -> str:
-    """A directory as an absolute path; a name or "package.module:KIND" as it is."""
+    """A directory as an absolute path; a name or "package.module:KIND" unchanged."""
     directory = drafter_directory(value)
     return str(directory.resolve()) if directory else value
 

@@ -1,4 +1,4 @@
-"""Finds the models of a run's settings, some of which may be ids of the Hub."""
+"""Finds the models in a run's settings and resolves Hub ids."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from paceline.cli.run_files import merged
 from paceline.local.hub import is_hub_id, model_directory
 
 SECTIONS = ("gateway", "policy_trainer", "drafter_trainer")
-"""Each has its `model`."""
+"""Sections with a `model` setting."""
 
 
 def found_models(
     files: Sequence[Path], overrides: Sequence[str], say: Callable[[str], None]
 ) -> list[str]:
-    """Settings that name the directory of every model that the given ones name by its id.
+    """Settings with the directory of every model that is named by its Hub id.
 
-    Raises as `model_directory` does.
+    Raises as `model_directory`.
     """
     tree = merged(files, overrides)
     found: dict[str, Path] = {}

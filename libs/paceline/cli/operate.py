@@ -1,4 +1,4 @@
-"""Defines the commands to a run that goes on: they ask its coordinator."""
+"""Defines the commands on an active run, which send requests to its coordinator."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Serves a live page about a run: `paceline page`. A subscriber like any other, so that nobody who
-computes draws; what it shows is what the report will.
+"""Serves a live page about a run: `paceline page`.
+
+The page subscribes to facts like any client, so that no service spends time on it. It shows the
+same content as the report.
 """
 
 from __future__ import annotations
@@ -48,19 +50,19 @@ COOKIE = "paceline_page"
 _SCRIPT = Path(__file__).with_name("page.js")
 _POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'"
 _REST = 20.0
-"""Times as long as a drawing took, it is not drawn again: a twentieth of a core at most."""
+"""Pause after a drawing, as a multiple of its duration: at most a twentieth of a core."""
 _LEAST_REST_S, _STATE_REST_S = 1.0, 0.2
 _QUEUES_REST_S = 2.0
 _SILENCE_S = 15.0
-"""A listener hears at least so often that its connection lives."""
+"""Maximum seconds between messages to a listener, so that its connection stays open."""
 _NOTHING = "<p class='empty'>the run has not begun</p>"
 
 
 class LivePage:
-    """The newest drawing of a run and its state, and whoever waits for the next."""
+    """The latest drawing and state of a run, with its listeners."""
 
     def __init__(self, config: ServiceConfig, files: RunFiles, folder: Path) -> None:
-        """`folder`: for copies of the journal, this page's own."""
+        """`folder`: private folder of this page for copies of the journal."""
         self._config, self._files = config, files
         self._copy = replace(files, directory=folder, spans_dir=str(files.spans))
         self._due, self._changed = asyncio.Event(), asyncio.Event()
@@ -68,16 +70,16 @@ class LivePage:
         self.state = RunState(config.run.id, 0, self._finished, on_change=self._changed.set)
         self.drawn = _NOTHING
         self._news = asyncio.Condition()
-        self._number = {"content": 0, "state": 0, "queues": 0}  # of the newest of each kind
+        self._number = {"content": 0, "state": 0, "queues": 0}  # latest event number by kind
         self._queues: dict[str, str] = {}
         self._listeners = 0
-        self._heard = asyncio.Event()  # somebody listens
+        self._heard = asyncio.Event()  # set while the page has listeners
 
     def _finished(self, record: StepRecord) -> None:
         self._due.set()
 
     async def draw(self) -> None:
-        """Draws whenever a step has ended, for ever."""
+        """Draws the page after each finished step; never returns."""
         while True:
             await self._due.wait()
             self._due.clear()
@@ -87,8 +89,8 @@ class LivePage:
                 ledger = await collect(self._config, self._copy, settings)
                 self.drawn = await asyncio.to_thread(self._content, ledger, settings)
             except DataLoss:
-                pass  # it has not begun
-            except PacelineError as error:  # its Redis has left, or restarts
+                pass  # the run has not begun
+            except PacelineError as error:  # its Redis is gone or restarts
                 get_logger("page").info("the last drawing stays", error=str(error))
             await self._tell("content")
             await asyncio.sleep(max(_LEAST_REST_S, _REST * (time.monotonic() - began)))
@@ -101,7 +103,7 @@ class LivePage:
         return content(summary, history, spans, samples)
 
     async def watch(self) -> None:
-        """Follows the run's facts until it ends, and tells listeners what changes."""
+        """Follows the run's facts until it ends and notifies listeners of changes."""
 
         async def tell() -> None:
             while True:
@@ -119,7 +121,7 @@ class LivePage:
             telling.cancel()
 
     async def measure(self) -> None:
-        """Looks at the queues while somebody listens, for ever: nothing tells of their lengths."""
+        """Polls the queues while the page has listeners; no event reports their lengths."""
         while True:
             await self._heard.wait()
             found = await read_queues(self._config)
@@ -129,7 +131,7 @@ class LivePage:
             await asyncio.sleep(_QUEUES_REST_S)
 
     def state_json(self) -> str:
-        """The state, as listeners get it."""
+        """The state as JSON for listeners."""
         known = self.state
         return json.dumps(
             {
@@ -143,8 +145,9 @@ class LivePage:
         )
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events: `state` with the state, `queues` with what waits, `content` when
-        there is a new drawing. A slow listener misses what was between.
+        """Yields server-sent events: `state`, `queues`, and `content` for a new drawing.
+
+        A slow listener misses intermediate events.
         """
         self._listeners += 1
         self._heard.set()
@@ -184,7 +187,7 @@ class LivePage:
 
 
 def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
-    """What a browser talks to; `token` opens it, once in the address, then as a cookie."""
+    """The web application; `token` opens it, first in the address, then as a cookie."""
 
     async def first(request: Request) -> Response:
         if given := request.query_params.get("token"):
@@ -233,9 +236,10 @@ def _refused() -> Response:
 
 
 async def serve_page(run: str | None, settings: Sequence[Path], port: int, console: Console) -> int:
-    """Serves until Ctrl-C, also after the run has ended; `settings`: of the run, without its name.
+    """Serves the page until Ctrl-C, also after the run has ended; returns 0.
 
-    Raises NotFound for a run that is none, Unavailable where its Redis is away or the port taken.
+    `settings`: settings of the run, instead of its name. Raises NotFound for an unknown run,
+    Unavailable if its Redis is gone or the port is in use.
     """
     found = directory_of(run, settings)
     config = load_config(ServiceConfig, "local", [found / "config.toml"])
@@ -264,7 +268,9 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
 
 
 def _listening(port: int) -> socket.socket:
-    """Where a browser that is quicker than the server waits for it; `port` 0: one that is free."""
+    """A listening socket, so that an early browser waits for the server. `port` 0: any free
+    port.
+    """
     require_free(f"{loopback()}:{port}", "--port")
     listening = bound(loopback().strip("[]"), port or free_ports(1)[0])
     listening.listen()
@@ -272,7 +278,7 @@ def _listening(port: int) -> socket.socket:
 
 
 def _beside(page: LivePage, console: Console) -> list[Coroutine[Any, Any, None]]:
-    """What goes on while the page is served."""
+    """The background tasks of the page."""
     return [page.draw(), page.measure(), _watched(page, console)]
 
 

@@ -1,4 +1,4 @@
-"""Checks what a whole run asks of its machine before anything is started: slots, ranks, memory."""
+"""Checks a run's demands on its machine before the start: slots, ranks, memory."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _ITEM = {"float32": 4, "bfloat16": 2}
 _MOMENT = {"float32": memory_plan.FLOAT, "int8": memory_plan.INT8}
 _NVIDIA_SMI_S = 20.0
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""What drivers make, also where their tools are not on PATH."""
+"""Device files of GPU drivers; they exist even if the drivers' tools are not on PATH."""
 
 
 class Checked(NamedTuple):
-    """What a run gets."""
+    """The plan of a run."""
 
     lines: list[str]
-    """The memory that the run needs, in a sentence, and a warning where it is short."""
+    """A sentence on the run's memory, with a warning if it may run short."""
     overrides: list[str]
-    """Settings that follow from the others, of those that are left open: what is given may change
-    in its file before a service starts again.
+    """Derived settings. Explicit settings are excluded, because their file may change before a
+    service restarts.
     """
     start_s: float
-    """Seconds after which the slowest service gives up its own start, by its settings."""
+    """Seconds until the slowest service gives up its own start, from the settings."""
     steps: int
     """RL steps of the run."""
 
@@ -47,10 +47,12 @@ def plan_run(
     *,
     elsewhere: bool = False,
 ) -> Checked:
-    """Check a run's settings against its machine; `gpus`: bytes of each GPU, by default those of
-    this machine. `elsewhere`: the slots belong to a cluster, each with a GPU of unknown size.
+    """Checks a run's settings against its machine.
 
-    Raises ConfigError where slots and ranks contradict each other, or where a GPU is too small.
+    `gpus`: bytes of each GPU; None: this machine's GPUs. `elsewhere`: the slots belong to a
+    cluster, each with a GPU of unknown size.
+
+    Raises ConfigError if slots and ranks conflict, or if a GPU is too small.
     """
     found = settings_of_run(files, overrides)
     gateway, policy, drafter, coordinator = (
@@ -89,7 +91,7 @@ def plan_run(
 
 
 def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:
-    """Raises ConfigError where a GPU is asked for and there is none, before anything is started."""
+    """Raises ConfigError if a GPU is requested on a machine without GPUs."""
     if wanted and not gpus and not any(Path(path).exists() for path in _GPU_FILES):
         raise ConfigError(
             "this machine has no GPU",
@@ -99,7 +101,7 @@ def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:
 
 
 def _check_enough(what: str, device: str, number: int, gpus: int) -> None:
-    """Raises ConfigError where two were to compute on one GPU."""
+    """Raises ConfigError if two ranks or slots would share a GPU."""
     if device == "cuda" and number > gpus:
         raise ConfigError(
             "each computes on a GPU of its own", seen=f"{number} {what}", allowed=f"at most {gpus}"
@@ -107,7 +109,7 @@ def _check_enough(what: str, device: str, number: int, gpus: int) -> None:
 
 
 def _trajectories(written: bool | None) -> list[str]:
-    """The gateway of a run writes what is trained. Raises ConfigError where it is told not to."""
+    """Enables trajectories in a run's gateway. Raises ConfigError if they are disabled."""
     if written is False:
         raise ConfigError(
             "a run trains what its gateway writes down",
@@ -118,8 +120,9 @@ def _trajectories(written: bool | None) -> list[str]:
 
 
 def _staleness(bound: int | None, lag: int) -> list[str]:
-    """What the trainer takes of what the coordinator lets grow old. Raises ConfigError where it
-    would drop groups that were rolled out to be trained.
+    """The trainer's staleness limit, derived from the coordinator's policy lag.
+
+    Raises ConfigError if the trainer would drop groups that were rolled out for training.
     """
     if bound is not None and bound < lag:
         raise ConfigError(
@@ -132,7 +135,9 @@ def _staleness(bound: int | None, lag: int) -> list[str]:
 
 
 def _check_profiles(engine: Any, profiles: Sequence[str]) -> None:
-    """Raises ConfigError where the engine cannot change to what an operator may choose."""
+    """Raises ConfigError if the engine cannot switch to the profiles that an operator may
+    choose.
+    """
     if profiles and engine.kind == "sglang":
         raise ConfigError(
             "SGLang keeps the profile that it was started with; unset coordinator.profiles",
@@ -142,8 +147,8 @@ def _check_profiles(engine: Any, profiles: Sequence[str]) -> None:
 
 
 def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> None:
-    """Raises ConfigError where tokens are drawn with coarser numbers than they are trained with, or
-    may come to be, and nothing corrects for it: the policy then drifts until it collapses.
+    """Raises ConfigError if tokens may be drawn in coarser numbers than in training, without a
+    correction. The policy then drifts until it collapses.
     """
     engine = gateway.engine
     drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
@@ -182,7 +187,7 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
         model = read_config(gateway.model_dir, experts=gateway.engine.kind == "sglang")
         states = _kept_states(gateway, model.num_layers)
     except PacelineError as error:
-        return [f"memory is unknown: {error}"]  # its service reports what is wrong with a model
+        return [f"memory is unknown: {error}"]  # the service reports the model's fault
     engine, on_gpus = _engine(gateway, model, states, gpus)
     if model.experts:
         return [f"memory: {engine}; a model with experts is served and not trained"]
@@ -217,7 +222,7 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
 
 
 def _kept_states(gateway: Any, num_layers: int) -> int:
-    """Hidden states that the embedded engine keeps of a token, for its drafter and its rows."""
+    """Hidden states per token that the embedded engine keeps for its drafter and its rows."""
     drafters = (gateway.drafter, *gateway.engine.embedded.more_drafters)
     if gateway.engine.kind != "embedded" or not (gateway.trajectories or set(drafters) - {OFF}):
         return 0
@@ -225,7 +230,7 @@ def _kept_states(gateway: Any, num_layers: int) -> int:
 
 
 def _engine(gateway: Any, model: Any, states: int, gpus: Sequence[int]) -> tuple[ServicePlan, bool]:
-    """The plan of the engine's workers, and whether they compute on GPUs."""
+    """The plan of the engine's workers, and whether they use GPUs."""
     engine, workers = gateway.engine, gateway.worker_count
     item, own = _ITEM[engine.dtype], engine.sglang
     if engine.kind == "sglang":
@@ -259,8 +264,8 @@ def _engine(gateway: Any, model: Any, states: int, gpus: Sequence[int]) -> tuple
 
 
 def gpu_bytes() -> list[int]:
-    """Memory of each GPU, as the driver's tool says, of those that CUDA_VISIBLE_DEVICES names where
-    it is set; none where there is no such tool.
+    """Memory of each GPU from nvidia-smi, limited to CUDA_VISIBLE_DEVICES if set. Empty without
+    nvidia-smi.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -271,7 +276,7 @@ def gpu_bytes() -> list[int]:
             command, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
         )
     except (subprocess.SubprocessError, OSError):
-        return []  # a tool without a driver
+        return []  # the tool exists without a driver
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     sizes = list[int]()
     for index, uuid, mebibytes in _rows(said.stdout):
@@ -281,7 +286,7 @@ def gpu_bytes() -> list[int]:
 
 
 def _rows(said: str) -> Iterator[tuple[str, str, str]]:
-    """Index, UUID and MiB of each GPU; lines that tell of none are left out."""
+    """Yields index, UUID and MiB of each GPU; skips other lines."""
     for line in said.splitlines():
         match [part.strip() for part in line.split(",")]:
             case [index, uuid, mebibytes] if mebibytes.isdigit():

@@ -1,4 +1,4 @@
-"""Plays a run: starts it, shows it until its end, writes its report. For `up` and `demo`."""
+"""Plays a run for `up` and `demo`: starts it, shows it until its end, writes its report."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from paceline.streams import LedgerCount
 
 EXIT_FAILED = 1
 _TAKEN_UP = 3
-"""Times that a run is taken up again by itself."""
+"""Maximum automatic resumes of a run."""
 _LAST_FACT_S = 2.0
 _REFRESHED_S = 0.25
 _STOPPED_S = 5.0
-"""For the journal of a run that was stopped."""
+"""Seconds to read the journal of an interrupted run."""
 
 View = RunView | JsonView
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """A run to be started."""
+    """A run to start."""
 
     files: RunFiles
-    settings: Sequence[Path]  # TOML files, absolute; later ones win
+    settings: Sequence[Path]  # TOML files, absolute; later files win
     overrides: Sequence[str]
-    again: str  # the command that goes on with it
+    again: str  # the command that continues it
     launcher: Launcher
 
 
 async def play(run: Play, console: Console, *, as_json: bool) -> int:
-    """Starts the run and shows it to its end (0), a signal (130) or a failure (1); what it has done
-    until then is written down in any case. Leaves no process. Whoever calls owns its directory.
+    """Starts the run and shows it until its end (0), a signal (130) or a failure (1).
 
-    Raises ConfigError for settings that cannot work.
+    Results so far are written in any case. Leaves no process. The caller owns the run's directory.
+    Raises ConfigError for invalid settings.
     """
     config = load_config(ServiceConfig, "local", run.settings, run.overrides)
     models = found_models(run.settings, run.overrides, say)
@@ -86,7 +86,9 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
 
 
 def _write_down(files: RunFiles, ledger: LedgerCount, pids: dict[str, int], view: View) -> None:
-    """Steps, summary and report, of a run that was stopped too; one that has not begun has none."""
+    """Writes steps, summary and report, also for an interrupted run. A run that has not begun has
+    none.
+    """
     try:
         summary = write_results(files, ledger, pids)
     except DataLoss as error:
@@ -98,7 +100,7 @@ def _write_down(files: RunFiles, ledger: LedgerCount, pids: dict[str, int], view
 async def _taken_up(
     run: Play, config: ServiceConfig, plan: Checked, view: View, pids: dict[str, int]
 ) -> tuple[bool, LedgerCount | None]:
-    """As _shown, again from its journal after the loss of a node."""
+    """As _shown; resumes the run from its journal after the loss of a node."""
     for left in reversed(range(_TAKEN_UP + 1)):
         try:
             return await _shown(run, config, plan, view, pids, again=left < _TAKEN_UP)
@@ -118,9 +120,10 @@ async def _shown(
     *,
     again: bool,
 ) -> tuple[bool, LedgerCount | None]:
-    """Start, show, wait, count the trajectories, stop; False when a signal ended it.
+    """Starts, shows, awaits and stops the run, and counts its trajectories. Returns False after a
+    signal.
 
-    Notes the process ids of the services in `pids`; raises what made the run fail.
+    Records the services' process ids in `pids`. Raises the error of a failed run.
     """
 
     def on_event(event: ChildEvent) -> None:
@@ -161,8 +164,9 @@ async def _shown(
 async def _count(
     run: Play, config: ServiceConfig, view: View, finished: bool
 ) -> LedgerCount | None:
-    """Copies the journal and counts the trajectories. Of a run that was stopped, if Redis is there:
-    whoever has pressed Ctrl-C does not wait for it.
+    """Copies the journal and counts the trajectories.
+
+    For an interrupted run this is limited to a few seconds, so that Ctrl-C does not wait for Redis.
     """
     try:
         async with asyncio.timeout(None if finished else _STOPPED_S):
@@ -175,7 +179,7 @@ async def _count(
 
 
 async def _follow(config: ServiceConfig, view: View) -> None:
-    """Show the run's facts; without them the view stands still and the run goes on."""
+    """Shows the run's facts. If they fail, the view freezes and the run continues."""
 
     async def refresh() -> None:
         while True:

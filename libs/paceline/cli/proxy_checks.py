@@ -1,4 +1,4 @@
-"""Looks which proxies the environment names, and which addresses of a run go to them."""
+"""Checks which addresses of a run would pass through the environment's proxies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _EXEMPT = ("no_grpc_proxy", "no_proxy")
 
 
 def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.environ) -> Finding:
-    """A warning where gRPC or HTTP of this run's own services would pass a proxy."""
+    """A finding; it warns if gRPC or HTTP between this run's services would pass through a
+    proxy.
+    """
     named = _set(environment, _PROXIES)
     if not named:
         return Finding("proxies", "ok", "the environment names none")
@@ -25,7 +27,7 @@ def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.e
     seen += ": for other hosts, such as the Hub; not for loopback and unix sockets"
     seen += "".join(f"; {name}={value}" for name, value in exempt.items())
     addresses = config.addresses.model_dump()
-    del addresses["events"]  # ZeroMQ passes no proxy
+    del addresses["events"]  # ZeroMQ uses no proxy
     through = [
         f"addresses.{name}={address}"
         for name, address in addresses.items()
@@ -42,7 +44,7 @@ def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.e
 
 
 def _set(environment: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    """The variables that are set, in either case."""
+    """The variables that are set, in lower or upper case."""
     spelled = (spelling for name in names for spelling in (name, name.upper()))
     return {name: environment[name] for name in spelled if environment.get(name)}
 

@@ -1,4 +1,4 @@
-"""Asks what waits in a run and what serves: requests, entries of the streams, sets."""
+"""Reads the queue lengths and serving versions of a run: requests, stream entries, version sets."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MIB = 1 << 20
 
 
 async def read_queues(config: ServiceConfig) -> dict[str, str]:
-    """Figures by what they are, as text; without those of a service that does not answer."""
+    """Figures by name, as text, without unreachable services."""
 
     async def answer(read: Callable[[ServiceConfig], Awaitable[dict[str, str]]]) -> dict[str, str]:
         try:
-            async with asyncio.timeout(DEADLINE_S):  # Redis is tried for longer
+            async with asyncio.timeout(DEADLINE_S):  # Redis retries for longer
                 return await read(config)
         except (PacelineError, TimeoutError):
-            return {}  # it restarts, or has ended
+            return {}  # the service restarts or has ended
 
     gateway, coordinator, streams = await asyncio.gather(
         *map(answer, (_gateway, _coordinator, _streams))

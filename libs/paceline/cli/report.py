@@ -1,4 +1,4 @@
-"""Writes the reports of runs once more, and several side by side: `paceline report`."""
+"""Rewrites the reports of runs and compares several runs: `paceline report`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ _REDIS_S = 60.0
 async def report_runs(
     runs: Sequence[str], settings: Sequence[Path], page: Path, console: Console
 ) -> int:
-    """Steps, summary and report of each run as far as it has come, whether it goes on or not; of
-    several also a page with all of them, side by side. `settings`: of one run, in place of a name.
+    """Writes steps, summary and report of each run up to now, whether active or ended.
 
-    Raises NotFound for a run that is none, Unavailable where its Redis cannot be read, DataLoss for
-    a run that has not begun, InvalidInput for more than can be told apart.
+    For several runs it also writes a comparison page. `settings`: settings of one run, instead of
+    its name.
+
+    Raises NotFound for an unknown run, Unavailable if its Redis cannot be read, DataLoss if it has
+    not begun. Raises InvalidInput for more runs than the page has colors.
     """
     if len(runs) > COLORS:
         raise InvalidInput("too many runs for one page", seen=len(runs), allowed=f"1..{COLORS}")
@@ -61,7 +63,7 @@ async def report_runs(
 
 
 def _names(runs: Sequence[str], found: Sequence[tuple[RunFiles, Summary]]) -> list[str]:
-    """Ids of the runs where these tell them apart, else what their directories differ in."""
+    """Ids of the runs if unique, otherwise the differing parts of their directories."""
     ids = [files.run_id for files, _ in found]
     if len(set(ids)) == len(ids):
         return ids
@@ -79,14 +81,16 @@ async def _written(directory: Path) -> tuple[RunFiles, Summary]:
 
 
 async def _read(config: ServiceConfig, files: RunFiles) -> LedgerCount:
-    """Its journal and ledger, from the Redis that serves, else from one over its files."""
+    """Reads journal and ledger from the running Redis, or from a temporary server over the run's
+    files.
+    """
     if _serves(config):
         return await collect(config, files)
     with ExitStack() as stack:
         try:
             stack.enter_context(owned(files.directory, SUPERVISOR))
         except FailedPrecondition:
-            return await collect(config, files)  # it goes on
+            return await collect(config, files)  # the run is active
         words = ["--config", str(files.config)]
         redis = Supervisor([launch_of(service("redis"), config, words)], files.directory)
         async with redis:
@@ -95,10 +99,10 @@ async def _read(config: ServiceConfig, files: RunFiles) -> LedgerCount:
 
 
 def _serves(config: ServiceConfig) -> bool:
-    """Whether the run's durable Redis runs, whoever has started it."""
+    """Whether the run's durable Redis is running."""
     ours = launcher(config, "durable")
     if ours is None:
-        return True  # others run it
+        return True  # an external server
     try:
         with owned(ours.directory.parent, ours.directory.name):
             return False

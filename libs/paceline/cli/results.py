@@ -1,4 +1,4 @@
-"""Writes what remains of a run: the copied journal, its steps, summary.json and report.html."""
+"""Writes the results of a run: copied journal, steps, samples, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ SAMPLES = "samples.jsonl"
 async def collect(
     config: ServiceConfig, files: RunFiles, settings: Mapping[str, Any] | None = None
 ) -> LedgerCount:
-    """Copy the journal and some samples beside the run and count its trajectories, while Redis
-    still serves. `settings`: of the run; None: those in its directory. Raises Unavailable.
+    """Copies the journal and some samples into the run's directory, and counts its trajectories.
+
+    Redis must be running. `settings`: settings of the run; None: from its directory. Raises
+    Unavailable.
     """
     client = connect(resolved(config).redis.durable_url)
     tokenizer = _tokenizer(files.read_config() if settings is None else settings)
     try:
         await copy_journal(client, config.run.id, files.directory / JOURNAL)
         samples = await newest_samples(client, config.run.id, tokenizer)
-        if samples:  # those of finished steps leave Redis
+        if samples:  # samples of finished steps leave Redis
             write_samples(files.directory / SAMPLES, samples)
         return await Ledger(client, config.run.id).count()
     finally:
@@ -48,8 +50,8 @@ async def collect(
 
 
 def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int]) -> Summary:
-    """Write steps.jsonl, summary.json and report.html, after all services have written their last
-    spans. Raises DataLoss for a run that has not begun.
+    """Writes steps.jsonl, summary.json and report.html, after all services have written their
+    spans. Raises DataLoss if the run has not begun.
     """
     history, spans = read_history(files.directory / JOURNAL), read_report(files.spans)
     summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
@@ -63,13 +65,13 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
 
 
 def _tokenizer(settings: Mapping[str, Any]) -> Path:
-    """That of the gateway."""
+    """Path of the gateway's tokenizer.json."""
     gateway = settings.get("gateway", {})
     return Path(gateway.get("tokenizer") or gateway.get("model", "")) / "tokenizer.json"
 
 
 def print_results(summary: Summary, files: RunFiles, console: Console) -> None:
-    """The figures a reader wants first, and where the rest lies."""
+    """Prints the main figures and the paths of summary and report."""
     table = Table("", "start", "end", title=f"run {summary['run_id']}", title_justify="left")
     table.add_row(
         "reward (10 steps)", _number(summary["reward_first"]), _number(summary["reward_last"])

@@ -1,4 +1,4 @@
-"""Says where a run keeps its files, and makes those of a demo: number, directory, config."""
+"""Locates the files of a run, and creates number, directory and config of a demo run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paceline.local.ports import free_ports
 from paceline.local.processes import usable_cores
 
 EXAMPLES = Path("examples/demo")
-"""Where the demo's model, tasks and settings lie, from the root of the repository, and in a wheel
-from the package on.
+"""Folder of the demo's model, tasks and settings: below the repository's root, or below the package
+in a wheel.
 """
 
 _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"push_head": False}}
-"""Nobody commits heads at a drafter trainer that is not used, so none are pushed there."""
+"""Without drafter training, no trainer commits heads, so the policy trainer pushes none."""
 
 _ENGINES: dict[str, Tree] = {
     "embedded": {},
@@ -31,20 +31,21 @@ _ENGINES: dict[str, Tree] = {
 }
 """Settings of `gateway` by engine.
 
-One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's: its default arms instead.
+An SGLang engine serves one speculator. So it cannot add an n-gram arm to EAGLE, and uses its
+default arms.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `paceline demo` was asked for."""
+    """The options of `paceline demo`."""
 
-    steps: int = 80  # RL steps, 0-based steps 0 .. steps-1
+    steps: int = 80  # RL steps, numbered from 0 to steps - 1
     seed: int = 0
     engine: str = "embedded"
     speculation: bool = True
     frozen_drafter: Path | None = None
-    config: Path | None = None  # in the place of examples/demo/demo.toml
+    config: Path | None = None  # replaces examples/demo/demo.toml
     resume: str | None = None
     out: Path = Path("runs")
     overrides: tuple[str, ...] = ()  # <section>.<key>=<value>
@@ -52,11 +53,11 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Where one run keeps its files."""
+    """The paths of a run's files."""
 
     run_id: str
     directory: Path  # absolute
-    spans_dir: str = ""  # empty: in the directory
+    spans_dir: str = ""  # empty: inside the directory
 
     @property
     def config(self) -> Path:
@@ -65,31 +66,31 @@ class RunFiles:
 
     @property
     def spans(self) -> Path:
-        """Span files of all processes."""
+        """Directory of all processes' span files."""
         return Path(self.spans_dir) if self.spans_dir else self.directory / "spans"
 
     @property
     def summary(self) -> Path:
-        """Figures of the run."""
+        """Figures of the run, as JSON."""
         return self.directory / "summary.json"
 
     @property
     def report(self) -> Path:
-        """The page about the run."""
+        """The HTML report."""
         return self.directory / "report.html"
 
     def read_config(self) -> Tree:
-        """The settings as TOML tables."""
+        """Reads the settings as TOML tables."""
         return read_tables(self.config)
 
 
 def files_of(config: ServiceConfig) -> RunFiles:
-    """The files of the run with these settings."""
+    """The file paths of the run with these settings."""
     return RunFiles(config.run.id, Path(config.run.dir).absolute(), config.telemetry.spans_dir)
 
 
 def merged(files: Sequence[Path], overrides: Sequence[str]) -> Tree:
-    """The settings of all files and overrides, later ones winning."""
+    """The merged settings of all files and overrides; later values win."""
     tree: Tree = {}
     for path in files:
         merge(tree, read_tables(path))
@@ -99,14 +100,14 @@ def merged(files: Sequence[Path], overrides: Sequence[str]) -> Tree:
 
 
 def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:
-    """Writes the settings of a run as its config.toml, by which other commands find it."""
+    """Writes a run's settings as its config.toml, where other commands find them."""
     write_tables(files.config, merged(settings, overrides))
 
 
 def repository_root() -> Path:
-    """Root of the repository that holds examples/demo, or the installed package, which does too.
+    """The root of a repository or installed package that contains examples/demo.
 
-    Raises NotFound where neither has it.
+    Raises NotFound if neither contains it.
     """
     package = Path(paceline.__file__).resolve().parent
     places = (Path.cwd(), package.parents[1], package)
@@ -121,10 +122,10 @@ def repository_root() -> Path:
 
 
 def find_run(options: DemoOptions) -> RunFiles:
-    """The directory of the run to resume, else a new one.
+    """The files of the run to resume, or of a new run.
 
-    Raises NotFound when the demo's files or the run to resume are absent, ConfigError where no
-    directory can be made.
+    Raises NotFound if the demo's files or the run are absent, ConfigError if the directory cannot
+    be made.
     """
     out = options.out.absolute()
     if options.resume is not None:
@@ -134,9 +135,9 @@ def find_run(options: DemoOptions) -> RunFiles:
 
 
 def configure_run(files: RunFiles, options: DemoOptions) -> None:
-    """Write the run's config.toml, or bring that of a run to be resumed up to date.
+    """Writes the run's config.toml, or updates it for a resumed run.
 
-    Raises ConfigError for an option that cannot work.
+    Raises ConfigError for an invalid option.
     """
     if options.resume is not None:
         tree = files.read_config()
@@ -186,7 +187,7 @@ def _new_run(out: Path, seed: int) -> RunFiles:
 
 
 def _engine(options: DemoOptions) -> Tree:
-    """The engine's own settings. Raises ConfigError for an engine that cannot run the demo."""
+    """The engine's settings. Raises ConfigError for an engine that cannot run the demo."""
     if options.engine not in _ENGINES:
         raise ConfigError(
             "this engine does not run the demo", seen=options.engine, allowed=", ".join(_ENGINES)
@@ -218,16 +219,16 @@ def _variant(options: DemoOptions) -> Tree:
 
 
 def _workers(tree: Tree) -> Tree:
-    """No more engine workers than cores."""
+    """Limits engine workers to the number of cores."""
     cores = usable_cores()
     wanted = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0))
     return {"gateway": {"engine": {"workers": min(wanted or cores, cores)}}}
 
 
 def _placement(files: RunFiles) -> Tree:
-    """Where the run lives: its directory and ports that are free now.
+    """Directory and free ports of the run.
 
-    An own $REDIS_URL is used as it is, also when the run is resumed without it.
+    A user's $REDIS_URL is stored, so that a resume without the variable uses the same server.
     """
     own = os.environ.get("REDIS_URL")
     services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
@@ -243,7 +244,7 @@ def _placement(files: RunFiles) -> Tree:
 
 
 def _rooted(tree: Tree, root: Path) -> Tree:
-    """The same settings with paths of files of the repository made absolute."""
+    """The settings with absolute paths for files of the repository."""
     rooted: Tree = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -256,9 +257,9 @@ def _rooted(tree: Tree, root: Path) -> Tree:
 
 
 def parse_override(text: str) -> Tree:
-    """`section.key=value` as a tree.
+    """Parses `section.key=value` into a tree.
 
-    Raises ConfigError when the key names no section that a service reads.
+    Raises ConfigError if the key's section is unknown to all services.
     """
     key, equals, raw = text.partition("=")
     parts = key.strip().split(".")

@@ -1,4 +1,4 @@
-"""Prints what a running coordinator does: `paceline status`."""
+"""Prints the state of an active run: `paceline status`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 
 async def show_status(coordinator: Coordinator, console: Console) -> int:
-    """Prints phase, slots, versions and the last step; raises Unavailable when no coordinator
-    answers.
+    """Prints phase, slots, versions and the last step; returns 1 after a failure, else 0. Raises
+    Unavailable if no coordinator responds.
     """
     async with coordinator.channel() as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
         console.print(drafter_line(snapshot.drafters), highlight=False, soft_wrap=True)
     console.print(_slots_table(snapshot.slots))
-    for part in progress.parts[1:]:  # the first one's stand above
+    for part in progress.parts[1:]:  # the first part is shown above
         if counts := counts_text(part):
             console.print(f"{part.name}: {counts}", highlight=False, soft_wrap=True)
     if progress.alarm:

@@ -1,4 +1,4 @@
-"""Supervises the services of a run until it ends or a signal comes."""
+"""Supervises the services of a run until it ends or a signal arrives."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from paceline.local.supervisor import Supervisor, run_launches, service_launches
 
 EXIT_INTERRUPTED = 130
 _AFTER_ITS_OWN_S = 30.0
-"""A service that is late says so itself before it is given up here."""
+"""Extra seconds, so that a late service reports its own timeout first."""
 _ALL_S = 300.0
-"""For services that wait for others, beyond the slowest one's own deadline."""
+"""Extra seconds for dependent services, beyond the slowest service's own deadline."""
 
 _BACK_S = 120.0
-"""For a lost node to come back, or another one in its place."""
+"""Seconds for a lost node to return or be replaced."""
 _STOP_GRACE_S = 20.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
 class StartSettings:
-    """What the services of a run are started with."""
+    """The start parameters of a run's services."""
 
-    config: ServiceConfig  # the part that all of them share
+    config: ServiceConfig  # the shared sections
     files: Sequence[Path]  # TOML, absolute
     overrides: Sequence[str]
     directory: Path
     plan: Checked
-    again: bool = False  # after the loss of a node
+    again: bool = False  # restart after the loss of a node
 
 
 @asynccontextmanager
 async def supervisor_of(
     run: StartSettings, launcher: Launcher, on_event: Callable[[ChildEvent], None]
 ) -> AsyncIterator[tuple[Supervisor, Sequence[str]]]:
-    """A supervisor of a run's processes, with the limits of its settings, and settings that are
-    theirs besides: where services on several nodes listen.
+    """Yields a supervisor of a run's processes, and extra address settings for services on several
+    nodes.
 
-    On a cluster: raises as on_cluster, before anything is started.
+    On a cluster it raises as on_cluster, before any start.
     """
     given = run.config, run.files, run.overrides
     if launcher.kind == LOCAL:
@@ -74,18 +74,17 @@ async def supervisor_of(
 
 
 def _health_s(plan: Checked) -> float:
-    """Seconds that a service may take to its start."""
+    """Seconds for the start of a service."""
     return patient(plan.start_s + _AFTER_ITS_OWN_S)
 
 
 async def supervise(
     supervisor: Supervisor, when_started: Callable[[], Awaitable[None]], plan: Checked
 ) -> bool:
-    """Start all, await `when_started`, wait for the end of the run. True: it ended by itself;
-    False: a signal came.
+    """Starts all services, awaits `when_started`, and waits for the end of the run.
 
-    Raises what the supervisor raises. The services still run when it returns, so that they can be
-    asked; call stop_all() in any case.
+    Returns True if the run ended by itself, False after a signal. Raises the supervisor's errors.
+    The services still run at the return, so that they answer queries; always call stop_all().
     """
 
     async def work() -> None:
@@ -107,14 +106,14 @@ async def supervise(
 
 
 async def stop_all(supervisor: Supervisor) -> None:
-    """Stop every child; further signals do not interrupt it, so that none is left."""
+    """Stops every child; further signals do not interrupt it, so that no process is left."""
     with _stop_requests():
         await supervisor.stop(_STOP_GRACE_S)
 
 
 @contextmanager
 def _stop_requests() -> Iterator[asyncio.Event]:
-    """An event that signals set instead of ending the process."""
+    """Yields an event that signals set instead of ending the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -1,4 +1,4 @@
-"""Runs `paceline up`: all services from the settings of one run, until it ends."""
+"""Runs `paceline up`: all services of one run, until it ends."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ async def run_up(
     *,
     as_json: bool,
 ) -> int:
-    """As play(), of the run that the settings describe; they are noted as its config.toml.
+    """As play(), for the run with these settings, which are saved as its config.toml.
 
-    Raises ConfigError for settings that cannot work, FailedPrecondition for a run that runs
-    already.
+    Raises ConfigError for invalid settings, FailedPrecondition if the run is already active.
     """
     if not files and not overrides:
         raise ConfigError(

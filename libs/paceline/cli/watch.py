@@ -1,4 +1,4 @@
-"""Follows a run by its facts, with a snapshot where facts are missing."""
+"""Follows a run through its facts, and reads a snapshot after a gap."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 _SNAPSHOT_S = 5.0
 _QUIET_S = 30.0
-"""Without a fact for so long the coordinator is asked: it may have been restarted."""
+"""Seconds without a fact after which the coordinator is polled: it may have restarted."""
 _ASK_AGAIN_S = 1.0
-"""A coordinator that did not answer is not asked again sooner, however many facts wait."""
+"""Minimum seconds between polls of a coordinator that did not reply."""
 
 OnRecord = Callable[[pb.StepRecord], None]
 OnAway = Callable[[tuple[str, ...]], None]
@@ -25,23 +25,23 @@ OnAway = Callable[[tuple[str, ...]], None]
 
 @dataclass(slots=True)
 class RunState:
-    """What is known of a run; bounded, whatever its length."""
+    """The current state of a run; bounded in size, whatever the run's length."""
 
     run_id: str
     total_steps: int
-    on_record: OnRecord  # gets each finished step once
-    on_away: OnAway = lambda services: None  # gets the services that do not answer, at each change
-    on_change: Callable[[], None] = lambda: None  # called when anything may be another
+    on_record: OnRecord  # receives each finished step once
+    on_away: OnAway = lambda services: None  # receives the unreachable services at each change
+    on_change: Callable[[], None] = lambda: None  # called after a possible change
     phase: str = "starting"
-    holders: dict[int, str] = field(default_factory=dict)  # slot -> who holds it
-    complete: int = 0  # steps known without a gap, from the first on
-    ahead: set[int] = field(default_factory=set)  # known steps behind a gap
+    holders: dict[int, str] = field(default_factory=dict)  # slot -> its holder
+    complete: int = 0  # steps received without a gap, from the first
+    ahead: set[int] = field(default_factory=set)  # received steps after a gap
     failure: str = ""
     finished: bool = False
-    away: tuple[str, ...] = ()  # services that do not answer
+    away: tuple[str, ...] = ()  # unreachable services
 
     def take_fact(self, fact: pb.Fact) -> None:
-        """Take a fact in."""
+        """Applies a fact."""
         if fact.HasField("step_began"):
             self.phase, self.failure, self.finished = "rollout", "", False
         for slots in fact.slots:
@@ -58,7 +58,7 @@ class RunState:
         self.on_change()
 
     def take_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
-        """Take the whole state in, after a gap."""
+        """Applies a snapshot after a gap."""
         if snapshot.phase == "new":  # its coordinator has not read its settings yet
             return
         self.total_steps, self.phase = snapshot.total_steps, snapshot.phase
@@ -71,7 +71,7 @@ class RunState:
         self.on_change()
 
     def take_record(self, record: pb.StepRecord) -> None:
-        """Take a finished step in, unless it is known: an evaluation is added to it later."""
+        """Applies a finished step once: its record is repeated when an evaluation is added."""
         if record.step < self.complete or record.step in self.ahead:
             return
         self.ahead.add(record.step)
@@ -93,7 +93,7 @@ class RunState:
 
 
 async def follow(config: ServiceConfig, state: RunState) -> None:
-    """Keep `state` up to date until the run has ended."""
+    """Keeps `state` up to date until the run has ended."""
     async with channel(config.addresses.coordinator, config.security) as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
 
@@ -109,7 +109,7 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
                         for record in page:
                             state.take_record(record)
             except PacelineError:
-                return  # It restarts or has ended; asked again with a later fact.
+                return  # It restarts or has ended; retried with a later fact.
             finally:
                 asked_s = time.monotonic()
             behind = False
@@ -119,7 +119,7 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
         check_events(events, config.security)
         with FactSubscriber(events, config.run.id, catch_up, curve_key=curve_key) as facts:
             await catch_up(0, 0)
-            # A failed run is taken up again by the next coordinator.
+            # The next coordinator resumes a failed run.
             while not state.finished or state.failure:
                 try:
                     state.take_fact(await facts.next(_QUIET_S))
@@ -132,12 +132,12 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
 
 
 async def _steps_after(stub: CoordinatorServiceStub, complete: int) -> Sequence[pb.StepRecord]:
-    """The next page of records; empty when there is none."""
+    """The next page of step records; empty at the end."""
     wanted = pb.ListStepsRequest(from_step=complete)
     page: pb.ListStepsResponse = await stub.ListSteps(wanted, timeout=_SNAPSHOT_S)
     return page.steps
 
 
 def enum_word(kind: object, value: int) -> str:
-    """Last word of an enum's name in lower case: HOLDER_ENGINE -> engine."""
+    """Last word of an enum value's name in lower case: HOLDER_ENGINE -> engine."""
     return str(kind.Name(value)).rsplit("_", 1)[-1].lower()  # type: ignore[attr-defined]

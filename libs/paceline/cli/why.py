@@ -1,4 +1,4 @@
-"""Prints why a step or a trace of a run took as long as it did: `paceline why`."""
+"""Explains the duration of a step or a trace of a run: `paceline why`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.report.critical_path import PathPiece
 from paceline.report.why import Explanation, PathShare, about, explain
 
 LEAST_SHARE = 0.005
-"""Of the trace: parts and pieces below it are summed up."""
+"""Minimum share of the trace; smaller parts and pieces are combined."""
 LONGEST_PIECES = 24
 
 
 def show_why(run: str, which: str, console: Console, *, as_json: bool) -> None:
-    """Where the time went, as tables or as one JSON object.
+    """Prints the time on the critical path, as tables or as one JSON object.
 
-    Raises NotFound for a run, step or trace that is not there, InvalidInput for what names none.
+    Raises NotFound for an absent run, step or trace, InvalidInput for an invalid name.
     """
     config = load_config(ServiceConfig, "local", [run_directory(run) / "config.toml"])
     found = explain(files_of(config).spans, which)
@@ -37,7 +37,7 @@ def show_why(run: str, which: str, console: Console, *, as_json: bool) -> None:
 
 
 def _shares(found: Explanation) -> Table:
-    """A row for each edge, below it one for each kind of span in it."""
+    """A row for each edge, followed by a row for each kind of span in it."""
     beside = f"median of {found.peers}" if found.peers else "median"
     table = Table(
         title=f"critical path of {found.title}, {found.seconds:.2f} s: share by edge",
@@ -74,7 +74,7 @@ def _cells(one: PathShare, label: str) -> list[str]:
 
 
 def _path(found: Explanation) -> Table:
-    """The longest pieces in the order of time."""
+    """The longest pieces in time order."""
     least = LEAST_SHARE * found.seconds
     shown = sorted(found.path, key=lambda one: -one.seconds)[:LONGEST_PIECES]
     kept = {id(one) for one in shown if one.seconds >= least}

@@ -1,1 +1,1 @@
-"""Runs the services of a run as actors of a Ray cluster, one each, on the slots they compute on."""
+"""Runs the services of a run as Ray actors, one actor each, on their slots."""

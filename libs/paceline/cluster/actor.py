@@ -1,6 +1,4 @@
-"""What actors of ours have in common: a loop of their own, and the surroundings of whoever started
-the run instead of Ray's.
-"""
+"""Gives Paceline's actors their own event loop and the starter's environment in place of Ray's."""
 
 from __future__ import annotations
 
@@ -15,35 +13,35 @@ from paceline.local.forking import FORKSERVER_VARIABLE
 from paceline.local.processes import HEARTBEAT_VARIABLE, PARENT_VARIABLE
 
 _OF_RAY = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""Variables that Ray sets for its own workers, not for what they start."""
+"""Prefixes of variables that Ray sets for its workers. Services must not inherit them."""
 _TRAVELLING = ("PACELINE_", "OTEL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "SGLANG_")
-"""Beginnings of the variables that services get from whoever starts the run."""
+"""Prefixes of variables that services inherit from the run's starter."""
 _AT_HOME = (PARENT_VARIABLE, HEARTBEAT_VARIABLE, FORKSERVER_VARIABLE, news.VARIABLE)
 T = TypeVar("T")
 
 
 class ActorLoop:
-    """An event loop in a thread that stays as long as the actor, whose methods are called by Ray's
-    threads: of asyncio's kind, since a child is tied to the thread that starts it.
+    """An asyncio event loop in a thread that lives as long as the actor. Ray's threads call the
+    actor's methods. A child process is tied to its starting thread, so all work runs on this loop.
     """
 
     def __init__(self) -> None:
-        # Ray chooses uvloop's, whose children want the main thread.
+        # Ray selects uvloop, which starts children in the main thread only.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def begin(self, work: Coroutine[Any, Any, object]) -> None:
-        """Runs it beside all else."""
+        """Starts a coroutine on the loop without waiting."""
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it returns or raises."""
+        """Runs a coroutine on the loop and returns its result, or raises its error."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 def travelling() -> dict[str, str]:
-    """Variables of this process that go with its work to another node."""
+    """Environment variables that this process passes to its services on other nodes."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -52,7 +50,9 @@ def travelling() -> dict[str, str]:
 
 
 def take_surroundings(directory: str, environment: Mapping[str, str]) -> None:
-    """Enter the directory and set the environment, without variables and credentials of Ray."""
+    """Changes to the directory and sets the environment, without Ray's variables and
+    credentials.
+    """
     os.chdir(directory)
     for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
         del os.environ[name]

@@ -1,8 +1,8 @@
-"""Joins a Ray cluster, one that is there or one of this machine alone, with errors that say what is
-wrong before anything is started.
+"""Joins an existing Ray cluster or starts one on this machine, with clear errors before any start.
 
-Ray runs whatever somebody sends who reaches its ports. A cluster of our own keeps to loopback and
-has a token; another has to ask for one, and to encrypt, where it can be reached from elsewhere.
+Ray executes code from any client that reaches its ports. Paceline's own cluster therefore listens
+on loopback and requires a token. An external cluster that other hosts can reach must require a
+token and TLS.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from paceline.local.processes import usable_cores
 
 AUTO = "auto"
 NAMESPACE = "paceline"
-"""In which the actors of all runs are named."""
+"""Ray namespace of all runs' actors."""
 _REACHED_S = 5.0
 _JOIN_S, _LEAVE_S = 60.0, 20.0
 _OBJECTS_BYTES = 80 << 20
-"""Of the object store, of which a run needs nothing."""
+"""Object store size; a run stores no objects."""
 _TOKEN, _TOKEN_FILE, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"
 
 
 @asynccontextmanager
 async def joined(address: str | None, *, allow_insecure: bool = False) -> AsyncIterator[Any]:
-    """The module `ray` while the block runs, connected: to the cluster at `host:port`, to the one
-    that this machine is a node of for "auto", without an address to one of its own on loopback,
-    which ends with the block.
+    """Yields the connected module `ray` for the duration of the block.
 
-    `allow_insecure`: as in the settings of a run. Raises ConfigError where Ray is not installed,
-    another version runs there or it lets everybody in, Unavailable where no cluster answers,
-    DeadlineExceeded for one that takes too long.
+    `address`: `host:port` of a cluster, or "auto" for the cluster of this node. None starts a
+    cluster on loopback, which stops at the end of the block. `allow_insecure`: as in the settings
+    of a run.
+
+    Raises ConfigError if Ray is not installed, if the cluster runs another version, or if it lacks
+    a token or TLS. Raises Unavailable if no cluster responds, DeadlineExceeded if it responds too
+    late.
     """
     require_extra("ray", "--launcher ray")
     alone = address is None or is_loopback(address)
@@ -60,7 +62,7 @@ async def joined(address: str | None, *, allow_insecure: bool = False) -> AsyncI
 
 
 def _use_token(address: str | None) -> None:
-    """A cluster of our own gets a token; for another there is one, or it needs none."""
+    """Gives Paceline's own cluster a token; for an external cluster uses a configured token."""
     if address is None:
         os.environ.setdefault(_TOKEN, secrets.token_hex(32))
     file = Path(os.environ.get(_TOKEN_FILE) or Path.home() / ".ray/auth_token")
@@ -69,7 +71,7 @@ def _use_token(address: str | None) -> None:
 
 
 def _require_security(address: str) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError unless the cluster uses a token and TLS."""
     lacking = [] if os.environ.get(_MODE) == "token" else [f"a token ({_MODE}=token, ${_TOKEN})"]
     if os.environ.get("RAY_USE_TLS") != "1":
         lacking.append("TLS (RAY_USE_TLS=1 and its files)")
@@ -82,19 +84,19 @@ def _require_security(address: str) -> None:
 
 
 def _imported(*, alone: bool) -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported unasked
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
     import ray
     from ray._private import ray_constants, worker
 
     worker.print_to_stdstream = partial(_on_stderr, worker)
-    logging.getLogger("ray").setLevel(logging.ERROR)  # what goes wrong is raised
-    # Keeps to loopback; Ray itself does so by default on macOS and Windows alone.
+    logging.getLogger("ray").setLevel(logging.ERROR)  # faults are raised as errors
+    # Listen on loopback. Ray's default does so on macOS and Windows only.
     ray_constants.ENABLE_RAY_CLUSTER = not alone
     return ray
 
 
 def _on_stderr(worker: Any, batch: dict[str, Any], ignore_prefix: bool) -> None:
-    """What Ray says of its own processes: standard output is the command's, line by line JSON."""
+    """Prints Ray's process output on stderr: the command's stdout is JSON lines."""
     worker.print_worker_logs(batch, sys.stderr, ignore_prefix)
 
 
@@ -114,7 +116,7 @@ def _join(ray: Any, address: str | None) -> None:
             configure_logging=False,
             **own,
         )
-    except Exception as error:  # bare ones of Ray's among them
+    except Exception as error:  # Ray also raises bare exceptions
         said = " ".join(f"{error} {error.__cause__ or ''}".split())
         if "AuthToken" in said:
             raise ConfigError(
@@ -134,7 +136,7 @@ def _join(ray: Any, address: str | None) -> None:
 
 
 async def _reached(address: str) -> None:
-    """Raises ConfigError for what is no address, Unavailable where nobody listens."""
+    """Raises ConfigError for an invalid address, Unavailable if no server listens there."""
     if "://" in address:
         raise ConfigError(
             "Ray's client is not used: a run's processes talk to each other themselves",
@@ -156,28 +158,30 @@ async def _reached(address: str) -> None:
 
 @asynccontextmanager
 async def _connected(ray: Any, address: str | None) -> AsyncIterator[None]:
-    """Connects in a thread that stays until the block ends: what Ray starts dies with the thread
-    that starts it, and in the main one Ray would take our signals.
+    """Connects in a thread that lives until the end of the block.
 
-    Raises as _join; DeadlineExceeded after a while, when nobody waits for the thread any more.
+    Ray's processes die with the thread that starts them. In the main thread, Ray would replace
+    Paceline's signal handlers.
+
+    Raises as _join, and DeadlineExceeded after _JOIN_S seconds; the thread then ends unattended.
     """
     loop, over = asyncio.get_running_loop(), threading.Event()
     there, left = loop.create_future(), loop.create_future()
 
     def settle(future: asyncio.Future[None], error: BaseException | None) -> None:
-        if not future.done():  # else it is late
+        if not future.done():  # otherwise the result is too late
             future.set_exception(error) if error else future.set_result(None)
 
     def stay() -> None:
         failure: BaseException | None = None
         try:
             _join(ray, address)
-        except BaseException as error:  # noqa: BLE001 - raised again by who awaits it
+        except BaseException as error:  # noqa: BLE001 - raised again in the awaiting coroutine
             failure = error
         loop.call_soon_threadsafe(settle, there, failure)
         over.wait()
         ray.shutdown()
-        with suppress(RuntimeError):  # the loop has gone
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, left, None)
 
     threading.Thread(target=stay, daemon=True).start()

@@ -1,8 +1,9 @@
-"""Keeps one service running on its node: the actor's side.
+"""Keeps one service running on its node: the actor side.
 
-The service is a child of this process, watched as a supervisor on one machine watches it
-(local/child.py): beats, turns of its loop, restarts. What happens to it is told to whoever looks.
-When nobody has looked for a while, whoever started the run is gone, and the service is stopped.
+The service is a child of this process, under the same supervision as on one machine
+(local/child.py): heartbeats, event loop progress, restarts. `look` returns its events. If the run's
+starter has not called `look` for DESERTED_S, it is gone. The keeper then stops its service and
+itself.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from paceline.local.services import service
 from paceline.local.supervisor import service_launch
 
 DESERTED_S = 20.0
-"""Seconds without a look after which a keeper ends its service and itself."""
+"""Seconds without a call of `look` after which a keeper stops its service and itself."""
 _GRACE_S = 10.0
 
 
 def node_address() -> str:
-    """Of the node that this process is on, as Ray knows it."""
+    """Ray's address of the node of this process."""
     import ray
 
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -40,15 +41,15 @@ def node_address() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """Another service of the run, as far as this one has to know."""
+    """Another service that this service depends on."""
 
     launch: Launch
     is_healthy: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ServiceKeeper:
-    """One service. Its methods are called by Ray's threads, its work is done on its own loop. None
-    is a coroutine, private ones neither, else Ray would run all of them on one thread.
+    """The actor of one service. Ray's threads call its methods; the work runs on its own loop. No
+    method is a coroutine, because Ray then calls all methods on one thread.
     """
 
     def __init__(self, order: str) -> None:
@@ -57,26 +58,27 @@ class ServiceKeeper:
         self._loop.begin(self._kept.end_when_deserted())
 
     def begin(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Starts it, and returns what services beside it need in their environment."""
+        """Starts the service. Returns environment variables for the services that depend on it."""
         return self._loop.run(self._kept.begin(environment))
 
     def look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
-        """A KeeperReport of events from that number on, as soon as there is one, or after that
-        time. `healthy`: of what it needs.
+        """Returns a KeeperReport (JSON) with the events from number `since`.
+
+        Waits up to `wait_s` seconds for an event. `healthy`: names of healthy dependencies.
         """
         return self._loop.run(self._kept.look(since, healthy, wait_s))
 
     def silent_s(self) -> float:
-        """Seconds since the last look."""
+        """Seconds since the last call of `look`."""
         return time.monotonic() - self._kept.looked_s
 
     def stop(self, grace_s: float) -> None:
-        """Stops it with all that it started."""
+        """Stops the service and all its children."""
         self._loop.run(self._kept.stop(grace_s))
 
 
 class _ServiceProcess:
-    """The service itself, on the actor's loop."""
+    """The service on the actor's loop."""
 
     def __init__(self, order: ServiceOrder) -> None:
         self._order = order
@@ -177,4 +179,4 @@ class _ServiceProcess:
                 async with asyncio.timeout(DESERTED_S):
                     await self._looks.wait()
         await self.stop(_GRACE_S)
-        os._exit(0)  # nobody is left who would end this actor
+        os._exit(0)  # no process is left to stop this actor

@@ -14,20 +14,21 @@ from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, 
 from paceline.local.patience import patient
 
 _LOOK_S = 1.0
-"""Seconds that a keeper waits for news before it answers."""
+"""Seconds that a keeper waits for events before it replies."""
 _ANSWER_S, _AWAY_S = 30.0, 45.0
 _STOP_S = 10.0
 _NODE_DIED = "its node has died"
-"""In what Ray says of an actor that died: nothing else tells it from one whose process ended. Where
-it were said in other words, the node would be lost when a new keeper does not answer.
+"""Part of Ray's message for an actor whose node died; no other sign distinguishes this from the
+death of its process. If Ray changes the text, the node counts as lost once a new keeper does not
+respond.
 """
 Placed = Callable[[ServiceOrder], Any]
-"""Makes the keeper of an order on the node where it belongs; an actor handle."""
+"""Creates the keeper of a service on its node and returns the actor handle."""
 
 
 class KeptService:
-    """One service on the cluster. Where its keeper dies, and with it the service, another takes its
-    place, as often as a process may die.
+    """A service on the cluster. If its keeper dies, the service dies too, and a new keeper replaces
+    it. The restart policy of processes limits the replacements.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class KeptService:
         on_event: Callable[[ChildEvent], None],
         lost: set[str] | None = None,
     ) -> None:
-        """`surroundings`: what its environment holds besides, known once what it forks from is
-        there; a forkserver's own is set by it. `lost`: addresses of nodes that have been lost, of
-        all services of the run together.
+        """Creates the handle without starting the service.
+
+        `surroundings`: more environment variables for the service; a forkserver sets them at its
+        start. `lost`: addresses of lost nodes, shared by all services of the run.
         """
         self._lost_nodes = set[str]() if lost is None else lost
         self.launch = launch
@@ -60,8 +62,8 @@ class KeptService:
         self._deaths: list[float] = []
 
     async def run(self) -> None:
-        """As Child.run; Unavailable with the reason START_AGAIN where it cannot come back alone, or
-        its keeper does not answer.
+        """As Child.run. Raises Unavailable with reason START_AGAIN if the service cannot be
+        replaced alone or its keeper does not respond.
         """
         for need in self._needs:
             await need.is_healthy.wait()
@@ -82,16 +84,18 @@ class KeptService:
                 await asyncio.sleep(self._pause_s())
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the service, then its keeper. One on a node that is lost is not asked: it would not
-        answer, and ends by itself when nobody looks for it.
+        """Stops the service, then its keeper.
+
+        A keeper on a lost node gets no call, because it cannot respond. It ends by itself after
+        DESERTED_S seconds without a call.
         """
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
         if self.order.host in self._lost_nodes:
             self._tell("stopped", "its node is lost: it ends there by itself")
-        elif self._begun:  # else it may have no node to answer on
-            with suppress(_died(), TimeoutError):  # what it started ends with it
+        elif self._begun:  # otherwise it may have no node
+            with suppress(_died(), TimeoutError):  # its children end with it
                 async with asyncio.timeout(patient(grace_s + _STOP_S)):
                     await keeper.stop.remote(grace_s)
                     self._take(KeeperReport.of(await keeper.look.remote(self._next, [], 0.0)))
@@ -102,7 +106,7 @@ class KeptService:
     async def _kill(self, keeper: Any) -> None:
         import ray
 
-        with suppress(TimeoutError):  # Ray does so when it can
+        with suppress(TimeoutError):  # Ray kills it later
             async with asyncio.timeout(patient(_STOP_S)):
                 await asyncio.to_thread(ray.kill, keeper)
 
@@ -118,7 +122,7 @@ class KeptService:
             self._surroundings.set_result(found)
 
     async def _live(self) -> None:
-        """Until it has finished. Raises what the keeper's child raises."""
+        """Returns when the service has finished. Raises the error of the keeper's child."""
         while True:
             report = await self._look()
             self._take(report)
@@ -128,14 +132,14 @@ class KeptService:
                 return
 
     async def _look(self) -> KeeperReport:
-        """A node that cannot be reached may come back; Ray says when it is dead."""
+        """Polls the keeper. A node may be unreachable for a while; Ray reports its death."""
         end = asyncio.get_running_loop().time() + patient(_AWAY_S)
         while True:
             healthy = [need.launch.name for need in self._needs if need.is_healthy.is_set()]
             try:
                 asked = self._keeper.look.remote(self._next, healthy, _LOOK_S)
                 return KeeperReport.of(await self._asked(asked))
-            except DeadlineExceeded as error:  # a network that says nothing: Ray waits for longer
+            except DeadlineExceeded as error:  # silent network: Ray waits longer
                 raise self._lost(error) from error
             except _away() as error:
                 if asyncio.get_running_loop().time() > end:
@@ -143,7 +147,7 @@ class KeptService:
                 await asyncio.sleep(_LOOK_S)
 
     async def _made(self) -> Any:
-        """A keeper; the name of one that has just died is free in a moment."""
+        """Creates a keeper. The name of a dead keeper is free only after a moment."""
         end = asyncio.get_running_loop().time() + patient(_AWAY_S)
         while True:
             try:

@@ -1,6 +1,4 @@
-"""Launches a run on a Ray cluster: reserves its pools, looks at their nodes, and gives a supervisor
-what keeps each service running there.
-"""
+"""Launches a run on a Ray cluster: reserves its pools, checks their nodes, and creates keepers."""
 
 from __future__ import annotations
 
@@ -31,23 +29,23 @@ from paceline.report.machine import versions
 _RESERVED_S = 60.0
 _LOOKED_AT_S = 60.0
 _THREADS = 8
-"""Calls that a keeper takes at once."""
+"""Concurrent calls that a keeper accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOnCluster:
-    """A run that is to be launched."""
+    """A run for the cluster."""
 
-    config: ServiceConfig  # the part that all services share
+    config: ServiceConfig  # the shared sections
     files: Sequence[Path]  # TOML, absolute
     overrides: Sequence[str]
-    directory: Path  # of its files, absolute
+    directory: Path  # absolute path of the run's files
     pools: Sequence[Pool]
-    health_s: float  # that a service may take to its start
-    room_s: float = 0.0  # that slots are awaited which the cluster does not have
+    health_s: float  # seconds for the start of a service
+    room_s: float = 0.0  # seconds to wait for slots that the cluster lacks
 
     def actor(self, service: str) -> str:
-        """Name of the keeper of a service; without one what all names begin with."""
+        """Actor name of a service's keeper; for "" the prefix of all names."""
         return f"{self.config.run.id}/{service}"
 
 
@@ -55,11 +53,11 @@ class RunOnCluster:
 async def on_cluster(
     run: RunOnCluster, address: str | None, on_event: Callable[[ChildEvent], None]
 ) -> AsyncIterator[_ClusterRun]:
-    """A launcher of the run, while the block runs; its pools are given back afterwards.
+    """Yields a launcher of the run for the block, and releases the run's pools afterwards.
 
-    Raises ConfigError (no Ray, other versions, too few slots, a directory that a node does not
-    have), Unavailable (no cluster) and FailedPrecondition (the run is on the cluster already),
-    before anything is started.
+    Raises before any start. ConfigError: no Ray, other versions, too few slots, or a node without
+    the run's directory. Unavailable: no cluster. FailedPrecondition: the run is already on the
+    cluster.
     """
     async with joined(address, allow_insecure=run.config.security.allow_insecure) as ray:
         launcher = _ClusterRun(ray, run, on_event)
@@ -77,22 +75,23 @@ async def on_cluster(
 
 
 class _ClusterRun:
-    """Makes keepers; `launches` and `keep` are for a Supervisor."""
+    """Creates keepers; a Supervisor calls `launches` and `keep`."""
 
     def __init__(self, ray: Any, run: RunOnCluster, on_event: Callable[[ChildEvent], None]) -> None:
         self._ray = ray
         self._run = run
         self._on_event = on_event
         self._groups: dict[str, Any] = {}  # placement group by pool
-        self._holders: list[Any] = []  # actors, while this process lives
-        self._gpus: dict[str, str] = {}  # of its node by pool, as CUDA_VISIBLE_DEVICES has them
+        self._holders: list[Any] = []  # actors that hold GPUs while this process lives
+        self._gpus: dict[str, str] = {}  # GPUs by pool, in the form of CUDA_VISIBLE_DEVICES
         self._surroundings: dict[str, asyncio.Future[Mapping[str, str]]] = {}
-        self._hosts: dict[str, str] = {}  # address of its node by pool
-        self._lost: set[str] = set()  # of these, what the services have lost
+        self._hosts: dict[str, str] = {}  # node address by pool
+        self._lost: set[str] = set()  # addresses of lost nodes
 
     async def require_name(self) -> None:
-        """Raises FailedPrecondition where the run is on the cluster already. One whose starter has
-        gone is awaited: its keepers end by themselves.
+        """Raises FailedPrecondition if the run is already on the cluster.
+
+        Waits for a run without a starter: its keepers end by themselves.
         """
         end = asyncio.get_running_loop().time() + patient(2 * DESERTED_S)
         while names := await asyncio.to_thread(self._names):
@@ -103,7 +102,7 @@ class _ClusterRun:
                     reason="RUN_OWNED",
                     seen=", ".join(sorted(names)),
                 )
-            await asyncio.sleep(1.0)  # Ray tells of no end of an actor that others have made
+            await asyncio.sleep(1.0)  # Ray does not notify of the end of other clients' actors
 
     def _names(self) -> list[str]:
         found = self._ray.util.list_named_actors()
@@ -117,7 +116,7 @@ class _ClusterRun:
             return float("inf")
 
     async def find_room(self) -> None:
-        """Raises ConfigError where the nodes of the cluster are too small or too few."""
+        """Raises ConfigError if the cluster's nodes are too few or too small."""
         end = asyncio.get_running_loop().time() + patient(self._run.room_s)
         while True:
             nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
@@ -126,10 +125,10 @@ class _ClusterRun:
             except ConfigError:
                 if asyncio.get_running_loop().time() >= end:
                     raise
-                await asyncio.sleep(1.0)  # Ray tells nobody of a node that joins
+                await asyncio.sleep(1.0)  # Ray does not notify of new nodes
 
     async def reserve(self) -> None:
-        """Takes the slots of all pools. Raises DeadlineExceeded while others have them."""
+        """Reserves the slots of all pools. Raises DeadlineExceeded while other users hold them."""
         from ray.util.placement_group import placement_group
 
         for pool in self._run.pools:
@@ -150,7 +149,9 @@ class _ClusterRun:
                 self._gpus[pool.name] = await self._held_gpus(pool)
 
     async def _held_gpus(self, pool: Pool) -> str:
-        """Has an actor in each bundle take its GPUs, since Ray tells of them in no other way."""
+        """Holds the GPUs of each bundle with an actor, because Ray reports their numbers only
+        there.
+        """
         found: list[str] = []
         for number, bundle in enumerate(pool.bundles):
             wanted = {"num_cpus": 0, "num_gpus": bundle[GPU], **self._place(pool, number)}
@@ -160,8 +161,8 @@ class _ClusterRun:
         return ",".join(found)
 
     async def look_at_nodes(self) -> None:
-        """Raises ConfigError where a node runs another Python or Paceline, or where the directory
-        of the run is another one.
+        """Raises ConfigError if a node runs another Python or Paceline version, or lacks the run's
+        directory.
         """
         path, nonce = self._run.directory / ".shared", secrets.token_hex(8)
         path.write_text(nonce, encoding="utf-8")
@@ -184,7 +185,7 @@ class _ClusterRun:
 
     @property
     def addresses(self) -> list[str]:
-        """Settings of where services on several nodes listen."""
+        """Address settings of services on several nodes."""
         return addresses(self._run.config.addresses, self._run.pools, self._hosts)
 
     @property
@@ -192,8 +193,8 @@ class _ClusterRun:
         return [*self._run.overrides, *self.addresses]
 
     def launches(self, made: Sequence[Launch]) -> list[Launch]:
-        """Of a run's services and the forkservers of its pools; ports are looked at where they are
-        bound.
+        """Launches for the cluster: a forkserver per pool and the services. Each service checks its
+        ports on its own node.
         """
         forkservers = [
             Launch(name, ("",)) for pool in self._run.pools if (name := self._forkserver(pool))
@@ -201,7 +202,7 @@ class _ClusterRun:
         return [*forkservers, *(replace(one, ports=()) for one in made)]
 
     def keep(self, launch: Launch, needs: Sequence[Supervised]) -> KeptService:
-        """What keeps one of them running."""
+        """Creates the handle that keeps a service running."""
         forkserver = launch.name.startswith(FORKSERVER)
         pool = self._pool_with(launch.name)
         modules = self._modules(pool) if forkserver else []
@@ -223,11 +224,11 @@ class _ClusterRun:
             pool.name, asyncio.get_running_loop().create_future()
         )
         if not self._forkserver(pool) and not around.done():
-            around.set_result({FORKSERVER_VARIABLE: ""})  # whatever the node was started with
+            around.set_result({FORKSERVER_VARIABLE: ""})  # overrides the node's own value
         return KeptService(launch, order, needs, self._placed, around, self._on_event, self._lost)
 
     def _visible(self, pool: Pool) -> dict[str, str]:
-        """GPUs that were not reserved are not ours, on whatever node."""
+        """Exposes reserved GPUs only."""
         return {"CUDA_VISIBLE_DEVICES": self._gpus.get(pool.name, "")}
 
     def _placed(self, order: ServiceOrder) -> Any:
@@ -260,15 +261,15 @@ class _ClusterRun:
         )
 
     def _modules(self, pool: Pool) -> list[str]:
-        """That the services of a pool fork from."""
+        """Modules that the pool's services fork."""
         return [module for name in pool.services for module in service(name).forked]
 
     def _forkserver(self, pool: Pool) -> str:
-        """Its name in a pool; "" where nothing forks."""
+        """Name of the pool's forkserver; "" if no service forks."""
         return f"{FORKSERVER}_{pool.name}" if self._modules(pool) else ""
 
     def give_back(self) -> None:
-        """Ends keepers that are left, and gives the slots back."""
+        """Kills remaining keepers and releases the slots."""
         for name in self._names():
             try:
                 self._ray.kill(self._ray.get_actor(name))
@@ -279,7 +280,7 @@ class _ClusterRun:
 
 
 async def _answered(answer: Any) -> Any:
-    """Raises DeadlineExceeded."""
+    """Awaits a reply. Raises DeadlineExceeded after a limit."""
     try:
         async with asyncio.timeout(patient(_LOOKED_AT_S)):
             return await answer

@@ -1,4 +1,4 @@
-"""Looks at the nodes of a run's pools, and says where services on several of them listen."""
+"""Checks the nodes of a run's pools and computes service addresses across nodes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from paceline.rpc.security import check_events, check_security
 
 
 def look(shared: str) -> tuple[str, dict[str, str], str]:
-    """A task on a node: its address, its versions, and what a file holds there, "" where it is not
-    there.
-    """
+    """Task on a node: returns its address, its versions, and the text of a file ("" if absent)."""
     path = Path(shared)
     held = path.read_text(encoding="utf-8") if path.is_file() else ""
     return node_address(), versions(), held
 
 
 class GpuHolder:
-    """An actor that has the GPUs of a bundle."""
+    """An actor that holds the GPUs of a bundle."""
 
     def gpus(self) -> list[str]:
-        """Their numbers on the node."""
+        """GPU numbers on the node."""
         import ray
 
         return [str(number) for number in ray.get_gpu_ids()]
 
 
 def compare(pool: str, own: Mapping[str, str], there: Mapping[str, str]) -> None:
-    """Raises ConfigError where the node of a pool has other versions."""
+    """Raises ConfigError if the pool's node has other versions."""
     for name in ("python", "paceline", "torch"):
         if name in own and name in there and own[name] != there[name]:
             raise ConfigError(
@@ -46,9 +44,10 @@ def compare(pool: str, own: Mapping[str, str], there: Mapping[str, str]) -> None
 def addresses(
     before: AddressesConfig, pools: Sequence[Pool], hosts: Mapping[str, str]
 ) -> list[str]:
-    """Settings of where services listen, given the host of each pool: none where all are on one,
-    else each at the port that its settings name, on the interface by which the others know its
-    node.
+    """Address settings of the services from the host of each pool.
+
+    Empty if all services are on one node. Otherwise each service listens at its configured port, on
+    its node's address.
     """
     if len(set(hosts.values())) == 1:
         return []
@@ -63,9 +62,7 @@ def addresses(
 
 
 def require_ways(config: ServiceConfig) -> None:
-    """Raises ConfigError where services on several nodes could not reach each other, or anybody
-    could reach them.
-    """
+    """Raises ConfigError if services on several nodes cannot reach each other or lack security."""
     if not config.redis.durable_url:
         raise ConfigError(
             "a run on several nodes needs a Redis that all of them reach",

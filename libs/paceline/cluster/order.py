@@ -1,4 +1,4 @@
-"""What a keeper is told and what it says, as JSON: Ray carries text alone for us."""
+"""Defines a keeper's order and report as JSON, because Paceline passes only text through Ray."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from paceline.errors import InternalError, PacelineError
 from paceline.local.launch import ChildEvent
 
 START_AGAIN = "START_AGAIN"
-"""Reason of errors after which all services of a run have to be started again, elsewhere."""
+"""Reason of errors that require a restart of all services of a run on other nodes."""
 FORKSERVER = "forkserver"
-"""What a pool's forkserver is called; its pool follows where there are several."""
+"""Name of a forkserver; with several pools, the pool's name is appended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceOrder:
-    """One service to be kept running on a node."""
+    """A service to keep running on a node."""
 
     name: str
-    run_dir: str  # absolute, on a path that every node has
-    directory: str  # in which its process is started
+    run_dir: str  # absolute, on a path that all nodes share
+    directory: str  # working directory of the process
     files: Sequence[str] = ()  # TOML, absolute
     overrides: Sequence[str] = ()
-    modules: Sequence[str] = ()  # of a forkserver: those that it imports
-    needs: Mapping[str, bool] = field(default_factory=dict)  # others by name: whether optional
+    modules: Sequence[str] = ()  # modules that a forkserver imports
+    needs: Mapping[str, bool] = field(default_factory=dict)  # dependency: whether it is optional
     environment: Mapping[str, str] = field(default_factory=dict)
     health_s: float = 120.0
     heartbeat_s: float = 3.0
     hung_s: float = 30.0
-    host: str = ""  # address of the node that the others know it by
+    host: str = ""  # the node's address
 
     def text(self) -> str:
         """As JSON."""
@@ -40,19 +40,19 @@ class ServiceOrder:
 
     @classmethod
     def of(cls, text: str) -> ServiceOrder:
-        """What `text` gave."""
+        """Reverses `text`."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperReport:
-    """What has become of a service since the last look."""
+    """The events and state of a service since the last call."""
 
-    next: int  # number of the first event that is not told yet
+    next: int  # number of the next event
     events: tuple[ChildEvent, ...] = ()
     healthy: bool = False
-    over: bool = False  # nothing is kept running any more
-    error: PacelineError | None = None  # why
+    over: bool = False  # supervision has ended
+    error: PacelineError | None = None  # the reason
 
     def text(self) -> str:
         """As JSON."""
@@ -67,7 +67,7 @@ class KeeperReport:
 
     @classmethod
     def of(cls, text: str) -> KeeperReport:
-        """What `text` gave."""
+        """Reverses `text`."""
         told = json.loads(text)
         events = tuple(ChildEvent(**event) for event in told.pop("events"))
         return cls(**{**told, "events": events, "error": _error(told["error"])})

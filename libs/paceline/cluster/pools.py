@@ -1,8 +1,7 @@
-"""Says what a run asks of a cluster: pools of slots, and who of its services is on which.
+"""Computes the slot pools of a run on a cluster and assigns services to pools.
 
-A pool is a placement group on one node, with a bundle for each worker: the slots of a
-tensor-parallel group are never apart. Services that compute on the same slots in turns share a
-pool.
+A pool is a placement group on one node, with a bundle per worker. So the slots of a tensor-parallel
+group share a node. Services that take turns on the same slots share a pool.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Pool:
 
     @property
     def asks(self) -> dict[str, float]:
-        """Of all its bundles, by kind of resource."""
+        """Total resources of the pool, by kind."""
         kinds = sorted({kind for bundle in self.bundles for kind in bundle})
         return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in kinds}
 
@@ -36,12 +35,12 @@ class Pool:
 def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     """The pools of a run with these settings.
 
-    Colocated, rollouts, policy and drafter take turns on the same slots. Where the learner has
-    slots of its own, both trainers are on the node of those.
+    In a colocated run, rollouts, policy and drafter take turns on the same slots. If the learner
+    has its own slots, both trainers run on the learner's node.
     """
     found = settings_of_run(files, overrides)
     gateway, coordinator = found["gateway"], found["coordinator"]
-    engine = gateway.engine  # of SGLang also what is left open: a cluster has GPUs for it
+    engine = gateway.engine  # SGLang's default device counts as a GPU on a cluster
     for_sglang = engine.kind == "sglang" and engine.sglang.device != "cpu"
     kind = GPU if for_sglang or gpu_settings(found) else CPU
     worker = {kind: float(coordinator.slots_per_worker)}
@@ -57,8 +56,8 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
 
 
 def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises ConfigError where no node has what a pool asks for, whoever else is on it, or all
-    together have less than all pools.
+    """Raises ConfigError if a pool exceeds every node, or all pools together exceed the cluster.
+    The current use of the nodes is ignored.
     """
     for kind in (CPU, GPU):
         wanted = [pool.asks.get(kind, 0.0) for pool in pools]

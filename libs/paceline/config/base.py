@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """A frozen node of a settings tree; unknown keys are refused.
+    """A frozen node of a settings tree; rejects unknown keys.
 
-    The docstring under a field is its description.
+    The docstring below a field is its description.
     """
 
     model_config = ConfigDict(
@@ -20,7 +20,7 @@ class Config(BaseModel):
 
 
 def child_configs(annotation: Any) -> tuple[type[Config], ...]:
-    """The settings classes that a field may hold directly: itself, or the members of a union."""
+    """The settings classes of a field: its own type, or the members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return (annotation,)
     if getattr(annotation, "__origin__", None) in (tuple, list, dict, set, frozenset):
@@ -29,7 +29,7 @@ def child_configs(annotation: Any) -> tuple[type[Config], ...]:
 
 
 def walk_fields(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf as (dotted key, annotation), in the order of declaration."""
+    """Yields (dotted key, annotation) for every leaf, in declaration order."""
     for name, field in cls.model_fields.items():
         children = child_configs(field.annotation)
         if not children:
@@ -39,5 +39,5 @@ def walk_fields(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def known_keys(cls: type[Config]) -> list[str]:
-    """All dotted keys of the tree, sorted, each once."""
+    """All dotted keys of the tree, sorted and unique."""
     return sorted({key for key, _ in walk_fields(cls)})

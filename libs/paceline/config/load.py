@@ -1,4 +1,6 @@
-"""Reads TOML files and overrides into one validated tree; refuses what does not fit by name."""
+"""Loads TOML files and overrides into a validated tree, and rejects each unknown or invalid key by
+name.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,7 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 @dataclass(frozen=True)
 class _Source:
-    """Settings of one file or one override: its name for messages, its values by the tree's own
-    keys.
-    """
+    """Settings of a file or an override: `name` for messages, `values` by the tree's own keys."""
 
     name: str
     values: Tree
@@ -36,16 +36,17 @@ class _Source:
 def load_config(
     cls: type[C], section: str, files: Sequence[Path] = (), overrides: Sequence[str] = ()
 ) -> C:
-    """Read the tree of one service.
+    """Loads the settings tree of one service.
 
-    Later files win over earlier ones, overrides over files; tables merge, all else is replaced. Of
-    a file the shared sections and `[section]` count; keys in `[section]` stand at the top of the
-    tree, so it may also hold a shared section that then holds for this service alone. Sections of
-    other services are left to them. An override names a key of the tree (`engine.dtype=float32`) or
-    begins with a service's section; its value is a TOML value, else text.
+    Later files override earlier files, and overrides override files. Tables merge; all other values
+    are replaced. In a file, only the shared sections and `[section]` apply; sections of other
+    services are ignored. Keys in `[section]` belong to the root of the tree. So `[section]` may
+    hold a shared section that applies to this service only. An override names a key of the tree
+    (`engine.dtype=float32`) or begins with a service's section. Its value is a TOML value, else
+    text.
 
-    Raises ConfigError for a file that cannot be read, an unknown section or key, and a value that
-    does not fit.
+    Raises ConfigError for a file that cannot be read, an unknown section or key, and an invalid
+    value.
     """
     sources = [_file_source(path, cls, section) for path in files]
     sources += [
@@ -107,7 +108,9 @@ def _annotation(cls: type[Config], key: str) -> Any:
 
 
 def _wants_text(annotation: Any) -> bool:
-    """Whether only text fits, so that `run.id=007` or `run.id=2026-01-01` stays text."""
+    """Whether the annotation allows text only, so that `run.id=007` or `run.id=2026-01-01` stays
+    text.
+    """
     origin = get_origin(annotation)
     if origin is Literal:
         return all(isinstance(choice, str) for choice in get_args(annotation))
@@ -117,9 +120,10 @@ def _wants_text(annotation: Any) -> bool:
 
 
 def _explicit_defaults(cls: type[Config]) -> Tree:
-    """What fields' default nodes set themselves (`optim: Optim = Optim(lr=1e-4)`), so that one key
-    given beside it does not throw the rest back to the class's own defaults. Default tables are
-    merged into likewise.
+    """The values that a field's default node sets explicitly (`optim: Optim = Optim(lr=1e-4)`).
+
+    Without them, an override of one key resets the other keys to the defaults of the class. Default
+    tables merge in the same way.
     """
     tree: Tree = {}
     for name, field in cls.model_fields.items():
@@ -152,7 +156,7 @@ def _refuse_unknown(cls: type[Config], source: _Source, section: str) -> None:
 def _unknown(
     classes: Sequence[type[Config]], values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
-    """Dotted keys that no field takes. Below a leaf (a dict field, say) pydantic judges."""
+    """Dotted keys that match no field. Below a leaf, such as a dict field, pydantic validates."""
     for key, value in values.items():
         holders = [cls for cls in classes if key in cls.model_fields]
         if not holders:
@@ -166,13 +170,13 @@ def _unknown(
 
 
 _ELSEWHERE = {"fronts": "replicas", "api_server_count": "replicas"}
-"""Settings of ours by the names that others have for what they do."""
+"""Paceline's setting by the name of the same setting in other systems."""
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """ "; nearest: ..." or nothing.
+    """Returns "; nearest: ..." with the closest key, or an empty string.
 
-    A last part that fits exactly wins over likeness of the whole key.
+    An exact match of a last part outranks similarity of the whole key.
     """
     ends = {k.rpartition(".")[2]: k for k in reversed(known)}
     key = _ELSEWHERE.get(key, key)

@@ -1,4 +1,4 @@
-"""Prints a settings tree as TOML text, secrets masked."""
+"""Prints a settings tree as TOML text with masked secrets."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def print_config(config: Config, section: str) -> str:
-    """TOML that `load_config` reads back to an equal tree; passwords in URLs and secret fields are
+    """TOML that `load_config` reads back to an equal tree. Passwords in URLs and secret fields are
     masked.
 
-    `section` heads the service's own keys. Settings without a value (None) appear as comments,
-    since TOML has no null.
+    `section` is the header of the service's own keys. Settings without a value (None) appear as
+    comments, because TOML has no null.
     """
     shared = [name for name in SHARED_SECTIONS if name in type(config).model_fields]
     lines: list[str] = []
@@ -37,7 +37,7 @@ def print_config(config: Config, section: str) -> str:
 
 
 def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[str]:
-    """Lines of one table: plain values first, then the tables below it, as TOML demands."""
+    """Lines of one table: plain values first, then the nested tables, as TOML requires."""
     fields = [name for name in type(node).model_fields if name not in (skip or ())]
     values = [name for name in fields if not isinstance(getattr(node, name), Config)]
     if values:
@@ -55,7 +55,7 @@ def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[s
 
 
 def toml_value(value: Any, *, masked: bool = True) -> str:
-    """A value as TOML. Raises ConfigError for one that has no such form."""
+    """A value as TOML. Raises ConfigError for a type without a TOML form."""
     inner = partial(toml_value, masked=masked)
     match value:
         case Config():
@@ -80,7 +80,7 @@ def toml_value(value: Any, *, masked: bool = True) -> str:
 
 
 def toml_key(key: object) -> str:
-    """A key, quoted where TOML wants it."""
+    """A key, quoted if TOML requires it."""
     text = str(key.value if isinstance(key, Enum) else key)
     return text if _BARE_KEY.fullmatch(text) else _text(text)
 
@@ -88,6 +88,6 @@ def toml_key(key: object) -> str:
 def _text(text: str) -> str:
     """A basic TOML string.
 
-    JSON escapes are a subset of TOML's but for DEL, which TOML wants escaped.
+    JSON escapes are valid TOML escapes, but TOML also requires an escape for DEL.
     """
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

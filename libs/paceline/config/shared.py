@@ -1,5 +1,7 @@
-"""Declares the sections that several services read: run, redis, telemetry, security, addresses,
-and the optimiser of both trainers.
+"""Declares the settings that several services share.
+
+These are the sections run, redis, telemetry, security and addresses, and the optimiser of both
+trainers.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ class RunConfig(Config):
     stopped gets six times as long. 0: no limit, for debuggers.
     """
     hung_s: float = Field(default=30.0, ge=0)
-    """Maximum time without progress before a process is killed and replaced, seconds: a service
-    with a blocked event loop, or the run's own Redis without answers. 0: no limit, also with
-    heartbeat_s = 0.
+    """Maximum time without progress before a process is killed and replaced, seconds. It applies to
+    a service with a blocked event loop, and to the run's own Redis without answers. 0: no limit,
+    also with heartbeat_s = 0.
     """
     handover: bool = True
     """Whether receivers accept weights of senders on their host by file, from their own directory
@@ -62,7 +64,7 @@ class RunConfig(Config):
     """
 
     def handover_dir(self, receiver: str) -> Path | None:
-        """Where files are handed over to a receiver; None where they are not."""
+        """Directory for file handover to a receiver; None if handover is off."""
         return Path(self.dir) / "handover" / receiver if self.handover else None
 
 
@@ -121,12 +123,14 @@ class SecurityConfig(Config):
 
     @property
     def token(self) -> str:
-        """The operators' token, read from the environment at each use; empty when there is none."""
+        """The operators' token, read from the environment at each use; empty if unset."""
         return os.environ.get(self.token_env, "") if self.token_env else ""
 
     @property
     def agent_token(self) -> str:
-        """The agents' token, read likewise; empty: agents use the operators'."""
+        """The agents' token, read from the environment at each use. If it is empty, agents use the
+        operators' token.
+        """
         return os.environ.get(self.agent_token_env, "") if self.agent_token_env else ""
 
 
@@ -163,7 +167,7 @@ class OptimizerConfig(Config):
 
 
 class ServiceConfig(Config):
-    """Base of a service's tree: the shared sections beside the service's own keys."""
+    """Base of a service's settings: the shared sections beside the service's own keys."""
 
     run: RunConfig = RunConfig()
     redis: RedisConfig = RedisConfig()

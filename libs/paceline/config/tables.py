@@ -15,7 +15,7 @@ Tree = dict[str, Any]
 
 
 def read_tables(path: Path) -> Tree:
-    """Tables of a file; raises ConfigError when it cannot be read."""
+    """Reads the tables of a file. Raises ConfigError if it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -25,12 +25,12 @@ def read_tables(path: Path) -> Tree:
 
 
 def write_tables(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write tables to a file that only its owner can read: a Redis URL may hold a password."""
+    """Writes tables to a file that only its owner can read: a Redis URL may hold a password."""
     write_whole(path, "\n".join(_lines(tree)).lstrip("\n") + "\n")
 
 
 def merge(into: Tree, new: Mapping[str, Any]) -> None:
-    """Put `new` over `into`: tables merge, all else is replaced."""
+    """Merges `new` into `into`: tables merge, all other values are replaced."""
     for key, value in new.items():
         if isinstance(value, Mapping):
             below = into.get(key)
@@ -41,14 +41,14 @@ def merge(into: Tree, new: Mapping[str, Any]) -> None:
 
 
 def nested(key: str, value: Any) -> Tree:
-    """The tables that a dotted key stands for, with its value at their end."""
+    """The nested tables of a dotted key, with the value at the innermost level."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
 
 
 def value_of(raw: str) -> Any:
-    """What an override's text says: a TOML value, else the text."""
+    """The value of an override: parsed as TOML, else the text itself."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""Starts one process, watches it, restarts it with backoff and stops it with its whole group."""
+"""Supervises one process: starts it, watches it, restarts it with backoff and stops its group."""
 
 from __future__ import annotations
 
@@ -47,9 +47,11 @@ class Child:
         heartbeat_s: float = LIMIT_S,
         hung_s: float = HUNG_S,
     ) -> None:
-        """`needs`: those without which it cannot work; it starts when all of them are healthy.
-        `heartbeat_s`: seconds of silence after which it is killed; 0: never. `hung_s`: seconds
-        after which it is killed where it runs and gets nowhere; 0: never, as without heartbeats.
+        """Creates the supervised process without starting it.
+
+        `needs`: dependencies; the process starts once all are healthy. `heartbeat_s`: seconds of
+        silence after which the process is killed; 0: no limit. `hung_s`: seconds without progress
+        after which it is killed; 0 or no heartbeats: no limit.
         """
         self.launch = launch
         self.log = logs / f"{launch.name}.log"
@@ -63,25 +65,25 @@ class Child:
         self._heartbeat = Heartbeat(0)
         self._hung_s = hung_s if heartbeat_s else 0.0
         self._turns = Turns(0)
-        self._verdict = ""  # why it was killed, where not for its heartbeat
+        self._verdict = ""  # reason of a kill other than a heartbeat
         self._process: asyncio.subprocess.Process | None = None
-        self._log_begins = 0  # byte of the log where the process that runs began
+        self._log_begins = 0  # byte offset of the current process in the log
         self._crashes: deque[float] = deque()
 
     @property
     def pid(self) -> int:
-        """Process id; 0 when none runs."""
+        """Process id; 0 if it does not run."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else 0
 
     async def run(self) -> None:
-        """Start and restart; returns when the process exits with status 0.
+        """Starts and restarts the process; returns when it exits with status 0.
 
-        Raises RunFailed when it says that the run has failed; Unavailable, with the end of the log,
-        when it dies before it was ever healthy, is not healthy in time, exits for a config error or
-        dies too often. A death counts as one only where the disk has room and what it needs is
-        healthy: else it waits for that, for as long as it takes.
-        An optional one is given up instead, unless its settings are wrong at its first start.
+        Raises RunFailed if its exit status reports a failed run. Raises Unavailable with the end of
+        the log after a death before it was ever healthy, or an unhealthy start. A config error and
+        too many deaths also raise Unavailable. A death counts only if the disk has room and all
+        dependencies are healthy. Otherwise the restart waits for room or health without limit. An
+        optional process is given up instead, unless its settings are wrong at its first start.
         """
         await self._needs_healthy()
         if not self.launch.command:
@@ -96,7 +98,7 @@ class Child:
             await self.stop(_GIVE_UP_GRACE_S)
             what = str(failure).partition("; its log ")[0]
             self._tell("given_up", f"{what}; the run goes on without it; log {self.log}")
-            self.is_healthy.set()  # nobody waits for it
+            self.is_healthy.set()  # release any process that waits for it
 
     async def _keep_running(self) -> None:
         first = True
@@ -104,7 +106,7 @@ class Child:
             news_pipe = await self._spawn("started" if first else "restarted")
             code = await self._live(news_pipe)
             if code == 0:
-                self.is_healthy.set()  # it may have done its work before anyone saw it serve
+                self.is_healthy.set()  # it may have finished before its first health check
                 self._tell("finished")
                 return
             self.is_healthy.clear()
@@ -114,7 +116,7 @@ class Child:
             first = False
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, `grace_s` seconds, SIGKILL to the whole group.
+        """Sends SIGTERM, waits `grace_s` seconds, then sends SIGKILL to the whole group.
 
         Call it after run() has been cancelled.
         """
@@ -134,7 +136,7 @@ class Child:
         self._process = None
 
     async def _spawn(self, kind: EventKind) -> int:
-        """Returns the pipe to hear it by."""
+        """Starts the process. Returns the read end of its news pipe."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = news.news_pipe()
         listening = self.launch.listening
@@ -142,8 +144,8 @@ class Child:
         self._turns, self._verdict = Turns(self._hung_s), ""
         with self.log.open("ab") as log, os.fdopen(writing, "wb"):
             self._log_begins = log.tell()
-            # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group
-            # can be killed whole.
+            # Use a separate session: Ctrl-C reaches the supervisor only, and the group can be
+            # killed as a whole.
             self._process = await asyncio.create_subprocess_exec(
                 *self.launch.command,
                 stdin=asyncio.subprocess.DEVNULL if listening is None else listening.fileno(),
@@ -171,8 +173,9 @@ class Child:
                     self._tell(kind, what)
 
     async def _hung(self, limit_s: float) -> str:
-        """Why it is to be killed, once it runs and gets nowhere; a server that others run is not
-        killed, only said to be away and back.
+        """Returns the reason to kill the process once it makes no progress.
+
+        An external server is never killed; only its outages and recoveries are reported.
         """
 
         def tell(answers: bool) -> None:
@@ -184,13 +187,13 @@ class Child:
         ping, every_s = self.launch.ping, self._heartbeat_s / 2
         if ping is None:
             return await self._turns.end()
-        await self.is_healthy.wait()  # until then that is watched
+        await self.is_healthy.wait()  # the start has its own check
         return await unanswered(ping, every_s, limit_s, tell)
 
     async def _live(self, news_pipe: int) -> int:
-        """Wait for health, then for the end; returns the exit status.
+        """Waits for health, then for the end. Returns the exit status.
 
-        What the process started ends with it.
+        Afterwards all processes of its group are dead.
         """
         process = self._running
         ending = asyncio.create_task(self._heartbeat.outlived(process))
@@ -226,7 +229,7 @@ class Child:
     async def _pause_before_restart(self, code: int) -> None:
         if code == EXIT_RUN_FAILED:
             end = last_lines(self.log, since=self._log_begins)
-            printed = end.rfind(f"\n{self.launch.name}: ") + 1  # last, under its name
+            printed = end.rfind(f"\n{self.launch.name}: ") + 1  # the last message with its name
             raise RunFailed(f"{end[printed:]}; log {self.log}")
         if not self._was_healthy or code == EXIT_CONFIG:
             wrong = code == EXIT_CONFIG and not self._was_healthy
@@ -250,18 +253,19 @@ class Child:
         )
 
     async def _room(self) -> bool:
-        """Wait until the disk has room; whether it had none."""
+        """Waits until the disk has room. Returns whether it was full."""
         waited = False
         while lack := lack_of_room(self.log.parent):
             if not waited:
                 self._tell("waits", lack)
             waited = True
-            await asyncio.sleep(_LOOK_S)  # no event tells of room on a disk
+            await asyncio.sleep(_LOOK_S)  # no event reports free space
         return waited
 
     async def _needs_healthy(self) -> bool:
-        """Wait until what it needs is healthy, what is optional at the first start alone; whether
-        something was not.
+        """Waits for healthy dependencies. Returns whether any was unhealthy.
+
+        Optional dependencies matter only before the first healthy state.
         """
         needs = [one for one in self.needs if not (one.launch.optional and self._was_healthy)]
         waited = False

@@ -1,4 +1,4 @@
-"""Says whether a directory's disk has room to go on with."""
+"""Checks whether a directory's disk has room for a run to continue."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from paceline.whole_files import NO_ROOM
 
 ROOM_BYTES = 32 << 20
-"""Less than this counts as full: a batch of trajectories, a rewritten log."""
+"""Minimum free bytes: a batch of trajectories, a rewritten log."""
 
 
 def lack_of_room(directory: Path) -> str:
-    """What a full disk, quota or limit on files leaves, in words; "" where there is room."""
+    """Describes a full disk, quota or file size limit; "" if there is room."""
     usage, why = shutil.disk_usage(directory), "the disk is full"
     if usage.free >= ROOM_BYTES:
         try:

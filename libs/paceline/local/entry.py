@@ -54,13 +54,13 @@ def run_service(
     *,
     extra: str = "",
 ) -> None:
-    """Run one service until it ends by itself or a signal stops it; leaves the process.
+    """Runs one service until it ends or a signal stops it; then exits the process.
 
-    extra: what it is to be installed with (extras.py).
+    `extra`: the extra that must be installed (extras.py).
 
-    Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a
-    config error, 3 when the run failed, 4 when memory or disk is full, 1 for any other error of
-    Paceline, printed as one line on stderr.
+    Exit status: 0 when serve() returned, 128 + signal after SIGTERM or SIGINT, 2 for a config
+    error. 3 when the run failed, 4 when memory or disk is full, 1 for any other Paceline error. An
+    error is printed as one line on stderr.
     """
 
     def run() -> int:
@@ -73,8 +73,9 @@ def run_service(
 
 
 def run_part(name: str, config: C, serve: Serve[C]) -> None:
-    """Run a process that is part of a service, under its own name: it has no address of the run's
-    and no directory. Leaves the process as run_service does.
+    """Runs a process that is part of a service, under its own name.
+
+    It has no address and no directory in the run. Exits the process as run_service does.
     """
 
     def run() -> int:
@@ -105,9 +106,9 @@ def _leave(name: str, run: Callable[[], int]) -> NoReturn:
 
 
 def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineError:
-    """The error a user should read; a task group wraps it.
+    """The error to show to the user, unwrapped from task groups.
 
-    Raises a group that holds anything else as it is.
+    Re-raises a group that contains other errors.
     """
     while isinstance(raised, ExceptionGroup):
         first = raised.exceptions[0]
@@ -148,7 +149,7 @@ def _run(name: str, config_class: type[C], serve: Serve[C], arguments: argparse.
 
 
 def _tokens(name: str, config: ServiceConfig) -> dict[str, str]:
-    """The token that opens each address of a service: agents' for HTTP, else operators'."""
+    """The token for each address of a service: the agents' token for HTTP, else the operators'."""
     spec, security, addresses = service(name), config.security, config.addresses
     return {
         getattr(addresses, spec.address_key): security.token,
@@ -163,7 +164,7 @@ def _require_free_ports(name: str, config: ServiceConfig) -> None:
 
 
 async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
-    """Run serve(); returns the number of the signal that stopped it, 0 when it ended by itself."""
+    """Runs serve(). Returns the number of the signal that stopped it, or 0."""
     stop = asyncio.Event()
     received: list[int] = []
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Looks whether what an extra brings is installed, before a process that needs it is started."""
+"""Checks that an extra's packages are installed before a process that needs them starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ MODULES = {
     "train": ("torch", "transformers", "jaxtyping"),
     "ray": ("ray",),
 }
-"""Extra of pyproject.toml -> modules by which one knows that it is there."""
+"""Extra of pyproject.toml -> modules that prove its installation."""
 
 
 def require_extra(extra: str, what: str) -> None:
-    """what: who needs it. Raises ConfigError with the line that installs it."""
+    """Raises ConfigError with the install command if the extra is absent. `what`: its user, for the
+    message.
+    """
     absent = [module for module in MODULES[extra] if find_spec(module) is None]
     if absent:
         raise ConfigError(

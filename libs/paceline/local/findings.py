@@ -1,4 +1,4 @@
-"""The nouns of `paceline doctor`: what one check of the machine has found."""
+"""Defines the results of `paceline doctor`: one finding per check of the machine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line."""
+    """The result of one check."""
 
-    check: str  # what was looked at
-    verdict: Verdict  # fail: a run would not start, or not live long
+    check: str  # subject of the check
+    verdict: Verdict  # fail: a run would not start, or soon fail
     seen: str
-    advice: str = ""  # what to do; "" where all is well
+    advice: str = ""  # recommended action; "" if all is well
 
     @classmethod
     def of_error(cls, check: str, error: PacelineError, verdict: Verdict = "fail") -> Finding:
-        """An error, with what it allows as the advice."""
+        """A finding from an error; the allowed values become the advice."""
         seen = error.message if error.seen is None else f"{error.message}: {error.seen}"
         return cls(check, verdict, seen, error.allowed or "")
 
 
 def looked_at(check: str, look: Callable[[], str]) -> Finding:
-    """What `look` saw, or the error that it raised."""
+    """A finding from a check function: its text, or the error that it raised."""
     try:
         return Finding(check, "ok", look())
     except PacelineError as error:

@@ -1,4 +1,4 @@
-"""Checks a Redis that others run: what of it would lose a run, or show it to others."""
+"""Checks an external Redis for settings that would lose a run or expose it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.streams.redis_url import parse_redis_url, shown
 
 
 def on_this_machine(url: str) -> bool:
-    """Whether a URL's server is reached without a network."""
+    """Whether the URL's server is on this machine."""
     where = parse_redis_url(url)
     return where.socket or is_loopback(f"[{where.host}]:0")
 
@@ -37,9 +37,9 @@ def check_url(url: str, setting: str, security: SecurityConfig) -> None:
 
 
 async def check_durable(url: str) -> str:
-    """Warnings about a server that is to keep a run, in words; "" for none.
+    """Warnings about a server that is to store a run, as text; "" without warnings.
 
-    Raises ConfigError when it would evict the run's keys or is a replica, and Unavailable.
+    Raises ConfigError if it may evict the run's keys or is a replica, and Unavailable.
     """
     where = parse_redis_url(url)
     doubts = []

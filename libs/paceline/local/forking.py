@@ -1,8 +1,7 @@
-"""Orders processes from one that has imported their module (forkserver.py): the run's, where a
-supervisor keeps one, else one of its own.
+"""Starts processes by forks of a process that has already imported their module (forkserver.py).
 
-An import of torch and transformers takes seconds of a core, each time and in each process; forks
-share it, its time and its memory.
+Under a supervisor it uses the run's forkserver, otherwise its own. Imports of torch and
+transformers take seconds of a core in each process. Forks share the time and memory of one import.
 """
 
 from __future__ import annotations
@@ -27,17 +26,19 @@ from paceline.local.process_directory import socket_directory
 from paceline.local.processes import child_environment
 
 FORKSERVER_VARIABLE = "PACELINE_FORKSERVER"
-"""Path of the socket of the run's forkserver; absent or "" where there is none."""
+"""Socket path of the run's forkserver; absent or "" without one."""
 
 IMPORT_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""Of the process that imports: numpy's BLAS begins its threads when it is imported."""
+"""Environment of the importing process: numpy's BLAS starts its threads at import."""
 
 _WAITING = 128
 _numbers = itertools.count(1)
 
 
 class Forked:
-    """One process, used like asyncio's. It lasts no longer than its order's connection."""
+    """A forked process with the interface of asyncio's processes. It dies when its order's
+    connection closes.
+    """
 
     def __init__(
         self, pid: int, news: asyncio.StreamReader, connection: asyncio.StreamWriter
@@ -48,17 +49,17 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """As asyncio's: minus the signal that killed it; None while it runs."""
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
         return self._reading.result() if self._reading.done() else None
 
     async def wait(self) -> int:
-        """The returncode, once it has ended."""
+        """Waits for the end and returns the returncode."""
         return await asyncio.shield(self._reading)
 
     def send_signal(self, number: int) -> None:
-        """Nothing once it has ended."""
+        """Sends a signal; does nothing after the end."""
         if not self._reading.done():
-            with suppress(ProcessLookupError):  # its end is being told
+            with suppress(ProcessLookupError):  # its end is being reported
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -66,7 +67,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     async def _read(self, news: asyncio.StreamReader) -> int:
-        """Its exit status; without one its parent has gone, and the kernel has killed it."""
+        """Returns the exit status. Without a status the forkserver is gone, and the kernel has
+        killed this process.
+        """
         line = b""
         with suppress(ConnectionError):
             line = await news.readline()
@@ -75,23 +78,23 @@ class Forked:
 
 
 class Forker:
-    """Orders processes, on one event loop. Those of a forkserver of its own end with `close`, and
-    when this process is gone.
+    """Forks processes, on one event loop. The forks of its own forkserver end with `close` or with
+    this process.
     """
 
     def __init__(self, modules: Sequence[str], log: Path | None) -> None:
-        """`modules`: that a forkserver of its own imports; `log`: takes what their imports print,
-        None is this process's own output.
+        """`modules`: imports of its own forkserver. `log`: file for their output; None: this
+        process's output.
         """
         self._modules = modules
         self._log = log
         self._own: asyncio.subprocess.Process | None = None
         self.path = ""
-        """Of the socket of its own forkserver; "" before it has one."""
+        """Socket path of its own forkserver; "" before it exists."""
         self._starting = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Starts a forkserver of its own, unless the run has one: orders find it importing."""
+        """Starts its own forkserver early, unless the run has one."""
         if not os.environ.get(FORKSERVER_VARIABLE, ""):
             async with self._starting:
                 await self._begin()
@@ -99,12 +102,14 @@ class Forker:
     async def fork(
         self, module: str, environment: Mapping[str, str], log: Path | None, deadline_s: float
     ) -> Forked:
-        """A new process that runs the module's main() with these variables besides this process's,
-        its output appended to `log`, None as this process's own; its input is empty.
+        """Forks a process that runs the module's main().
 
-        Raises Unavailable when the process that imports ends first, DeadlineExceeded when it has
-        not answered at the deadline; one of its own is then ended, and the next order starts
-        another. ResourceExhausted for an environment that is too long.
+        `environment` is added to this process's variables. Output is appended to `log`, or to this
+        process's output if None. Stdin is empty.
+
+        Raises Unavailable if the forkserver ends first, ResourceExhausted if the environment is too
+        long. Raises DeadlineExceeded after `deadline_s` seconds. Its own forkserver is then
+        stopped, and the next call starts another.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -116,7 +121,7 @@ class Forker:
             ) from error
 
     async def close(self) -> None:
-        """Ends its own forkserver, and with it all that was forked."""
+        """Stops its own forkserver and all its forks."""
         if self._own is not None:
             if self._own.returncode is None:
                 self._own.kill()
@@ -135,7 +140,7 @@ class Forker:
         try:
             with log.open("ab") if log else nullcontext() as file:
                 outputs = [file.fileno()] * 2 if file else [1, 2]
-                socket.send_fds(connection, [order[:1]], outputs)  # there is room for one byte
+                socket.send_fds(connection, [order[:1]], outputs)  # room for one byte is certain
             return await _ordered(module, connection, order[1:])
         except BaseException:
             connection.close()
@@ -179,7 +184,9 @@ async def _ordered(module: str, connection: socket.socket, order: bytes) -> Fork
 
 
 async def _asked(order: bytes, news: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """The process id that an order is answered with; Unavailable closes the connection."""
+    """Sends an order and returns the process id of the reply. Raises Unavailable and closes the
+    connection without a reply.
+    """
     line = b""
     with suppress(ConnectionError):
         writer.write(order)
@@ -209,7 +216,7 @@ def _command(modules: Sequence[str]) -> tuple[str, ...]:
 
 
 def listen() -> socket.socket:
-    """A socket of a forkserver's, in the directory of this process's sockets."""
+    """A listening socket for a forkserver, in this process's socket directory."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(socket_directory() / f"forks-{next(_numbers)}"))
     listening.listen(_WAITING)
@@ -217,7 +224,7 @@ def listen() -> socket.socket:
 
 
 async def answers(path: str, deadline_s: float) -> None:
-    """Waits until the forkserver there has imported all. Raises DeadlineExceeded, Unavailable."""
+    """Waits until the forkserver has imported all modules. Raises DeadlineExceeded, Unavailable."""
     try:
         async with asyncio.timeout(deadline_s):
             await _imported(path)
@@ -234,8 +241,8 @@ async def _imported(path: str) -> None:
 
 
 def forkserver_launch(modules: Sequence[str]) -> Launch:
-    """How to start a run's forkserver. Its socket stays open between two lives of it: who orders
-    meanwhile waits.
+    """The launch of a run's forkserver. Its socket stays open across restarts, so orders during a
+    restart wait.
     """
     listening = listen()
     path: str = listening.getsockname()

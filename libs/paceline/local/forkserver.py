@@ -1,13 +1,14 @@
-"""The process that has imported modules and forks itself to run them: `python -m
-paceline.local.forkserver MODULE ...`, with a listening unix socket as its input.
+"""Imports modules once and forks processes that run them.
 
-Each connection orders one process: an order comes, with two files for its output; its process id
-goes, and its exit status at its end. A connection that is closed before has its process killed. An
-empty order is answered at once, to show that all is imported.
+Usage: `python -m paceline.local.forkserver MODULE ...`, with a listening unix socket as stdin. Each
+connection orders one process. The client sends an order with two files for its output. The server
+replies with the process id, and with the exit status at the end. If the client closes the
+connection earlier, its process is killed. An empty order gets an immediate reply, as proof that the
+imports are complete.
 
-A fork goes on safely if its parent had one thread and no GPU open. Where that is not certain, where
-Python itself would start otherwise, and for a module that is not imported here, it begins anew with
-`python -m MODULE`, which is as slow as a start without this, and as right.
+A fork is safe if the parent has one thread and no open GPU. Otherwise the fork executes `python -m
+MODULE` instead, which is correct but as slow as a normal start. It also does so for a module that
+is not imported here, and for different PYTHON* variables.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _OWN = {signal.SIGINT, signal.SIGTERM}
 
 @dataclass(frozen=True, slots=True)
 class ForkOrder:
-    """What a fork is to be; one line of JSON."""
+    """The description of a new process; one line of JSON."""
 
     module: str
-    """Its main() is run."""
+    """Module with the main() to run."""
     environment: Mapping[str, str]
-    """The whole of it."""
+    """The complete environment."""
     directory: str
-    """Its working directory."""
+    """The working directory."""
 
 
 @dataclass(slots=True)
@@ -58,18 +59,18 @@ class _Connection:
     pid: int = 0  # 0: not forked yet
 
     def tell(self, **fact: int) -> None:
-        with suppress(OSError):  # who has gone needs no news
+        with suppress(OSError):  # the client has disconnected
             self.socket.sendall(json.dumps(fact).encode() + b"\n")
 
 
 def main() -> NoReturn:
-    """Imports, then forks as it is told; a fork ends with the status of its module's main."""
+    """Imports, then serves orders. A fork ends with the status of its module's main."""
     die_with_parent()
     keep_files_private()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops it
     modules = sys.argv[1:]
-    os.environ["SPT_NOENV"] = "1"  # a new title leaves what the system shows of the environment
-    setproctitle(f"python -m {__spec__.name}")  # without what its forks will be found by
+    os.environ["SPT_NOENV"] = "1"  # keeps a new title from overwriting the visible environment
+    setproctitle(f"python -m {__spec__.name}")  # omits the modules, by which users find the forks
     _import(modules)
     parent = os.getpid()
     order, outputs, safe = _Server(socket.socket(fileno=0)).next_fork()
@@ -79,12 +80,12 @@ def main() -> NoReturn:
 def _import(modules: Sequence[str]) -> None:
     with uncollected():
         for module in modules:
-            with suppress(Exception, SystemExit):  # it is imported again, and fails, in the fork
+            with suppress(Exception, SystemExit):  # the fork imports it again, and fails
                 importlib.import_module(module)
 
 
 class _Server:
-    """Takes orders and tells of their processes; one thread, nothing but poll."""
+    """Serves orders and reports on their processes, in one thread with poll only."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
@@ -102,8 +103,10 @@ class _Server:
         self._poll.register(self._woken, select.POLLIN)
 
     def next_fork(self) -> tuple[ForkOrder, list[int], bool]:
-        """Serves; returns in each fork, with the order that it is to carry out, the files for its
-        output and whether it goes on safely. SIGTERM ends it when its last process has ended.
+        """Serves orders until a fork; returns in each fork only.
+
+        Returns its order, its output files, and whether the fork can safely continue. After SIGTERM
+        the server exits once its last process has ended.
         """
         while not self._ending or any(one.pid for one in self._connections.values()):
             heard = [number for number, _ in self._poll.poll()]
@@ -124,14 +127,14 @@ class _Server:
         self._ending = True
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has gone again
+        with suppress(OSError):  # the client has disconnected
             accepted, _ = self._listening.accept()
             accepted.setblocking(False)
             self._connections[accepted.fileno()] = _Connection(accepted)
             self._poll.register(accepted, select.POLLIN)
 
     def _heard(self, connection: _Connection) -> ForkOrder | None:
-        """Reads what has come; the order, once it is whole."""
+        """Reads available bytes. Returns the order once it is complete."""
         try:
             read, outputs, _, _ = socket.recv_fds(connection.socket, _READ_BYTES, OUTPUTS)
         except BlockingIOError:
@@ -152,10 +155,10 @@ class _Server:
         return None
 
     def _forked(self, connection: _Connection) -> bool:
-        """Forks; whether this is the fork."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _OWN)  # until the fork's own handlers are set
+        """Forks. Returns True in the fork."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OWN)  # until the fork sets its handlers
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads: libraries began them, and no fork uses theirs.
+            # Python 3.12 warns about threads of libraries, which no fork uses.
             warnings.simplefilter("ignore", DeprecationWarning)
             connection.pid = os.fork()
         if not connection.pid:
@@ -167,21 +170,21 @@ class _Server:
         return False
 
     def _leave(self, own: _Connection) -> None:
-        """In the fork: nothing of the server stays open."""
+        """Closes all files of the server in the fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for connection in self._connections.values():
             connection.socket.close()
             if connection is not own:
                 self._close_outputs(connection)
-        self._listening.detach()  # its input, which something else is to become
+        self._listening.detach()  # stdin, which is replaced later
         self._woken.close()
         self._waking.close()
 
     def _drop(self, connection: _Connection) -> None:
-        """The connection is over; its process, if one runs, is killed and reaped like any other."""
+        """Ends a connection. A running process is killed and reaped later."""
         if connection.pid:
-            os.kill(connection.pid, signal.SIGKILL)  # not reaped yet, so it is no other's
+            os.kill(connection.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         self._poll.unregister(connection.socket)
         if not connection.pid:
             self._forget(connection)
@@ -214,14 +217,15 @@ class _Server:
 def _become(
     order: ForkOrder, outputs: Sequence[int], parent: int, imported: Sequence[str]
 ) -> NoReturn:
-    """Runs the module in this fork and ends with its main's status. `imported`: modules that can go
-    on in it.
+    """Runs the module in this fork and exits with its main's status.
+
+    `imported`: modules that this fork can run without a new start.
     """
     anew = order.module not in imported or _starts_otherwise(order)
     os.environ.clear()
     os.environ.update({**order.environment, PARENT_VARIABLE: str(parent)})
     die_with_parent()
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -236,12 +240,12 @@ def _become(
     sys.argv = [order.module]
     setproctitle(f"python -m {order.module}")
     status: int | None = importlib.import_module(order.module).main()
-    _leave_at_once(status or 0)  # as sys.exit has it
+    _leave_at_once(status or 0)  # as sys.exit does
 
 
 def _leave_at_once(status: int) -> NoReturn:
-    """Ends this fork as Python would, but that nothing is freed: that would write to every page it
-    shares, half a second for torch and transformers.
+    """Exits like Python, but frees no memory. Freeing writes to every shared page, which takes half
+    a second with torch and transformers.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads, ends pools
     atexit._run_exitfuncs()
@@ -255,7 +259,7 @@ def _execute(module: str) -> NoReturn:
 
 
 def _starts_otherwise(order: ForkOrder) -> bool:
-    """Whether Python reads something else at its start than it did here."""
+    """Whether the order's PYTHON* variables differ from this process's."""
 
     def read(environment: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
@@ -264,10 +268,10 @@ def _starts_otherwise(order: ForkOrder) -> bool:
 
 
 def _is_safe_to_fork() -> bool:
-    """Whether this process has one thread and no GPU open; False where that cannot be seen."""
+    """Whether this process has one thread and no open GPU; False if that cannot be determined."""
     try:
         threads = os.listdir("/proc/self/task")
-        with os.scandir("/proc/self/fd") as opened:  # itself opened until its end
+        with os.scandir("/proc/self/fd") as opened:  # the scan itself opens a file
             files = [os.readlink(each.path) for each in opened]
     except OSError:
         return False

@@ -1,7 +1,7 @@
-"""Waits until servers serve: exits with 0 then, or with 1 when they do not in time.
+"""Waits until servers are healthy; exits with 0, or with 1 after the timeout.
 
-`python -m paceline.local.healthcheck --address HOST:PORT | --redis ROLE... [--config FILE]`, for
-readiness probes and for what must not start before its Redis.
+`python -m paceline.local.healthcheck --address HOST:PORT | --redis ROLE... [--config FILE]`. It
+serves readiness probes and start scripts that depend on Redis.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.rpc import wait_healthy
 async def check(
     address: str, roles: Sequence[Role], files: Sequence[Path], timeout_s: float
 ) -> None:
-    """Return when the server serves, or each role of Redis; a PacelineError says why one does not
-    within `timeout_s` seconds.
+    """Returns when the server, or each Redis role, is healthy. Raises PacelineError with the reason
+    after `timeout_s` seconds.
     """
     if address:
         await wait_healthy(address, SecurityConfig(), timeout_s)
@@ -34,7 +34,7 @@ async def check(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check one server, or some roles of a run's Redis."""
+    """Checks one server, or some Redis roles of a run."""
     parser = argparse.ArgumentParser(prog="python -m paceline.local.healthcheck")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--address", default="", help="host:port of a gRPC server")

@@ -1,15 +1,15 @@
 """Watches whether child processes run, and kills a child that is stopped or falls silent.
 
-A beat is a ping of ZeroMQ on a socket that carries nothing else. A thread of libzmq in the child
-answers it, so a child that computes, imports or compiles for minutes still answers.
+A beat is a ping of ZeroMQ on a socket with no other traffic. A thread of libzmq in the child
+answers it. So a child that computes, imports or compiles for minutes still answers.
 
-A stopped child (SIGSTOP) is killed when every look at its state, six in a limit, has found it
-stopped for longer than the limit. Its silence alone does not count: a busy machine may have kept it
-silent before somebody stopped it for a moment.
+A stopped child (SIGSTOP) is killed after more than the limit, if all checks found it stopped. There
+are six checks per limit. Its silence alone does not count: a busy machine may have kept it silent
+before a momentary stop.
 
-The parent cuts the connection of a silent child. A child that was only late connects again and
-lives; nothing is lost by it. A silent child that is not stopped gets several limits more, stretched
-by the load of the machine: memory that is read back from a disk can keep every thread for seconds.
+The parent cuts the connection of a silent child. A child that was only late reconnects and lives;
+no data is lost. A silent child that is not stopped gets several more limits, stretched by the
+machine's load. Memory that returns from swap can block every thread for seconds.
 
 hung.py watches whether the loop of a service makes progress.
 """
@@ -37,19 +37,19 @@ from paceline.local.process_directory import socket_directory
 from paceline.local.processes import HEARTBEAT_VARIABLE
 
 LIMIT_S = RunConfig().heartbeat_s
-"""Seconds of silence that a child may keep, unless set."""
-_BEATS = 6  # in the limit
-_LATE = 5  # limits that a silent process has which is not stopped
+"""Default of run.heartbeat_s: maximum seconds of silence of a child."""
+_BEATS = 6  # beats per limit
+_LATE = 5  # limits before a silent but unstopped process is killed
 _CONNECTED, _CUT = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 _CONNECT_S = 10.0
-_UNKNOWN = 0  # process of a connection that was cut before it was looked at
-_Stop = tuple[int, int]  # process, its switches: a process that ran meanwhile has more of them
+_UNKNOWN = 0  # process of a connection that was cut before its lookup
+_Stop = tuple[int, int]  # (process, context switches); the count rises when the process runs
 _numbers = itertools.count(1)
 _answering: list[zmq.Socket[bytes]] = []
 
 
 class Process(Protocol):
-    """A child, as asyncio has it."""
+    """A child with asyncio's process interface."""
 
     @property
     def pid(self) -> int:
@@ -57,7 +57,7 @@ class Process(Protocol):
         ...
 
     async def wait(self) -> int:
-        """The returncode, once it has ended."""
+        """Waits for the end and returns the returncode."""
         ...
 
     def kill(self) -> None:
@@ -66,18 +66,21 @@ class Process(Protocol):
 
 
 class Heartbeat:
-    """The parent's end, of one child; use `environment` for its start and await `outlived`."""
+    """The parent's side for one child; start the child with `environment`, then await
+    `outlived`.
+    """
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
-        """`limit_s`: seconds for which a child may be stopped, or silent after its first answer,
-        before it is killed two beats later; 0: no limit.
+        """`limit_s`: maximum seconds of a stop, or of silence after the first answer; 0: no limit.
+
+        The child is killed two beats after the limit.
         """
         self._limit_s = limit_s
         self._watching: asyncio.Task[None] | None = None
         self._known: set[int] = set()  # processes that have answered
         self.environment = {HEARTBEAT_VARIABLE: ""}
         self.verdict = ""
-        """Why the child was killed, as a continuation of how it ended; "" when it was not."""
+        """Reason of the kill, as a continuation of the exit description; "" without a kill."""
         if not limit_s:
             return
         beat_ms = max(round(limit_s / _BEATS * 1000), 1)
@@ -92,8 +95,10 @@ class Heartbeat:
         self._socket.bind(self.environment[HEARTBEAT_VARIABLE])
 
     async def outlived(self, process: Process) -> int:
-        """How the process ended. A stopped or silent process is killed; its end is awaited for one
-        limit, because the process that reports the end may be stopped too.
+        """Waits for the end and returns the exit status. Kills a stopped or silent process.
+
+        After a kill it waits at most one limit, because the process that reports the end may be
+        stopped too.
         """
         if not self._limit_s:
             return await process.wait()
@@ -115,7 +120,7 @@ class Heartbeat:
             self.close()
 
     def expect_end(self) -> None:
-        """The child has been told to end: from now on its silence means nothing."""
+        """Ends the watch: the child was ordered to end, so its silence is normal."""
         if self._watching is not None:
             self._watching.cancel()
 
@@ -140,10 +145,11 @@ class Heartbeat:
             beats, since = (beats + 1, since & seen) if since & seen else (0, seen)
 
     async def _silent(self) -> None:
-        """Returns when a process that has connected is away for several limits, or has ended; a
-        caller that awaits its end is notified of the end first.
+        """Returns when a connected process is silent for several limits or has ended.
+
+        A caller that awaits the end of the process is notified of the end first.
         """
-        connections: dict[int, int] = {}  # process of each, by its file
+        connections: dict[int, int] = {}  # process by file descriptor of its connection
         late_s = 0.0
         while True:
             away = self._known.difference(connections.values())
@@ -153,7 +159,7 @@ class Heartbeat:
                     event = await recv_monitor_message(self._monitor)
             except TimeoutError:
                 if await self._monitor.poll(0):
-                    continue  # it is this process that stood
+                    continue  # this process itself was stopped
                 late_s += 0.0 if _stops(away) else grace_s
                 if late_s >= _LATE * self._limit_s or not all(map(_exists, away)):
                     return
@@ -166,7 +172,7 @@ class Heartbeat:
                 connections.pop(event["value"], None)
 
     def close(self) -> None:
-        """Frees the socket; `outlived` does so itself. Idempotent."""
+        """Closes the socket; `outlived` does so itself. Idempotent."""
         if self._limit_s and not self._context.closed:
             self._socket.disable_monitor()
             self._context.destroy(linger=0)
@@ -174,7 +180,7 @@ class Heartbeat:
 
 
 def _peer(file: int) -> int:
-    """The process at the other end of a unix socket of libzmq's."""
+    """Process id of the peer of a libzmq unix socket."""
     with suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
         size = struct.calcsize("3i")
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -183,12 +189,12 @@ def _peer(file: int) -> int:
 
 
 def _exists(process: int) -> bool:
-    """Whether a process is there, as far as is known."""
+    """Whether a process exists; True if unknown."""
     return process == _UNKNOWN or psutil.pid_exists(process)
 
 
 def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
-    """The stops of those processes that are stopped now."""
+    """(process, context switches) of each process that is stopped now."""
     found = set()
     for one in processes:
         with suppress(psutil.Error):
@@ -198,17 +204,18 @@ def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
 
 
 def answer_beats() -> None:
-    """Lets the parent see that this process runs, until it ends; nothing without one that looks.
-    Several processes of one child may answer: each of them must.
+    """Answers the parent's beats until this process ends; does nothing without a watching parent.
 
-    It starts threads: one that forks calls it in its forks.
+    Several processes of one child may call this; each caller must then keep answering.
+
+    It starts threads, so a process that forks must call it in its forks.
     """
     if address := os.environ.get(HEARTBEAT_VARIABLE):
         socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         monitor = socket.get_monitor_socket(zmq.Event.CONNECTED)
         socket.connect(address)
-        monitor.poll(int(_CONNECT_S * 1000))  # watched from here on
+        monitor.poll(int(_CONNECT_S * 1000))  # watched from now on
         socket.disable_monitor()
         monitor.close()
-        _answering.append(socket)  # never closed: it answers while the interpreter still ends
+        _answering.append(socket)  # never closed: it answers during interpreter shutdown

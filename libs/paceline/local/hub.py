@@ -1,8 +1,8 @@
-"""Finds the checkpoint directory that a model's name means: a directory, or an id of the Hugging
-Face Hub, whose files are downloaded once.
+"""Resolves a model name to a checkpoint directory: a local directory or a Hugging Face Hub id.
 
-Files lie in the Hub's own cache ($HF_HOME). Weights are safetensors alone: pickled ones are neither
-downloaded nor read. Where the Hub cannot be reached, what was downloaded before is used.
+Files of a Hub model are downloaded once into the Hub's own cache ($HF_HOME). Only safetensors
+weights are downloaded and read, never pickled files. If the Hub is unreachable, an earlier download
+is used.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ NEEDED = (
     INDEX,
     "model-*.safetensors",
 )
-"""Files of a checkpoint that something here reads."""
+"""Patterns of the checkpoint files that Paceline reads."""
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 _ASK_S = 20.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a name is no directory here but may be an id: `owner/name`, `owner/name@revision`."""
+    """Whether a name may be a Hub id and is no local path: `owner/name`, `owner/name@revision`."""
     return _ID.fullmatch(model) is not None and not Path(model).exists()
 
 
 def model_directory(model: str, say: Callable[[str], None]) -> Path:
-    """The directory of a model; `say` is told what is downloaded before it is.
+    """The directory of a model; `say` receives each download before it starts.
 
-    A name that is no id is a path as it stands, which its reader may refuse. Raises ConfigError
-    for an id that the Hub does not have, will not give, or that has no safetensors; and where the
-    Hub is away and nothing was downloaded before.
+    A name that is no id is returned as a path; its reader checks it. Raises ConfigError for an id
+    that is absent, gated or without safetensors. Raises ConfigError if the Hub is unreachable and
+    no complete download exists.
     """
     if not is_hub_id(model):
         return Path(model)
     repository, _, revision = model.partition("@")
-    # It takes a moment to import, and most models are directories.
+    # Import late: it is slow, and most models are directories.
     import httpx
     from huggingface_hub import errors
 
@@ -109,7 +109,7 @@ def _depth(path: str) -> int:
 
 
 def _require_checkpoint(repository: str, names: Any) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError unless the files make up a usable checkpoint."""
     lacking = [name for name in ("config.json", "tokenizer.json") if name not in names]
     if not any(name.endswith(".safetensors") for name in names):
         lacking.append(WEIGHTS)
@@ -124,7 +124,7 @@ def _require_checkpoint(repository: str, names: Any) -> None:
 def _downloaded_before(
     repository: str, revision: str | None, say: Callable[[str], None], cause: Exception
 ) -> Path:
-    """The snapshot in the cache. Raises ConfigError where there is none, or only a part of one."""
+    """The cached snapshot. Raises ConfigError if it is absent or incomplete."""
     from huggingface_hub import errors, snapshot_download
 
     why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
@@ -154,7 +154,7 @@ def _complete(directory: Path) -> bool:
 
 
 def shown_size(size: float) -> str:
-    """Bytes for people."""
+    """Formats a size in bytes for display."""
     for unit in _UNITS[:-1]:
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

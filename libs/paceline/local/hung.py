@@ -1,8 +1,7 @@
-"""Watches whether what runs gets on: a service tells its supervisor that its event loop turns, a
-server that tells nothing is asked.
+"""Detects hung processes: services report turns of their event loop, other servers get pings.
 
-Beats (heartbeat.py) say that a process runs. Its loop may stand nevertheless, in code that does not
-return.
+Heartbeats (heartbeat.py) show only that a process runs. Its event loop may still be blocked in code
+that does not return.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ from paceline.local.news import TURN, tell_supervisor
 from paceline.local.patience import patient
 
 HUNG_S = RunConfig().hung_s
-"""Seconds without a turn that a service may have, unless set."""
-_TOLD = 6  # turns in the limit
+"""Default of run.hung_s: maximum seconds of a service without a turn."""
+_TOLD = 6  # reports within the limit
 _MISSES = 2
 LAST = "last"
 
 
 async def tell_turns(limit_s: float) -> None:
-    """Tells the supervisor of the turns of this loop, until it is cancelled: what the process does
-    without a loop may take any time. Not at all for 0.
+    """Reports turns of this event loop to the supervisor until cancelled.
+
+    A final report ends the limit, because work after the loop may take any time. For `limit_s` 0
+    nothing is reported.
     """
     if not limit_s:
         return
@@ -37,29 +38,30 @@ async def tell_turns(limit_s: float) -> None:
 
 
 class Turns:
-    """The supervisor's end, of one process."""
+    """The supervisor's view of one process's turns."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: seconds without a turn after which a process that has told of one is hung,
-        stretched by the load of the machine; 0: never.
+        """`limit_s`: seconds without a turn after which a process counts as hung; 0: no limit.
+
+        The limit starts with the first turn and stretches with the load of the machine.
         """
         self._limit_s = limit_s
         self._told = asyncio.Event()
-        self._over = False  # no more turns are due
+        self._over = False  # the process has sent LAST
 
     def note(self, what: str) -> None:
-        """A turn is told: "", or LAST."""
+        """Records a turn: "", or LAST."""
         self._over = what == LAST
         self._told.set()
 
     async def end(self) -> str:
-        """Returns when no turn is told any more; why the process is to be killed, as Heartbeat has
-        it.
+        """Waits until turns stop. Returns the reason to kill the process, in the form of
+        Heartbeat's verdict.
         """
         await self._told.wait()
         while self._limit_s and not self._over:
             self._told.clear()
-            # Twice: where this process has stood itself, what was told still waits to be read.
+            # Check twice: after a stop of this process itself, reports are still unread.
             for seconds in (self._limit_s, self._limit_s / _TOLD):
                 try:
                     async with asyncio.timeout(patient(seconds)):
@@ -78,15 +80,15 @@ async def unanswered(
     limit_s: float,
     tell: Callable[[bool], None],
 ) -> str:
-    """Asks a server again and again. Returns why it is to be killed, once it has not answered for
-    `limit_s` seconds; never where `every_s` or `limit_s` is 0.
+    """Pings a server repeatedly. Returns the reason to kill it after `limit_s` seconds without a
+    reply.
 
-    `tell`: called with False after two questions in a row without an answer, with True when the
-    server answers again.
+    Never returns if `every_s` or `limit_s` is 0. `tell` receives False after two failed pings in a
+    row, and True once the server replies again.
     """
     if not every_s or not limit_s:
         return await _never()
-    misses = 0  # in a row; no clock, so that a pause of this process is none of the server's
+    misses = 0  # in a row; no clock, so that a pause of this process does not count
     while True:
         try:
             await ask(patient(every_s))

@@ -1,6 +1,6 @@
-"""Imports a process's modules without looking for cycles meanwhile: a quarter of their time.
+"""Imports modules without garbage collection, which otherwise takes a quarter of the import time.
 
-Imports nothing but the standard library: who uses it has imported nothing yet.
+Imports only the standard library, because its callers have imported nothing yet.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside the block nothing is collected. What it has made is not looked at afterwards either,
-    the little that is garbage included: to find that would take a tenth of a second again, and in
-    forks write to the pages that they share.
+    """Disables garbage collection in the block and exempts its objects from later collections.
+
+    A later collection takes a tenth of a second, and in forks it writes to shared pages. The little
+    garbage of the block therefore remains.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The nouns of supervision: how a process is started, what happens to it, how often it may die."""
+"""Defines the data of supervision: launches, process events and restart policies."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ EventKind = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start one process, and how to see that it serves."""
+    """The start of one process and its health check."""
 
     name: str
-    command: tuple[str, ...]  # () for a server that others run: only its health is awaited
-    # Gets a deadline in seconds; returns what a user should know; raises PacelineError.
+    command: tuple[str, ...]  # () for an external server: only its health is awaited
+    # Gets a deadline in seconds. Returns a remark for the user. Raises PacelineError.
     healthy: Callable[[float], Awaitable[str | None]] | None = None
-    depends_on: tuple[str, ...] = ()  # names that must be healthy first
-    ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
+    depends_on: tuple[str, ...] = ()  # services that must be healthy first
+    ports: tuple[tuple[str, str], ...] = ()  # (address, setting) pairs that it binds
     environment: Mapping[str, str] = field(default_factory=dict)
-    ends_run: bool = False  # the run is over when it exits with status 0
-    optional: bool = False  # the others go on without it
-    # Asked all the time of a server that tells of no turns; as `healthy`, and quick.
+    ends_run: bool = False  # the run ends when it exits with status 0
+    optional: bool = False  # other services continue without it
+    # Quick health check of a server that reports no turns; called repeatedly.
     ping: Callable[[float], Awaitable[object]] | None = None
-    listening: socket.socket | None = None  # its input: a socket that outlives its restarts
+    listening: socket.socket | None = None  # a socket as stdin that outlives restarts
 
 
 @dataclass(frozen=True, slots=True)
 class ChildEvent:
-    """What happened to a process, for a terminal view."""
+    """An event in the life of a process, for display."""
 
     name: str
     kind: EventKind
@@ -46,51 +46,53 @@ class ChildEvent:
 
 
 class Needed(Protocol):
-    """What a process needs to know of another one without which it cannot work."""
+    """A process that another process depends on."""
 
     @property
     def launch(self) -> Launch:
-        """How that is started."""
+        """Its launch."""
         ...
 
     @property
     def is_healthy(self) -> asyncio.Event:
-        """Set while it is."""
+        """Set while the process is healthy."""
         ...
 
 
 class Supervised(Needed, Protocol):
-    """A process that is kept running, wherever it is."""
+    """A supervised process, on this machine or on a node."""
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """Its log file."""
         ...
 
     @property
     def pid(self) -> int:
-        """Process id; 0 when none runs."""
+        """Process id; 0 if it does not run."""
         ...
 
     async def run(self) -> None:
-        """Start and restart; returns when the process exits with status 0. Raises RunFailed and
-        Unavailable.
+        """Starts and restarts the process; returns when it exits with status 0. Raises RunFailed
+        and Unavailable.
         """
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, `grace_s` seconds, SIGKILL; after run() has been cancelled."""
+        """Sends SIGTERM, waits `grace_s` seconds, sends SIGKILL. Call it after run() is
+        cancelled.
+        """
         ...
 
 
 Keep = Callable[[Launch, Sequence[Supervised]], Supervised]
-"""Makes what keeps a launch running, given those it needs."""
+"""Creates the supervised process of a launch from its dependencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """At most `tries` restarts within `window_s` seconds, with pauses of base_s, 2 base_s, ... up
-    to cap_s.
+    """Allows at most `tries` restarts within `window_s` seconds. Pauses are base_s, 2 base_s, ...
+    up to cap_s.
     """
 
     tries: int = 5

@@ -1,7 +1,7 @@
-"""Estimates the memory that each service of a run needs, in bytes, before anything is started.
+"""Estimates the memory in bytes of each service before a run starts.
 
-Counted are weights, gradients, Adam's two moments, keys and values, and what a backward reads of
-its forward. A model's numbers follow from its config.json.
+The estimate includes weights, gradients, Adam's two moments, keys and values, and the activations
+for backward. Model sizes are from config.json.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 
 FLOAT = 4
-"""Bytes of a number that is trained."""
+"""Bytes of a trained number."""
 INT8 = 1 + FLOAT / 256
-"""Bytes of a moment of eight bits, of which 256 share a scale."""
+"""Bytes of an eight-bit moment; 256 moments share a scale."""
 TOKEN_ID = 8
-"""Bytes of a token's id in the embedded engine."""
+"""Bytes of a token id in the embedded engine."""
 LIBRARIES = 1 << 30
-"""Bytes that CUDA and NCCL keep for one process on a GPU, about."""
+"""Approximate bytes of CUDA and NCCL per process on a GPU."""
 LOGITS = 4
-"""Arrays of logits that are there at once while log-probs and entropy are computed."""
+"""Concurrent arrays of logits during computation of log-probs and entropy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """One service on each of its devices."""
+    """Memory of one service on each of its devices."""
 
     service: str
     devices: int
     parts: Mapping[str, int]
-    """Bytes by what they hold."""
+    """Bytes by content."""
     stays: int
-    """Bytes of them that remain while another service computes there."""
+    """Bytes that remain while another service uses the device."""
 
     @property
     def total(self) -> int:
-        """Bytes on each device."""
+        """Total bytes per device."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -46,21 +46,21 @@ class ServicePlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The services that share a run's devices."""
+    """Memory of the services that share a run's devices."""
 
     engine: ServicePlan
     policy: ServicePlan
     drafter: ServicePlan
-    apart: bool = False  # the policy has devices of its own
+    apart: bool = False  # the policy has separate devices
 
     @property
     def services(self) -> tuple[ServicePlan, ...]:
-        """In the order of the data."""
+        """The services in the order of the data."""
         return self.engine, self.policy, self.drafter
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes on a GPU that they share, by whose turn it is."""
+        """Bytes on a shared GPU during the turn of each service."""
         workers = (self.engine, self.drafter)
         together = (workers, (self.policy,)) if self.apart else (self.services,)
         return {
@@ -70,19 +70,19 @@ class RunPlan:
         }
 
     def turns(self, device_bytes: int) -> str:
-        """The largest peak on a GPU of that size, in a sentence."""
+        """A sentence with the largest peak on a GPU of that size."""
         service, most = max(self.peaks.items(), key=lambda turn: turn[1])
         return f"memory of a GPU: at most {shown(most)} of {shown(device_bytes)}, for {service}"
 
     def together(self, ram: int) -> str:
-        """All services in the memory of a machine without GPUs, in a sentence."""
+        """A sentence with the memory of all services on a machine without GPUs."""
         needed = sum(one.devices * one.total for one in self.services)
         verdict = "memory may run short" if needed > ram else "memory"
         services = ", ".join(map(str, self.services))
         return f"{verdict}: {shown(needed)} of {shown(ram)} ({services})"
 
     def check(self, device_bytes: int) -> None:
-        """Raises ConfigError where the peak of a service does not fit a device."""
+        """Raises ConfigError if the peak of a service exceeds a device."""
         service, most = max(self.peaks.items(), key=lambda turn: turn[1])
         if most > device_bytes:
             raise ConfigError(
@@ -97,7 +97,7 @@ class RunPlan:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Weights of a model: matrices and embeddings; norms and biases are no matter."""
+    """Weights of a model: matrices and embeddings; norms and biases are negligible."""
     layer = layer_parameters(model) + gate_parameters(model)
     return embedding_parameters(model) + model.num_layers * layer
 
@@ -108,10 +108,10 @@ def embedding_parameters(model: ModelConfig) -> int:
 
 
 def adapter_parameters(model: ModelConfig, rank: int, targets: Collection[str]) -> int:
-    """Numbers of the low-rank adapters beside those linear layers."""
+    """Weights of low-rank adapters beside the target linear layers."""
     heads, inner = model.num_heads * model.head_dim, model.intermediate_size
     hidden, keys = model.hidden_size, model.kv_width // 2
-    ends = {  # what goes in, and what comes out
+    ends = {  # input size plus output size
         "q_proj": hidden + heads,
         "k_proj": hidden + keys,
         "v_proj": hidden + keys,
@@ -124,15 +124,15 @@ def adapter_parameters(model: ModelConfig, rank: int, targets: Collection[str]) 
 
 
 def layer_parameters(model: ModelConfig) -> int:
-    """Weights of one decoder layer, with all its experts and without what chooses among them."""
-    # Of the attention: queries and output, then keys and values.
+    """Weights of one decoder layer with all experts, without the router that selects experts."""
+    # attention: queries and output, keys and values
     heads = 2 * model.num_heads * model.head_dim + model.kv_width
     inner = model.experts * model.expert_size or model.intermediate_size
     return model.hidden_size * (heads + 3 * inner)
 
 
 def gate_parameters(model: ModelConfig) -> int:
-    """Weights of a layer that choose among its experts."""
+    """Weights of the router that selects a layer's experts."""
     return model.hidden_size * model.experts
 
 
@@ -149,9 +149,11 @@ def embedded_plan(
     saver: bool,
     matrix_item: int = 0,
 ) -> ServicePlan:
-    """Workers with `running` sequences of `tokens` tokens each and as long `kept` ones, `states`
-    hidden states a token, and a drafter of one layer like the model's; `item`: bytes of a number,
-    in the layers' matrices `matrix_item` where that is not 0.
+    """Memory of the embedded engine's workers.
+
+    Each worker holds `running` sequences of `tokens` tokens, `kept` sequences of the same length,
+    and `states` hidden states per token. Its drafter has one layer of the model's size. `item`:
+    bytes per number; `matrix_item`: bytes per number in layer matrices, if not 0.
     """
     matrices, cells = model.num_layers * layer_parameters(model), (running + kept) * tokens
     one = layer_parameters(replace(model, experts=0, experts_per_token=0))
@@ -170,11 +172,11 @@ def embedded_plan(
 def sglang_plan(
     model: ModelConfig, *, workers: int, tensor_parallel: int, item: int, pool: int, saver: bool
 ) -> ServicePlan:
-    """Workers that take `pool` bytes of each of their GPUs. Raises ConfigError when the weights
-    leave nothing of them to keys and values.
+    """Memory of SGLang workers that use `pool` bytes of each GPU. Raises ConfigError if the weights
+    leave no room for keys and values.
     """
-    # Whole groups of experts on some GPUs or a part of each on all: it is the same share. Only
-    # what chooses among them is whole on each.
+    # Each GPU has the same share of experts, whole or split. Only the routers are whole on each
+    # GPU.
     gates = model.num_layers * gate_parameters(model)
     weights = item * ((parameters(model) - gates) // tensor_parallel + gates)
     if weights >= pool:
@@ -188,8 +190,10 @@ def sglang_plan(
 
 
 def layer_activations(model: ModelConfig) -> int:
-    """Numbers a token that the backward of one decoder layer reads: of both norms, the attention
-    with its inputs and outputs, and the gated MLP; without those that are one a token or a head.
+    """Numbers per token that the backward of one decoder layer reads.
+
+    They are the inputs of both norms, the attention with its inputs and outputs, and the gated MLP.
+    Arrays with one number per token or head are ignored.
     """
     inner = model.experts_per_token * model.expert_size or model.intermediate_size
     return 8 * model.hidden_size + model.kv_width + 4 * inner
@@ -197,37 +201,38 @@ def layer_activations(model: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """What of the policy trainer's settings its memory follows from."""
+    """The settings of the policy trainer that determine its memory."""
 
     reshard: bool = False
     recompute: bool = False
     item: int = FLOAT
-    """Bytes of a number that is computed with."""
+    """Bytes of a number in computations."""
     head_rows: int = 1024
-    """Tokens whose logits are there at once."""
+    """Tokens per block of logits."""
     critic: bool = False
     reference: bool = False
     adapters: int = 0
-    """Numbers that are trained in the place of the weights; 0: the weights themselves."""
+    """Trained adapter weights; 0: the model's weights are trained."""
     moment: float = FLOAT
-    """Bytes of a moment, its share of a block's scale included."""
+    """Bytes of a moment, including its share of a block's scale."""
     offload: bool = False
-    """Whether nothing stays between steps."""
+    """Whether weights and moments leave the device between steps."""
 
 
 def policy_plan(
     model: ModelConfig, *, ranks: int, tokens: int, settings: PolicySizes
 ) -> ServicePlan:
-    """FSDP2 over `ranks`, float32 where numbers are kept, in forwards of `tokens`: each rank has
-    its share, what it gathers of the others', and what a backward reads. The critic is a model
-    without a head, trained like the policy without adapters, and the reference one that is not, or
-    the policy without its adapters.
+    """Memory of FSDP2 over `ranks` with float32 storage and forwards of `tokens` tokens.
+
+    Each rank holds its share, the gathered weights, and the activations for backward. The critic is
+    a model without a head, trained without adapters. The reference is an untrained model; with
+    adapters it is the policy without its adapters.
     """
     count, layer = parameters(model), layer_parameters(model)
     share = -(-FLOAT * count // ranks)
     trained = -(-FLOAT * settings.adapters // ranks) if settings.adapters else share
-    moments = 2 * settings.moment / FLOAT  # of what is trained
-    kept = layer_activations(model)  # with recompute of one layer, and the inputs of all
+    moments = 2 * settings.moment / FLOAT  # moments per trained number
+    kept = layer_activations(model)  # with recompute: of one layer, plus all layer inputs
     layers = model.num_layers
     read = kept + layers * model.hidden_size if settings.recompute else kept * layers
     parts = {
@@ -252,14 +257,15 @@ def policy_plan(
 
 
 def _gathers(ranks: int, settings: PolicySizes) -> bool:
-    """Whether a rank computes with other numbers than its shards."""
+    """Whether a rank computes with a gathered or converted copy of its shards."""
     return ranks > 1 or settings.item != FLOAT
 
 
 def _gathered(model: ModelConfig, ranks: int, settings: PolicySizes) -> int:
-    """Bytes of weights as they are computed with, and of their gradients, which are summed in
-    float32; with reshard of the layer that computes, the next one's weights, and the embedding and
-    head, which are a unit of their own.
+    """Bytes of gathered weights and of gradients, which are summed in float32.
+
+    With reshard, only some weights are gathered: the current layer, the next layer, and the unit of
+    embedding and head.
     """
     if not _gathers(ranks, settings):
         return 0
@@ -271,8 +277,9 @@ def _gathered(model: ModelConfig, ranks: int, settings: PolicySizes) -> int:
 
 
 def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:
-    """A drafter of one layer like the model's in forwards of `tokens`, and the model's embedding
-    and head; on a rank alone, since a lease may be of one slot. It has no experts.
+    """Memory of a drafter with one layer of the model's size, plus the model's embedding and head.
+
+    Each rank holds all of it, because a lease may have one slot. The drafter has no experts.
     """
     model = replace(model, experts=0, experts_per_token=0)
     share = FLOAT * (layer_parameters(model) + 2 * model.hidden_size**2)
@@ -289,10 +296,11 @@ def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:
 
 
 def policy_ranks(wanted: int, slots: int, *, cores: int, gpus: int) -> int:
-    """Ranks of the policy trainer, one a leased slot: with GPUs as many as both allow, on CPU at
-    most two.
+    """Number of policy trainer ranks, one per leased slot.
 
-    Raises ConfigError for more than there are slots.
+    With GPUs it is the minimum of slots and GPUs; on CPU at most two.
+
+    Raises ConfigError if `wanted` exceeds the slots.
     """
     if wanted > slots:
         raise ConfigError(
@@ -304,7 +312,7 @@ def policy_ranks(wanted: int, slots: int, *, cores: int, gpus: int) -> int:
 
 
 def check_slots_per_worker(slots_per_worker: int, tensor_parallel: int) -> None:
-    """Raises ConfigError where a worker holds other slots than it computes on."""
+    """Raises ConfigError if a worker's slots differ from its GPUs."""
     if slots_per_worker != tensor_parallel:
         raise ConfigError(
             "coordinator.slots_per_worker is not the number of GPUs of a worker",
@@ -314,7 +322,7 @@ def check_slots_per_worker(slots_per_worker: int, tensor_parallel: int) -> None:
 
 
 def check_experts(model: ModelConfig, tensor_parallel: int, expert_parallel: int) -> None:
-    """Raises ConfigError where SGLang could not divide a model's experts so."""
+    """Raises ConfigError if SGLang cannot divide a model's experts this way."""
     key = "gateway.engine.sglang.expert_parallel_size"
     if expert_parallel > 1 and not model.experts:
         raise ConfigError(
@@ -333,5 +341,5 @@ def check_experts(model: ModelConfig, tensor_parallel: int, expert_parallel: int
 
 
 def shown(size: int) -> str:
-    """Bytes as people read them."""
+    """Formats a size as MiB."""
     return f"{size / 2**20:,.0f} MiB"

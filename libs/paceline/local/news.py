@@ -1,6 +1,6 @@
-"""Carries what happens below a service, such as the death of a rank, to the supervisor's console.
+"""Carries events inside a service, such as the death of a rank, to the supervisor's console.
 
-The way is a pipe from each service: it is there before any server is, and whoever is in trouble.
+Each service writes to a pipe. The pipe exists before any server and works during faults.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from contextlib import suppress
 from typing import Literal
 
 VARIABLE = "PACELINE_NEWS_FD"
-"""Number of the pipe's end to write to; "" where no supervisor listens."""
+"""File descriptor of the pipe's write end; "" without a supervisor."""
 
 News = Literal["impaired", "recovered"]
 TURN: Literal["turn"] = "turn"
-"""Told of an event loop that turns (hung.py); nobody is shown it."""
-_LINE_BYTES = 4096  # what a pipe takes whole or not at all
+"""A turn of the event loop (hung.py); never displayed."""
+_LINE_BYTES = 4096  # maximum size of an atomic pipe write
 
 
 def tell_supervisor(news: News | Literal["turn"], what: str) -> None:
-    """Show one line about this service; nothing where it was started by hand."""
+    """Sends one line about this service to the supervisor; does nothing without a supervisor."""
     if pipe := os.environ.get(VARIABLE):
         line = f"{news} {' '.join(what.split())}".encode()[: _LINE_BYTES - 1]
-        # A pipe that is full or has no reader: the same stands in the log.
+        # Drop the line if the pipe is full or has no reader: the log contains it too.
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(int(pipe), line + b"\n")
 
 
 def news_pipe() -> tuple[int, int]:
-    """Ends to read from and to write to; writing never waits."""
+    """A pipe's read end and write end; writes never block."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     return reading, writing
 
 
 async def heard(reading: int) -> AsyncGenerator[tuple[News | Literal["turn"], str]]:
-    """What is told, until nobody has the other end; then, or when closed, the pipe is closed."""
-    import asyncio  # many import this module for VARIABLE alone
+    """Yields (kind, text) of each line until the write end is closed; then closes the pipe."""
+    import asyncio  # many modules import this one for VARIABLE only
 
     lines = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(

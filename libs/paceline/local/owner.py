@@ -1,6 +1,6 @@
-"""Gives a run directory one owner per name: a lock on `pids/<name>.pid` that ends with its process.
+"""Gives a run directory one owner per name: a lock on `pids/<name>.pid`.
 
-The kernel lets go of the lock however the process ends, so a killed owner leaves none.
+The kernel releases the lock at any end of the process, so a killed owner leaves no lock.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 from paceline.errors import ConfigError, FailedPrecondition
 
 SUPERVISOR = "supervisor"
-"""Whoever starts all services of a run: `paceline up`, `paceline demo`."""
+"""Owner name of the process that starts all services of a run: `paceline up`, `paceline demo`."""
 
 
 @contextmanager
 def owned(run_dir: Path, name: str) -> Iterator[None]:
-    """The directory is this process's under that name inside the block. Raises as `own` does."""
+    """Owns the directory under that name for the duration of the block. Raises as `own` does."""
     handle = own(run_dir, name)
     try:
         yield
     finally:
-        os.ftruncate(handle, 0)  # never removed: whoever holds a removed file locks nobody out
+        os.ftruncate(handle, 0)  # keep the file: a lock on a removed file excludes no process
         os.close(handle)
 
 
 def own(run_dir: Path, name: str, *, through_exec: bool = False) -> int:
-    """Takes the directory under that name until the returned descriptor is closed.
+    """Locks the directory under that name until the returned descriptor is closed.
 
-    `through_exec`: a program that replaces this one holds on to it. Raises FailedPrecondition with
-    pid and start time of the owner there is, ConfigError where nothing can be locked.
+    `through_exec`: keep the lock across exec. Raises FailedPrecondition with pid and start time of
+    the current owner, ConfigError if the lock file cannot be written or locked.
     """
     path = run_dir / "pids" / f"{name}.pid"
     try:
@@ -57,7 +57,7 @@ def own(run_dir: Path, name: str, *, through_exec: bool = False) -> int:
 
 
 def _refusal(run_dir: Path, name: str, handle: int) -> FailedPrecondition:
-    """The file holds the owner's pid since the owner took it."""
+    """The error for a taken lock, with the owner's pid and start time from the file."""
     pid = os.pread(handle, 32, 0).decode() or "unknown"
     since = datetime.fromtimestamp(os.fstat(handle).st_mtime).astimezone()
     return FailedPrecondition(

@@ -1,6 +1,6 @@
-"""Stretches deadlines of process starts, and of tests, by how busy this machine is.
+"""Stretches deadlines of process starts and tests by the load of this machine.
 
-The factor is PACELINE_PATIENCE where that is set, else one more than the load per core.
+The factor is PACELINE_PATIENCE if set, otherwise one plus the load per core.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ VARIABLE = "PACELINE_PATIENCE"
 
 
 def patience() -> float:
-    """The factor now, at least 1 unless it is given. Raises ConfigError."""
+    """The current factor, at least 1 unless it is set. Raises ConfigError for an invalid
+    setting.
+    """
     given = os.environ.get(VARIABLE)
     if not given:
-        # One more, because the load average lags: what raised it may have begun a second ago.
+        # Add one, because the load average lags behind new load.
         return 1.0 + os.getloadavg()[0] / (os.cpu_count() or 1)
     try:
         factor = float(given)
@@ -28,5 +30,5 @@ def patience() -> float:
 
 
 def patient(seconds: float) -> float:
-    """A deadline that is right on a quiet machine, as it should be on this one now."""
+    """Converts a deadline for an idle machine to a deadline for this machine's current load."""
     return seconds * patience()

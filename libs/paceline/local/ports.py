@@ -1,4 +1,4 @@
-"""Finds free ports for a local run and refuses taken ones by the setting that names them."""
+"""Finds free ports for a local run and rejects taken ports with the name of their setting."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _held: deque[int] = deque()
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that was free a moment ago."""
+    """A free TCP port of the loopback address, at the time of the call."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports of the loopback address that were free a moment ago. Raises Unavailable
-    when there are too few.
+    """Different free TCP ports of the loopback address, at the time of the call. Raises Unavailable
+    if too few are free.
 
-    They lie below the range that the system gives to outgoing connections, so that none of those
-    takes one before its server is up; and no other process of this user is given one of them while
-    this process lives (or until it has been given a thousand more).
+    The ports are below the system's range for outgoing connections, so that no connection takes a
+    port before its server starts. No other process of this user gets the same port while this
+    process lives, or until it receives a thousand more ports.
     """
     low = int(_RANGE.read_text().split()[0]) if _RANGE.is_file() else _EPHEMERAL
     choices = range(_LOWEST, max(_LOWEST + _TRIES, min(low, 65_536)))
@@ -50,8 +50,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def _hold(port: int) -> bool:
-    """Whether nobody was given this port; now this process was."""
-    if port in _held:  # a lock does not keep its own process out
+    """Reserves a port for this process. Returns False if it is already reserved."""
+    if port in _held:  # a lock does not exclude its own process
         return False
     try:
         fcntl.lockf(_locks(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
@@ -65,7 +65,7 @@ def _hold(port: int) -> bool:
 
 @cache
 def _locks() -> int:
-    """A file of which the byte at a port's number is locked by the process that was given it."""
+    """A lock file. The byte at a port's number is locked by the process that reserves the port."""
     return os.open(user_directory() / "ports", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
@@ -80,7 +80,9 @@ def _is_free(port: int) -> bool:
 
 
 def split_address(address: str, setting: str = "address") -> tuple[str, int]:
-    """Host and port of "host:port" or "tcp://host:port"; ConfigError naming `setting` otherwise."""
+    """Host and port of "host:port" or "tcp://host:port". Raises ConfigError with `setting`
+    otherwise.
+    """
     host, _, port = address.rsplit("//", 1)[-1].rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{setting} is not an address", seen=address, allowed="host:port")
@@ -88,9 +90,7 @@ def split_address(address: str, setting: str = "address") -> tuple[str, int]:
 
 
 def require_free(address: str, setting: str) -> None:
-    """Raise Unavailable naming port and setting when something listens on `address`; port 0 is
-    always free.
-    """
+    """Raises Unavailable with port and setting if `address` is in use; port 0 is always free."""
     host, port = split_address(address, setting)
     if port == 0:
         return
@@ -109,9 +109,10 @@ def require_free(address: str, setting: str) -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A TCP socket at the first address of the host that this machine has, IPv4 before IPv6.
+    """A TCP socket bound to the first local address of the host, IPv4 before IPv6.
 
-    It does not listen yet. Raises OSError where the host has no address here, or the port is taken.
+    The socket does not listen yet. Raises OSError if the host has no local address or the port is
+    taken.
     """
     known = loopback().strip("[]") if host == "localhost" else host or None  # None: a wildcard
     found = socket.getaddrinfo(known, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

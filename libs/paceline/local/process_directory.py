@@ -1,6 +1,7 @@
-"""Gives each process a directory for its sockets and temporary files, and sweeps those of the dead.
+"""Gives each process a directory for its sockets and temporary files, and removes leftovers.
 
-Each is locked while its process lives; the kernel lets go of the lock however the process ends.
+A lock protects each directory while its process lives. The kernel releases the lock at any end of
+the process.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from paceline.local.user_directory import short_directory, user_directory
 
 Remove = Callable[[str], object]
 SOCKET_BYTES = 100
-"""Of the path of a unix socket, at most; the system's own bound is 104 or 108."""
-_SOCKET_NAME_BYTES = 40  # of folders and names below a process's directory
-_ELSEWHERE = "elsewhere"  # links to files that go with the directory
+"""Maximum bytes of a unix socket path; the system's own limit is 104 or 108."""
+_SOCKET_NAME_BYTES = 40  # bytes for names below a process's directory
+_ELSEWHERE = "elsewhere"  # links to files to remove with the directory
 
 
 def process_directory() -> Path:
-    """This process's own directory, removed with all that is in it when the process ends.
+    """This process's own directory, removed with its content at the end of the process.
 
-    Raises ConfigError where the user's directory is not private, OSError where none can be made.
+    Raises ConfigError if the user's directory is not private, OSError if no directory can be made.
     """
     return locked_directory(user_directory() / "live")
 
 
 def socket_directory() -> Path:
-    """The directory of this process's sockets: its own directory, or another one like it with a
-    short path where that would make the path of a socket longer than the system takes.
+    """The directory for this process's sockets.
 
-    Raises as process_directory, and ConfigError where no short path is private.
+    It is the process's own directory. If a socket path there exceeds the system's limit, a similar
+    directory with a short path is used.
+
+    Raises as process_directory, and ConfigError if no short path is private.
     """
     own = process_directory()
     if len(os.fsencode(own)) + _SOCKET_NAME_BYTES <= SOCKET_BYTES:
@@ -45,8 +48,8 @@ def socket_directory() -> Path:
 
 
 def sweep_with_us(path: Path) -> None:
-    """Has a file that lies elsewhere, such as shared memory that a library has named, removed with
-    this process's directory.
+    """Registers an external file, such as named shared memory of a library, for removal with this
+    process's directory.
     """
     elsewhere = process_directory() / _ELSEWHERE
     elsewhere.mkdir(exist_ok=True)
@@ -55,10 +58,11 @@ def sweep_with_us(path: Path) -> None:
 
 @cache
 def locked_directory(parent: Path, mode: int = 0o700, remove: Remove | None = None) -> Path:
-    """A directory of this process's own in `parent`, the same one at every call; those there whose
-    process has ended are taken away, with `remove` where a directory's content is not ours.
+    """A locked directory of this process in `parent`, the same at every call.
 
-    Raises OSError where none can be made.
+    Directories of ended processes are removed, with `remove` for special content.
+
+    Raises OSError if no directory can be made.
     """
     with suppress(FileExistsError):
         parent.mkdir()
@@ -67,7 +71,7 @@ def locked_directory(parent: Path, mode: int = 0o700, remove: Remove | None = No
         _sweep(left, remove or shutil.rmtree)
     while True:
         path = Path(tempfile.mkdtemp(prefix="", dir=parent))
-        if _lock(path) is not None and path.is_dir():  # nobody swept it before it was locked
+        if _lock(path) is not None and path.is_dir():  # no process removed it before the lock
             path.chmod(mode)
             atexit.register(_remove, path, remove or shutil.rmtree)
             return path
@@ -81,14 +85,14 @@ def _sweep(path: Path, remove: Remove) -> None:
 
 
 def _remove(path: Path, remove: Remove) -> None:
-    with suppress(OSError):  # the next sweep tries again
+    with suppress(OSError):  # the next cleanup tries again
         for link in (path / _ELSEWHERE).glob("*"):
             link.readlink().unlink(missing_ok=True)
         remove(str(path))
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the directory; None when a process holds it or it is gone."""
+    """A descriptor that locks the directory; None if it is locked or gone."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Ties child processes to their parent, signals their group and describes how they ended."""
+"""Ties child processes to their parent, signals their group and describes their exit."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from paceline.errors import InternalError
 from paceline.local import news
 
 PARENT_VARIABLE = "PACELINE_PARENT_PID"
-"""Set by whoever starts a child; the child ends when that process is gone."""
+"""Process id of the parent, set by the parent. The child ends when that process is gone."""
 
 HEARTBEAT_VARIABLE = "PACELINE_HEARTBEAT"
-"""Where a child answers beats (heartbeat.py); "" where nobody looks."""
+"""Address where a child answers heartbeats (heartbeat.py); "" without a watcher."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""Interface that no other host reaches."""
+"""Loopback network interface."""
 
 
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
-"""Environment under which torch's ranks listen on loopback alone."""
+"""Environment that restricts torch's ranks to loopback."""
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_RUN_FAILED = 3
 EXIT_FULL = 4
-"""Exit statuses of a service: 2 and 3 would be the same after a restart, 4 may pass at any time."""
+"""Exit statuses of a service: 2 and 3 would recur after a restart, 4 may clear at any time."""
 
 _MEANINGS = {
     EXIT_CONFIG: "a wrong setting",
@@ -47,11 +47,10 @@ _CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -si
 
 
 def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
-    """Ask the kernel to signal this process when its parent dies; False without a parent that asked
-    for it.
+    """Requests a signal from the kernel for this process at its parent's death.
 
-    Linux only; elsewhere False. The setting survives exec. Exits at once when the parent is gone
-    already.
+    Returns False without PACELINE_PARENT_PID, and on systems other than Linux. The setting survives
+    exec. Exits at once if the parent is already gone.
     """
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
@@ -64,12 +63,12 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
 
 
 def keep_files_private() -> None:
-    """What this process and its children write is for this user alone."""
+    """Makes new files of this process and its children readable by this user only."""
     os.umask(0o077)
 
 
 def exists(pid: int) -> bool:
-    """Whether a process that this user may signal has this id."""
+    """Whether a process with this id exists and this user may signal it."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError):
@@ -78,8 +77,8 @@ def exists(pid: int) -> bool:
 
 
 def stopped(pids: Iterable[int]) -> str:
-    """Which of these processes somebody has stopped, e.g. by SIGSTOP, in words; "" when none."""
-    import psutil  # the client, which reads tokens by way of this module, is installed without it
+    """Text that names the stopped processes (e.g. by SIGSTOP); "" if none is stopped."""
+    import psutil  # import late: the client installs without psutil
 
     found = []
     for pid in pids:
@@ -90,16 +89,16 @@ def stopped(pids: Iterable[int]) -> str:
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Environment of a child that is to die with this process."""
-    # The pipe for news is not inherited, so its number may be another file there; beats are asked
-    # of this process.
+    """Environment of a child that dies with this process."""
+    # The child inherits neither the news pipe nor the heartbeat address of this process. The pipe's
+    # number may be another file there.
     own = {PARENT_VARIABLE: str(os.getpid()), news.VARIABLE: "", HEARTBEAT_VARIABLE: ""}
     return {**os.environ, **own, **(extra or {})}
 
 
 def open_many_files() -> int:
-    """Let this process open as many files as it may at all; returns how many. Each connection of an
-    agent is one.
+    """Raises this process's limit of open files to the maximum and returns it. Each agent
+    connection uses a file.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -107,7 +106,7 @@ def open_many_files() -> int:
 
 
 def signal_group(pid: int, number: int) -> bool:
-    """Signal the process group of a child that leads one; False when the group is gone."""
+    """Signals the process group that a child leads; returns False if the group is gone."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
@@ -116,8 +115,8 @@ def signal_group(pid: int, number: int) -> bool:
 
 
 def last_lines(path: Path, count: int = 15, since: int = 0) -> str:
-    """The end of a log file from byte `since` on, without what would steer a terminal; "" when it
-    cannot be read.
+    """The end of a log file from byte `since`, without terminal control characters; "" if
+    unreadable.
     """
     try:
         with path.open("rb") as log:
@@ -129,20 +128,22 @@ def last_lines(path: Path, count: int = 15, since: int = 0) -> str:
 
 
 def last_words(code: int, path: Path, since: int = 0, verdict: str = "") -> str:
-    """How a process ended, the last error line it printed from byte `since` of its log on, and
-    that log: one line. `verdict`: of its heartbeat.
+    """One line: the exit of a process, its last error line from byte `since` of its log, and the
+    log's path.
+
+    `verdict`: reason from its heartbeat.
     """
     lines = last_lines(path, since=since).split("\n")
-    if code in _CRASHES:  # a stack may follow the error
+    if code in _CRASHES:  # a stack trace may follow the error
         lines = [line for line in lines if _ERROR.search(line)]
-    elif code < 0:  # what is killed from outside has not said why
+    elif code < 0:  # an outside kill leaves no reason
         lines = []
     said = f": {lines[-1].strip()}" if lines and lines[-1] else ""
     return f"{describe_exit(code)}{verdict}{said}; log {path}"
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in words."""
+    """An exit status as text."""
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
     meaning = f"stopped by {_signal_name(code - 128)}" if code > 128 else _MEANINGS.get(code, "")
@@ -156,12 +157,12 @@ def _signal_name(number: int) -> str:
 
 
 def core_numbers() -> list[int]:
-    """Of the cores that this process may use, ascending."""
+    """Numbers of the cores that this process may use, ascending."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(core_numbers())

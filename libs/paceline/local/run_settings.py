@@ -1,5 +1,7 @@
-"""The settings of a whole run, of every service that has some: apart from the table of services,
-which the command line reads for its help.
+"""Loads the settings of all services of a run.
+
+The table of services is in another module, so that the command line's help does not import these
+settings.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from paceline.plugins import import_object
 
 
 def settings_of_run(files: Sequence[Path], overrides: Sequence[str]) -> dict[str, Any]:
-    """Settings of each service that has some, by its name. Raises ConfigError."""
+    """Settings by service name, of all services with settings. Raises ConfigError."""
     return {
         spec.name: load_config(import_object(spec.settings), spec.name, files, overrides)
         for spec in SERVICES
@@ -23,7 +25,7 @@ def settings_of_run(files: Sequence[Path], overrides: Sequence[str]) -> dict[str
 
 
 def gpu_settings(found: Mapping[str, Any]) -> list[str]:
-    """Those of a run's settings that ask for a GPU."""
+    """Keys of the settings that request a GPU."""
     gateway, policy, drafter = (
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
     )

@@ -1,4 +1,4 @@
-"""Lists every process of a run, once, in the order of the data."""
+"""Lists every process of a run, in the order of the data."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline.errors import NotFound
 class ServiceSpec:
     """One service and how to start it: `python -m <module> [--config FILE] [key=value ...]`."""
 
-    name: str  # also its config section and its log file
+    name: str  # also its config section and log file
     module: str
-    settings: str  # where its settings class is, as import_object takes it; "" without one
-    address_key: str  # key of [addresses] it listens on; "" for none
+    settings: str  # import path of the settings class; "": none
+    address_key: str  # key in [addresses] of the main port; "": none
     depends_on: tuple[str, ...]  # services that must be healthy first
     label: str  # group in a dashboard
-    more_address_keys: tuple[str, ...] = ()  # further keys of [addresses] it binds
-    links: tuple[str, ...] = ()  # keys of [addresses] that are pages
-    ends_run: bool = False  # the run is over when it exits with status 0
-    optional: bool = False  # the run goes on without it
+    more_address_keys: tuple[str, ...] = ()  # further keys in [addresses] that it binds
+    links: tuple[str, ...] = ()  # keys in [addresses] that are web pages
+    ends_run: bool = False  # the run ends when it exits with status 0
+    optional: bool = False  # the run continues without it
     arguments: tuple[str, ...] = ()  # before --config
-    forked: tuple[str, ...] = ()  # modules that its forks run, and those that they import late
+    forked: tuple[str, ...] = ()  # modules for forks, and their late imports
 
     @property
     def command_name(self) -> str:
@@ -31,7 +31,7 @@ class ServiceSpec:
 
 
 REDIS = "paceline.local.redis"
-"""Module of the servers, which listen where [redis] says and not at an address of the run's."""
+"""Module of the Redis servers. They listen at the URLs in [redis], not at [addresses]."""
 
 SERVICES: tuple[ServiceSpec, ...] = (
     ServiceSpec("redis", REDIS, "", "", (), "data", arguments=("--role", "durable")),
@@ -95,7 +95,7 @@ SERVICES: tuple[ServiceSpec, ...] = (
 
 
 def service(name: str) -> ServiceSpec:
-    """The service of this name, with - or _; NotFound names the others."""
+    """The service with this name, with - or _. Raises NotFound with all names."""
     wanted = name.replace("-", "_")
     for spec in SERVICES:
         if spec.name == wanted:

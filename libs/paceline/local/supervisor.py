@@ -1,7 +1,6 @@
-"""Starts the services of a run in the order of their dependencies, keeps them running and leaves
-none behind.
+"""Starts the services of a run in dependency order, keeps them running and stops them all.
 
-The run is over when the coordinator exits with status 0.
+The run ends when the coordinator exits with status 0.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _ignore(event: ChildEvent) -> None:
 
 
 class Supervisor:
-    """Runs a set of launches; use it as an async context, or call stop() in any case."""
+    """Runs a set of launches; use it as an async context, or always call stop()."""
 
     def __init__(
         self,
@@ -48,8 +47,10 @@ class Supervisor:
         hung_s: float = HUNG_S,
         keep: Keep | None = None,
     ) -> None:
-        """`heartbeat_s` and `hung_s`: as in the configuration of a run. `keep`: keeps the processes
-        running elsewhere, with limits of its own; None: as children of this one.
+        """`heartbeat_s` and `hung_s`: as in the run settings.
+
+        `keep` creates supervised processes on other nodes, with their own limits; None: children of
+        this process.
         """
 
         def child(launch: Launch, needs: Sequence[Supervised]) -> Supervised:
@@ -57,7 +58,7 @@ class Supervisor:
             return Child(launch, logs, made, on_event, health_s, needs, heartbeat_s, hung_s)
 
         self._children: dict[str, Supervised] = {}
-        needs: dict[str, list[str]] = {}  # of each all, near and far
+        needs: dict[str, list[str]] = {}  # transitive dependencies by name
         for launch in in_order(launches):
             near = launch.depends_on
             all_of_it = dict.fromkeys([*near, *(far for name in near for far in needs[name])])
@@ -68,7 +69,7 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id by service, of those that run."""
+        """Process ids of running services by name."""
         return {name: child.pid for name, child in self._children.items() if child.pid}
 
     def log(self, name: str) -> Path:
@@ -76,10 +77,11 @@ class Supervisor:
         return self._children[name].log
 
     async def start(self, deadline_s: float) -> None:
-        """Start all and wait until all are healthy.
+        """Starts all services and waits until all are healthy.
 
-        Raises Unavailable (a port is in use, a service dies or is not healthy; its log's end is
-        quoted) or DeadlineExceeded. Then nothing is left running.
+        Raises Unavailable with the end of the log if a port is in use, or a service dies or is
+        unhealthy. Raises DeadlineExceeded after `deadline_s` seconds. No process is left running
+        then.
         """
         for child in self._children.values():
             for address, setting in child.launch.ports:
@@ -104,7 +106,7 @@ class Supervisor:
             healthy.cancel()
 
     async def wait_finished(self) -> None:
-        """Wait until the service that ends the run exits with status 0; raises Unavailable when a
+        """Waits until the service that ends the run exits with status 0. Raises Unavailable if a
         service fails.
         """
         if not self._tasks:
@@ -123,9 +125,9 @@ class Supervisor:
         self._raise_failure()
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Stop all in reverse order; `grace_s` is shared, a service gets at least a second.
+        """Stops all services in reverse order; leaves no process.
 
-        Leaves no process.
+        The services share `grace_s`; each service gets at least a second.
         """
         for task in self._tasks.values():
             task.cancel()
@@ -146,7 +148,7 @@ class Supervisor:
             await child.is_healthy.wait()
 
     def _failing(self) -> asyncio.Future[None]:
-        """Done as soon as one service's task has raised."""
+        """A future that completes at the first failure of a service."""
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def note(task: asyncio.Task[None]) -> None:
@@ -164,9 +166,9 @@ class Supervisor:
 
 
 def in_order(launches: Sequence[Launch]) -> list[Launch]:
-    """Launches so that each follows what it depends on, else as given.
+    """Sorts launches so that each launch follows its dependencies, otherwise in the given order.
 
-    Raises FailedPrecondition for a circle.
+    Raises FailedPrecondition for a cycle or an absent dependency.
     """
     ordered: list[Launch] = []
     waiting = list(launches)
@@ -192,10 +194,10 @@ def in_order(launches: Sequence[Launch]) -> list[Launch]:
 def run_launches(
     config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
 ) -> list[Launch]:
-    """Launches of a whole run: the service table with one config for all.
+    """The launches of a whole run: the forkserver, then all services with the same settings.
 
-    `config` is the shared part that `files` and `overrides` give. Redis that others run is only
-    waited for. First comes the process whose forks are their ranks and engine workers.
+    `config` holds the shared sections of `files` and `overrides`. The forkserver forks the ranks
+    and engine workers. An external Redis is only awaited.
     """
     launches = service_launches(config, files, overrides)
     forkserver = forkserver_launch([module for spec in SERVICES for module in spec.forked])
@@ -206,20 +208,20 @@ def run_launches(
 def service_launches(
     config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
 ) -> list[Launch]:
-    """Those of the service table, as run_launches."""
+    """The launches of all services, as in run_launches, without a forkserver."""
     return [service_launch(spec, config, files, overrides) for spec in SERVICES]
 
 
 def service_launch(
     spec: ServiceSpec, config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
 ) -> Launch:
-    """The launch of one service of a run with these settings. Raises as launch_of."""
+    """The launch of one service with these settings. Raises as launch_of."""
     words = [word for path in files for word in ("--config", str(path))]
     return launch_of(spec, config, [*words, *overrides])
 
 
 def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
-    """How to start one service. Raises Unavailable or ConfigError for a Redis that cannot be."""
+    """The launch of one service. Raises Unavailable or ConfigError for an unusable Redis."""
     command = (sys.executable, "-m", spec.module, *spec.arguments, *arguments)
     if spec.module == REDIS:
         return _redis_launch(spec, config, command)
@@ -249,7 +251,7 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
     urls = resolved(config).redis
     url = urls.durable_url if role == "durable" else urls.features_url
 
-    # The features' may be the durable one, which is just being started.
+    # The features role may use the durable server, which is just starting.
     ours = server is not None or (
         url == urls.durable_url and launcher(config, "durable") is not None
     )
@@ -258,7 +260,7 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
         if ours:
             await wait_redis(url, deadline_s)  # it may have to load its data
             return ""
-        await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # it is there or it is not
+        await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # an external server is up or not
         return await check_durable(url) if role == "durable" else ""
 
     async def ping(deadline_s: float) -> None:
@@ -266,6 +268,6 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
 
     if server is None:
         return Launch(spec.name, (), healthy, ping=ping)
-    server.command()  # fails here, before anything is started, when there is no binary
+    server.command()  # raises here if no binary is found
     ports = (server.address,) if server.address else ()
     return Launch(spec.name, command, healthy, spec.depends_on, ports, ping=ping)

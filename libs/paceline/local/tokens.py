@@ -1,8 +1,8 @@
-"""The tokens of a run that its user has not set: where they lie, and where the CLI and clients on
-this machine find them.
+"""Creates a run's tokens if the user sets none, and finds them for clients on this machine.
 
-`<run.dir>/tokens/operator` and `agent` hold the tokens. Whoever listens also writes the one that
-opens its port to `<user's directory>/tokens/<port>`, so that a client needs the address alone.
+`<run.dir>/tokens/operator` and `agent` hold the tokens. A listening service also writes the token
+of its port to `<user's directory>/tokens/<port>`. So a client on this machine needs only the
+address.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OPERATOR, AGENT = "operator", "agent"
 
 
 def use_run_tokens(config: ServiceConfig) -> None:
-    """Where the environment holds no token, set it to that of the run, made if need be; children
-    inherit it.
+    """Sets empty token variables to the run's tokens, created if absent; child processes inherit
+    them.
 
-    Raises ConfigError when the run's directory cannot hold it.
+    Raises ConfigError if the run's directory cannot hold them.
     """
     security = config.security
     if not security.run_tokens:
@@ -41,12 +41,12 @@ def use_run_tokens(config: ServiceConfig) -> None:
 
 
 def token_file(config: ServiceConfig, name: str) -> Path:
-    """Where the run keeps its `operator` or `agent` token."""
+    """Path of the run's `operator` or `agent` token."""
     return Path(config.run.dir).absolute() / "tokens" / name
 
 
 def example_call(config: ServiceConfig, port: int | str) -> str:
-    """A line to copy for the HTTP API of a gateway that listens at this port."""
+    """A shell command that calls the HTTP API of a gateway at this port."""
     security, file = config.security, token_file(config, AGENT)
     scheme = "https" if security.tls_cert else "http"
     line = f"curl {scheme}://{config.addresses.http.rpartition(':')[0]}:{port}/v1/models"
@@ -59,7 +59,7 @@ def example_call(config: ServiceConfig, port: int | str) -> str:
 
 @contextmanager
 def announced(tokens: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, `token_at` finds the token of each of these addresses."""
+    """Publishes the tokens of these addresses for `token_at`, for the duration of the block."""
     written: dict[Path, str] = {}
     for address, token in tokens.items():
         port = _loopback_port(address)
@@ -78,9 +78,9 @@ def announced(tokens: Mapping[str, str]) -> Iterator[None]:
 
 
 def token_at(address: str) -> str:
-    """The token of whoever listens at `host:port` on this machine; "" where none is known.
+    """The token of the server at `host:port` on this machine; "" if unknown.
 
-    Raises ConfigError where the user's directory is not private.
+    Raises ConfigError if the user's directory is not private.
     """
     port = _loopback_port(address)
     if not port:
@@ -89,7 +89,7 @@ def token_at(address: str) -> str:
         pid, _, token = (user_directory() / "tokens" / port).read_text().partition(" ")
     except OSError:
         return ""
-    # Who has died may have somebody else's server in its place.
+    # After a server's death, another user's server may have its port.
     return token if pid.isdecimal() and exists(int(pid)) else ""
 
 
@@ -99,14 +99,14 @@ def _loopback_port(address: str) -> str:
 
 
 def read_or_make(path: Path) -> str:
-    """The secret in a file of this user alone, a random one where there is none. Raises
+    """The secret in this user's private file; creates a random secret if the file is absent. Raises
     ConfigError.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             made = _private_file(path, secrets.token_urlsafe(32))
-            # A link, since another service of the run may make it at the same time.
+            # Link atomically: another service of the run may create the file at the same time.
             with suppress(FileExistsError):
                 path.hardlink_to(made)
             made.unlink()
@@ -123,7 +123,7 @@ def read_or_make(path: Path) -> str:
 
 
 def _private_file(beside: Path, text: str) -> Path:
-    """A new file in that directory, for this user alone."""
+    """Creates a temporary file beside `beside` that only this user can read."""
     made = beside.with_name(f".{beside.name}.{os.getpid()}")
     made.unlink(missing_ok=True)
     with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,7 +1,4 @@
-"""The directory of the user that runs Paceline: sockets, temporary files, what belongs to no run.
-
-Owns where it is and that nobody else may read or write it.
-"""
+"""Provides this user's private directory for sockets and temporary files outside of runs."""
 
 from __future__ import annotations
 
@@ -17,23 +14,23 @@ _SHORT_PLACES = ("/tmp", "/dev/shm", "/run/user/{}")  # noqa: S108  # checked by
 
 
 def user_directory() -> Path:
-    """`<temporary directory>/paceline-<uid>`; made with mode 0700 where it is absent.
+    """`<temporary directory>/paceline-<uid>`; created with mode 0700 if absent.
 
-    Not in $XDG_RUNTIME_DIR: that goes with the user's last login, and a run may stay.
+    $XDG_RUNTIME_DIR is unsuitable: it is removed after the user's last logout, and a run may
+    continue.
 
-    Raises ConfigError when another user owns it, others may enter it, or it is a link: then
-    somebody waits for what we would write there.
+    Raises ConfigError if it is a link, another user owns it, or other users may enter it. Such a
+    directory may be a trap for files that Paceline would write.
     """
     return _made(Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}", 0o700)
 
 
 def short_directory() -> Path:
-    """A directory of this user alone with a short path, for sockets, whose paths are bounded.
+    """A private directory with a short path, for sockets with their limited path length.
 
-    It is `paceline-<uid>` in /tmp, /dev/shm or the user's runtime directory, the first of these
-    where this user can have one; made with mode 0700 where it is absent. $TMPDIR does not change
-    it, so that all processes of this user find the same one. Raises ConfigError where there is
-    none.
+    It is `paceline-<uid>` in the first usable place of /tmp, /dev/shm and the user's runtime
+    directory. It is created with mode 0700 if absent. $TMPDIR has no effect, so that all processes
+    of this user find the same directory. Raises ConfigError if no place is usable.
     """
     refused = []
     for place in _SHORT_PLACES:
@@ -50,8 +47,10 @@ def short_directory() -> Path:
 
 
 def enterable_directory() -> Path:
-    """`<temporary directory>/paceline-boxes-<uid>`, mode 0711: others may pass through it, but not
-    list it. For root's sandboxes, whose code has user ids of its own. Raises as user_directory.
+    """`<temporary directory>/paceline-boxes-<uid>`, mode 0711: other users may pass through, but
+    not list it.
+
+    It holds root's sandboxes. Their code runs under separate user ids. Raises as user_directory.
     """
     return _made(Path(tempfile.gettempdir()) / f"paceline-boxes-{os.getuid()}", 0o711)
 

@@ -1,9 +1,9 @@
-"""Counts time against the deadline of processes by what they do.
+"""Measures deadlines of processes by their work.
 
-While processes work, the processor seconds that they use count; while they do nothing, the seconds
-of the wall count. So a busy machine stretches a deadline by as much as it slows the processes, a
-stopped or deadlocked process misses the deadline on time, and one that computes without end misses
-it too. Each word of progress begins the count anew.
+While processes work, their processor seconds count; while they are idle, wall seconds count. So a
+busy machine stretches a deadline by its slowdown. A stopped or deadlocked process misses the
+deadline on time. An endless computation misses the deadline too. Every progress report resets the
+count.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import psutil
 
 LOOK_S = 1.0
-"""Seconds between two looks at what processes have used."""
+"""Seconds between two readings of processor time."""
 _WORKS = 0.01
-"""Share of a core from which a process works: the kernel counts in ticks of 10 ms."""
+"""Minimum share of a core for a working process: the kernel counts in ticks of 10 ms."""
 
 
 class WorkClock:
-    """Seconds that count since the last word of some processes, which may wait for each other."""
+    """Counted seconds since the last progress of some processes, which may wait for each other."""
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
-        """`pids`: of the processes on this host, at each look; where there are none, the wall's
-        seconds count.
+        """`pids`: returns the current process ids on this host. Without processes, wall seconds
+        count.
         """
         self._pids = pids
         self._counted_s = 0.0
@@ -34,17 +34,17 @@ class WorkClock:
         self._looked_s = time.monotonic()
 
     def restart(self) -> None:
-        """A word of progress: nothing counts any more."""
+        """Resets the count after progress."""
         self.look()
         self._counted_s = 0.0
 
     @property
     def counted_s(self) -> float:
-        """Seconds that count up to the last look, and the wall's since then."""
+        """Counted seconds up to the last reading, plus wall seconds since then."""
         return self._counted_s + time.monotonic() - self._looked_s
 
     def look(self) -> float:
-        """Counts what has passed since the last look; returns the seconds that count."""
+        """Adds the time since the last reading and returns the counted seconds."""
         now_s, used = time.monotonic(), self._read()
         passed_s = now_s - self._looked_s
         worked_s = max((used[pid] - self._used.get(pid, 0.0) for pid in used), default=0.0)
@@ -54,8 +54,8 @@ class WorkClock:
         return self._counted_s
 
     async def wait(self, futures: Collection[asyncio.Future[Any]], deadline_s: float) -> bool:
-        """Whether one of the futures is done before `deadline_s` seconds have counted from now on,
-        or since a word that comes meanwhile.
+        """Whether a future is done before `deadline_s` counted seconds from now, or since later
+        progress.
         """
         already_s = self.look()
         while True:
@@ -68,11 +68,11 @@ class WorkClock:
             if done or left_s <= 0:
                 return bool(done)
             counted_s = self.look()
-            if counted_s < already_s:  # a word has come
+            if counted_s < already_s:  # progress was reported
                 already_s = 0.0
 
     def _read(self) -> dict[int, float]:
-        """Processor seconds that each process has used, by its id; without those that are gone."""
+        """Processor seconds by process id, without ended processes."""
         used = {}
         for pid in self._pids():
             try:

@@ -37,7 +37,7 @@ class AddedAdapters:
     start: str
     """See `hash_of_start`."""
     stored: str = ""
-    """Dtype of the start's embedding and head, whose bytes give the head's hash; used by the
+    """Dtype of the start's embedding and head. Their bytes determine the head's hash. Used by the
     sender.
     """
 

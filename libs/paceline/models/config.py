@@ -146,8 +146,9 @@ def read_config(directory: Path, *, experts: bool = False) -> ModelConfig:
 
 
 def check_model(directory: Path) -> None:
-    """Raises ConfigError unless the directory has the config.json of a known model, and no
-    tokenizer with more tokens than the model has rows.
+    """Raises ConfigError unless the directory has the config.json of a supported model.
+
+    Also raises it if the tokenizer has more tokens than the model has rows.
     """
     try:
         raw = read_config_json(directory)

@@ -167,7 +167,7 @@ def check_staged(weights: DecoderWeights, staged: StagedWeights) -> None:
 def written_over(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
     """The weights after copying each tensor of a checked version.
 
-    If a copy raises, earlier tensors are new and later ones old.
+    If a copy raises, earlier tensors are new and later tensors are old.
     """
     found = storages(weights)
     for name, tensor in staged.tensors.items():

@@ -1,8 +1,8 @@
-"""The decoder layers whose inputs a drafter reads: EAGLE-3's rule, also the default of DFlash
-drafters here, and the layers in checkpoints of both. Imports no torch.
+"""Selects the decoder layers that provide a drafter's input states, without torch.
 
-A layer is named by the residual stream that enters it (speculators/base.py, CaptureSpec). A
-checkpoint's config.json names the layer before, one less.
+It covers EAGLE-3's rule, which is also the default of DFlash drafters here, and the layers in both
+kinds of checkpoint. A layer is named by the residual stream that enters it (speculators/base.py,
+CaptureSpec). A checkpoint's config.json names the layer before, one less.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def default_inner_layers(num_layers: int, drafter: str = "EAGLE-3") -> tuple[int
 
 
 def inner_layers(num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Layers that an EAGLE-3 drafter reads, ascending: the chosen ones, else the rule's.
+    """Layers that an EAGLE-3 drafter reads, ascending: the chosen layers, else the rule's.
 
-    Raises ConfigError below four layers, and for a choice that is not three ascending layers of the
+    Raises ConfigError below four layers, and unless the choice is three ascending layers of the
     target.
     """
     if not chosen:
@@ -68,11 +68,11 @@ def eagle3_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def dflash_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers of a target with `num_layers` that the DFlash drafter of a config.json reads: all the
-    layers that it names, by default EAGLE-3's, so that both learn from the same rows.
+    """Layers of a target with `num_layers` that the DFlash drafter of a config.json reads.
 
-    Raises ConfigError for a target too shallow for the default, for a value that is no list of
-    layers, and for layers that the target lacks.
+    These are all the layers in its config, by default EAGLE-3's, so that both learn from the same
+    rows. Raises ConfigError for a target too shallow for the default. Raises it also for a value
+    that is no list of layers, and for layers that the target lacks.
     """
     inside = config_json.get("dflash_config") or {}
     left = inside.get("target_layer_ids", config_json.get("target_layer_ids"))

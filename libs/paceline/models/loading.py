@@ -1,7 +1,6 @@
 """Loads checkpoints into DecoderWeights: strict names, strict shapes, finite numbers.
 
-Names and shapes are those of Hugging Face checkpoints. A wrong one is reported before any request
-is accepted.
+Names and shapes are Hugging Face's. Errors are raised before any request is accepted.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ _BUFFERS = (
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a known buffer, which readers of weights skip."""
+    """Whether a tensor of a checkpoint is a buffer, which readers of weights skip."""
     return name.endswith(_BUFFERS)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint directory without known buffers, in their stored dtypes: from
-    model.safetensors, or from all shards model-*.safetensors.
+    """All tensors of a checkpoint directory except buffers, in their stored dtypes.
 
-    Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors
-    file, WeightsError when two files contain the same tensor.
+    Reads model.safetensors, or all shards model-*.safetensors. Raises InvalidInput without such
+    files, DataLoss for a truncated or invalid file, WeightsError if two files contain the same
+    tensor.
     """
     files = weight_files(directory)
     tensors: dict[str, Tensor] = {}
@@ -116,10 +115,10 @@ def check_tensors(
     dtypes: Mapping[str, torch.dtype] | None = None,
     looked_at: Collection[str] | None = None,
 ) -> None:
-    """Raises WeightsError naming a tensor that is missing, extra, misshapen, of a wrong dtype, or
-    not finite.
+    """Raises WeightsError with the name of a wrong tensor.
 
-    dtypes: of tensors that are no weights; all others are floats. looked_at: tensors to check for
+    Wrong means missing, extra, misshapen, of a wrong dtype, or not finite. `dtypes`: dtypes of
+    tensors that are no weights; all other tensors are floats. `looked_at`: tensors to check for
     finite numbers; None: all.
     """
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
@@ -192,7 +191,7 @@ def fuse_layer(
 
 
 def layer_of(built: Mapping[str, Matrix]) -> LayerWeights:
-    """The layer with these fields; missing ones are None."""
+    """The layer with these fields; missing fields are None."""
     return LayerWeights(**{one.name: built.get(one.name) for one in fields(LayerWeights)})  # type: ignore[arg-type]
 
 
@@ -205,12 +204,12 @@ def build_weights(
     device: torch.device | None = None,
     profile: Profile | None = None,
 ) -> DecoderWeights:
-    """DecoderWeights in their own memory, beside the serving ones; the largest tensor is in memory
-    twice.
+    """Builds DecoderWeights in new memory, beside the serving weights. The largest tensor is
+    temporarily in memory twice.
 
-    positions: rows of the rotation table, at least the cache capacity. profile: number format of
-    the layers' matrices (models/profiles.py); embedding, norms and head are never rounded. Raises
-    WeightsError (see check_tensors) or as `quantised`.
+    `positions`: rows of the rotation table, at least the cache capacity. `profile`: number format
+    of the layers' matrices (models/profiles.py). Embedding, norms and head are never rounded.
+    Raises WeightsError (see check_tensors) or as `quantised`.
     """
     device = device or torch.device("cpu")
     named = checked_model(config, tensors)

@@ -1,20 +1,20 @@
-"""Logits adjusted by what was said before: repetition, frequency and presence penalty, and logit
-bias. Pure functions.
+"""Adjusts logits by repetition, frequency and presence penalty, and by a logit bias.
 
-For a token v that the prompt or the response holds, with c(v) its count in the response alone:
-  1. repetition r (Keskar et al. 2019, CTRL, section 4.1; sign rule of transformers): l / r where l
-     > 0, else l * r,
-     for tokens of prompt and response
-  2. frequency f and presence p (OpenAI API reference):  l - f * c(v) - p * [c(v) > 0],  for tokens
-     of the response
-  3. bias b (OpenAI API reference):  l + b(v)
-All act before the temperature, hence before top_k, top_p and min_p. Log-probs are reported of the
-raw logits (models/sampling.py). A neutral value (r = 1, f = p = 0) leaves every bit of a float32
-logit as it is.
+The functions are pure. For a logit l of a token v in the prompt or the response, with c(v) its
+count in the response alone:
+  1. repetition r (Keskar et al. 2019, CTRL, section 4.1; sign rule of transformers):
+     l / r where l > 0, else l * r,                for tokens of prompt and response
+  2. frequency f and presence p (OpenAI API reference):
+     l - f * c(v) - p * [c(v) > 0],                for tokens of the response
+  3. bias b (OpenAI API reference):
+     l + b(v)
+All adjustments precede the temperature, hence also top_k, top_p and min_p. Reported log-probs use
+the raw logits (models/sampling.py). A neutral value (r = 1, f = p = 0) preserves every bit of a
+float32 logit.
 
-Under speculation the response at a draft node is what was emitted, followed by the drafts on the
-path to the node. So each node has counts of its own, and the adjusted logits are those that
-decoding without drafts would see there.
+Under speculation, the response at a draft node is the emitted tokens and the drafts on the path to
+the node. So each node has its own counts. Its adjusted logits equal the adjusted logits of decoding
+without drafts.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class PenaltyParams:
 def node_counts(base: Tensor, token_ids: Tensor, parents: Tensor | None = None) -> Tensor:
     """Counts of the response's tokens at every node of a draft chain or tree.
 
-    base [B, V]: counts at the root, the root's own token included; token_ids int64 [B, Q]: column 0
-    is the root, -1 where there is no node; parents int64 [B, Q]: column of each node's parent,
-    smaller than its own, -1 for the root and where there is no node; None: a chain, node i hangs
-    under i - 1. Returns base's dtype [B, Q, V]. Where there is no node, the counts are those of the
-    parent, or of the root.
+    `base` [B, V]: counts at the root, including the root's own token. `token_ids` int64 [B, Q]:
+    column 0 is the root; -1 for an absent node. `parents` int64 [B, Q]: column of each node's
+    parent, smaller than its own. It is -1 for the root and for an absent node. None means a chain:
+    the parent of node i is i - 1.
+
+    Returns base's dtype [B, Q, V]. An absent node has the counts of its parent, or of the root.
     """
     batch, nodes = token_ids.shape
     if parents is None:

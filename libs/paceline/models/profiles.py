@@ -1,8 +1,8 @@
-"""Lists the profiles: which numbers the layers' matrices are kept in, what shares a scale, and what
-multiplies them. Imports no torch, so that settings can be checked by it.
+"""Lists the profiles: the number format of the layers' matrices, their scales and their products.
 
-Embedding, norms, biases and head are in the serving dtype under every profile. A profile's name is
-what spans of tokens say that the engine computed with (`DrawSpan.number_format`).
+Imports no torch, so that settings can use it. Embedding, norms, biases and head have the serving
+dtype under every profile. A span of tokens records the profile's name as its number format
+(`DrawSpan.number_format`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from paceline.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How the matrices of the layers are kept and multiplied."""
+    """The storage and multiplication of the layers' matrices."""
 
     name: str
-    weight_dtype: str  # torch's name of it
+    weight_dtype: str  # torch's name of the dtype
     scale_per: Literal["", "row", "matrix"]  # rows [N] of W [N, K]; "": there are no scales
-    activations: str  # numbers that x is rounded to before the product; "": none, x stays
-    cpu: str  # what multiplies there
+    activations: str  # number format of x in the product; "": x is unrounded
+    cpu: str  # implementation of the product
     cuda: str
 
 
@@ -54,14 +54,14 @@ PROFILES = {
     )
 }
 ROUNDED = tuple(one.name for one in PROFILES.values() if one.scale_per)
-"""Names of those that round to fewer bits than any serving dtype has."""
+"""Profiles that round to fewer bits than any serving dtype."""
 
 
 FINE = frozenset(
     one.name for one in PROFILES.values() if one.weight_dtype == "int8" and not one.activations
 )
-"""Names of those under which log-probs move least. Under the others, and under what SGLang rounds
-to, whose names are its own (fp8, w8a8_int8, bfloat16+kv_fp8_e4m3), they move several times as far.
+"""Profiles with the smallest shift of log-probs. Other profiles shift log-probs several times as
+far. So do SGLang's own formats (fp8, w8a8_int8, bfloat16+kv_fp8_e4m3).
 """
 
 

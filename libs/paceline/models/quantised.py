@@ -1,26 +1,27 @@
-"""Weight matrices in eight bits. Owns their numbers and their products; which matrices these are is
-loading's choice, which numbers and scales there are stands in profiles.py.
+"""Stores weight matrices in eight bits and computes their products.
 
-Symmetric: W[n, k] = values[n, k] * scales[n], or one scale for all. Of INT8 torchao chooses the
-scales and rounds, as its Int8WeightOnlyConfig does; of FP8 a scale is the largest weight / 448, the
-largest number of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433). torchao's tensor subclasses are
-not used: every product through them takes 10-20 us of Python dispatch, more than a whole product of
-a small model (4 us), and never reaches the fused CPU kernel below.
+loading.py selects the matrices, and profiles.py defines the number formats and scales.
 
-Products of Int8Matrix, timed on one core with AVX-512 against a plain matrix in bfloat16:
+Quantisation is symmetric: W[n, k] = values[n, k] * scales[n], or one scale for all rows. For INT8,
+torchao selects the scales and rounds, as in its Int8WeightOnlyConfig. For FP8, a scale is the
+largest weight / 448, the largest number of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433).
+torchao's tensor subclasses are not used. Each of their products takes 10-20 us of Python dispatch,
+more than a whole product of a small model (4 us). They also never reach the fused CPU kernel below.
+
+Int8Matrix has two products on a CPU. Times are on one core with AVX-512, relative to a plain matrix
+in bfloat16:
 - bfloat16 and at most FUSED_ROWS rows: torch's fused kernel, which reads eight bits per weight.
-  From 512 x 1408 on it
-  takes 0.5-0.7 of the time for one row, 1.5 for eight rows in a warm cache. From about twelve rows
-  on it loses to
-- values in the activations' dtype, one product, scales on the result: costs a cast of the matrix
-  per product. In float32 there is the second only; the fused kernel takes ten times as long there.
-  A step of 8 layers of 512 x 1408, more than the caches hold: one row 9.9 -> 5.6 ms in float32, 8.0
-  -> 3.4 ms in bfloat16; eight rows 16 -> 14, 11 -> 9. Where the weights fit into the caches float32
-  gains nothing.
+  From 512 x 1408 on it takes 0.5-0.7 of the time for one row, and 1.5 for eight rows in a warm
+  cache. From about twelve rows on the second product is faster.
+- Otherwise: values in the activations' dtype, one product, scales on the result. It costs a cast of
+  the matrix per product. float32 always uses it; the fused kernel takes ten times as long there.
+A step of 8 layers of 512 x 1408 exceeds the caches. One row: 9.9 -> 5.6 ms in float32, 8.0 ->
+3.4 ms in bfloat16. Eight rows: 16 -> 14 ms, 11 -> 9 ms. If the weights fit into the caches, float32
+gains nothing.
 
-A row of the fused product, and of a product of whole numbers (RoundedMatrix), is the same whatever
-rows stand beside it. The other products round like a plain matrix: in float32 draws differ at
-near-ties only, in bfloat16 they may differ between batch shapes.
+A row of the fused product, and of a product of integers (RoundedMatrix), is independent of the
+other rows. The other products round like a plain matrix. In float32, draws differ at near-ties
+only; in bfloat16, they may differ between batch shapes.
 """
 
 from __future__ import annotations
@@ -132,12 +133,11 @@ def as_matrix(profile: Profile, values: Tensor, scales: Tensor) -> QuantisedMatr
 
 
 def quantised(weight: Tensor, profile: Profile) -> QuantisedMatrix:
-    """A matrix [N, K] in the format of `profile`, each element within half a step: its scale for
-    int8, 2^-4 of itself (and its scale * 2^-10) for e4m3.
+    """A matrix [N, K] in the format of `profile`, each element within half a step.
 
-    Scales have the dtype of `weight`. Needs memory for ROUNDED_AT_ONCE numbers beside the matrix.
-    Raises WeightsError for a scale that is not finite, ConfigError when torchao, which int8 needs,
-    is not installed.
+    A step is the scale for int8; for e4m3 it is 2^-4 of the element (and its scale * 2^-10). Scales
+    have the dtype of `weight`. Needs memory for ROUNDED_AT_ONCE numbers beside the matrix. Raises
+    WeightsError for a scale that is not finite, ConfigError if int8 is chosen without torchao.
     """
     values = torch.empty(weight.shape, dtype=getattr(torch, profile.weight_dtype))
     values = values.to(weight.device)

@@ -1,10 +1,9 @@
-"""The sources of each served tensor in a checkpoint, and its transformation. This is the first of
-two records for an update in place (Liu et al. 2025, FlashRL); the second is the storages themselves
-(in_place.py).
+"""Defines the sources of each served tensor in a checkpoint, and its transformation.
 
-A checkpoint's tensor is turned (heads interleaved), rows of several tensors are joined, and the
-result is rounded. Each step is defined here once; shapes, loading and updates follow from it.
-Strides are contiguous throughout; dtypes are the permitted stored ones.
+This is the first of two records for an update in place (Liu et al. 2025, FlashRL). The second is
+the storages themselves (in_place.py). A transformation interleaves the heads of a tensor, joins
+rows of several tensors, and rounds the result. Each step is defined here once; shapes, loading and
+updates follow from it. Strides are contiguous throughout; dtypes are the permitted stored dtypes.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class ServedTensor:
     ) -> Tensor | QuantisedMatrix:
         """Its numbers in new memory. Raises as `quantised`."""
         sizes = [part.rows for part in self.parts]
-        # A drafter's layer may read wider inputs than its config says.
+        # A drafter's layer may read wider inputs than its config states.
         first = tensors[self.parts[0].name].shape
         width = first if self.parts[0].repeated else first[1:]
         whole = torch.empty((sum(sizes), *width), dtype=dtype, device=device)

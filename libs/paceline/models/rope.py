@@ -27,7 +27,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
-    # Long waves are stretched by `factor`, short ones kept, and waves in between blended linearly.
+    # Long waves are stretched by `factor`, short waves kept, and waves in between blended linearly.
     wavelength = 2 * math.pi / inverse
     low = config.original_max_position / config.low_freq_factor
     high = config.original_max_position / config.high_freq_factor

@@ -1,21 +1,21 @@
-"""The draw of a token: argmax(logits / temperature + Gumbel noise), a pure function of logits, seed
-and position.
+"""Draws a token as argmax(logits / temperature + Gumbel noise).
 
-Owns the counter-based noise, the masks and the behavior log-prob; knows nothing of batches, caches
-or speculation. What changes logits before the draw is in models/penalties.py.
+The draw is a pure function of logits, seed and position. This module computes the counter-based
+noise, the masks and the behavior log-prob, independently of batches, caches and speculation.
+models/penalties.py adjusts logits before the draw.
 
-Noise of token v at absolute position t of a request with seed s in stream r, all in 64-bit integers
+Noise of token v at absolute position t of a request with seed s in stream r, in 64-bit integers
 that wrap:
-  mix(z)   = splitmix64's finaliser (Steele, Lea, Flood 2014): z ^= z >>> 30; z *= BF58476D1CE4E5B9;
-  z ^= z >>> 27;
-             z *= 94D049BB133111EB; z ^= z >>> 31
-  key(s,t) = mix(mix(s + G) + t * G),  G = 9E3779B97F4A7C15 key(s,t,r) = key(s,t) for r = 0, else
-  mix(key(s,t) - r * G)         tokens count up from the key, streams down u(s,t,v,r) =
-  (mix(key(s,t,r) + (v + 1) * G) >>> 11 + 0.5) * 2^-53   in (0, 1) noise    = -log(-log(u))
-  float64
-Every number depends on (s, t, v, r) alone, so the draw is the same whatever else is in the batch.
-Stream 0 is the target's draw; what is decided beside it at the same position takes another stream,
-or the two would depend.
+  mix(z)     = splitmix64's finaliser (Steele, Lea, Flood 2014):
+               z ^= z >>> 30; z *= BF58476D1CE4E5B9; z ^= z >>> 27; z *= 94D049BB133111EB;
+               z ^= z >>> 31
+  key(s,t)   = mix(mix(s + G) + t * G),  G = 9E3779B97F4A7C15
+  key(s,t,r) = key(s,t) for r = 0, else mix(key(s,t) - r * G)
+  u(s,t,v,r) = ((mix(key(s,t,r) + (v + 1) * G) >>> 11) + 0.5) * 2^-53,  in (0, 1)
+  noise      = -log(-log(u)),  float64
+Tokens count up from the key, and streams count down. Every number depends on (s, t, v, r) alone, so
+the rest of the batch does not affect the draw. Stream 0 is the target's draw. Other decisions at
+the same position use other streams, because numbers of one stream depend on each other.
 """
 
 from __future__ import annotations
@@ -196,12 +196,12 @@ def top_alternatives(
 def draw(
     logits: Tensor, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None
 ) -> Draw:
-    """Draw the token AT each position from the logits of the position before it.
+    """Draws the token AT each position from the logits of the position before it.
 
-    logits [N, V]; positions int64 [N]; adjusted [N, V]: logits after penalties and bias, None where
-    no row has any. The token, the masks and the gap are those of the adjusted logits; the log-prob
-    is that of the raw ones, as a trainer recomputes it and as OpenAI reports it. See the module
-    docstring for the formula.
+    `logits` [N, V]; `positions` int64 [N]; `adjusted` [N, V]: logits after penalties and bias, None
+    if no row has any. Token, masks and gap use the adjusted logits. The log-prob uses the raw
+    logits, as in a trainer's recomputation and OpenAI's API. See the module docstring for the
+    formula.
     """
     logprobs = behavior_logprobs(logits, params.temperatures)
     # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it
@@ -224,10 +224,10 @@ def draw(
 
 
 def mask_scores(scores: Tensor, params: DrawParams) -> Tensor:
-    """Scores [N, V] (log-probs) with -inf where top_k, then top_p, then min_p excludes a token.
+    """Scores [N, V] (log-probs) with -inf for tokens that top_k, then top_p, then min_p excludes.
 
-    Ties at the k-th score are all kept; top_p keeps the smallest set whose mass reaches it; min_p
-    is relative to the most likely token. The first two renormalise nothing: masses are those of the
+    All ties at the k-th score are kept. top_p keeps the smallest set with at least this mass. min_p
+    is relative to the most likely token. Neither top_k nor top_p renormalises: masses refer to the
     full vocabulary.
     """
     ordered = scores.sort(dim=-1, descending=True)

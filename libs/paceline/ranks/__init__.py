@@ -1,1 +1,1 @@
-"""Rank processes of a trainer: started, watched, commanded, ended."""
+"""Starts, commands, watches and stops the rank processes of a trainer."""

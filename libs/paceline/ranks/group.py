@@ -1,7 +1,7 @@
-"""Spawns one process per rank of a trainer and carries messages to and from them.
+"""Starts one process per rank of a trainer and exchanges messages with these processes.
 
-The parent imports no torch. Ranks find each other over a file in this process's own directory, and
-listen on loopback alone.
+The parent imports no torch. Ranks find each other through a file in the parent's process directory,
+and listen on loopback only.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ C = TypeVar("C", bound=Config)
 
 
 class RankLost(Unavailable):
-    """A rank's process has ended; the group is to be stopped and started again. The message's first
-    line is the whole fact, the end of the rank's log follows.
+    """A rank process has ended; stop and restart the group. The message's first line states the
+    end. The last lines of the rank's log follow.
     """
 
     reason = "RANK_LOST"
 
 
 class RankGroup:
-    """Parent side of the ranks of one trainer."""
+    """The parent's handle on the ranks of one trainer."""
 
     def __init__(
         self,
@@ -64,11 +64,14 @@ class RankGroup:
         preload: Sequence[str] = (),
         heartbeat_s: float = LIMIT_S,
     ) -> None:
-        """`config`: what the ranks read with RankLink.config; `preload`: modules that `module`
-        imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never.
+        """Creates the group without starting it.
+
+        `config`: settings that the ranks read through RankLink.config. `preload`: modules that
+        `module` imports late. `heartbeat_s`: seconds of silence after which a rank is killed; 0: no
+        limit.
         """
         self._module = module
-        self._name = ".".join(module.split(".")[-2:])  # its service's and its own
+        self._name = ".".join(module.split(".")[-2:])  # the last two parts: service and module
         self._world_size = world_size
         self._log_dir = log_dir
         self._heartbeat_s = heartbeat_s
@@ -85,30 +88,30 @@ class RankGroup:
         self._socket: zmq.asyncio.Socket | None = None
         self._context: zmq.asyncio.Context | None = None
         self._folder = ""
-        self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
+        self._early: deque[tuple[int, bytes]] = deque()  # messages sent during the start
         self._clock = WorkClock(lambda: self.pids)
         self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
-        """Takes what a rank, by its number, sends while others start; False: the message waits for
+        """Handles a message (rank, payload) during the start; False: the message waits for
         receive().
         """
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank; [] before start and after stop."""
+        """Process ids by rank; [] before start and after stop."""
         return [process.pid for process in self._processes]
 
     @property
     def still_s(self) -> float:
-        """Seconds that count since the last word of a rank (WorkClock)."""
+        """Counted seconds since the last message of any rank (WorkClock)."""
         return self._clock.counted_s
 
     async def start(self, deadline_s: float) -> None:
-        """Spawn all ranks and wait until each said it is ready.
+        """Starts all ranks and waits until every rank is ready.
 
-        `deadline_s`: seconds that may count without a word of any rank (WorkClock).
+        `deadline_s`: maximum counted seconds without a message of any rank (WorkClock).
 
-        Raises RankLost when one ends first, DeadlineExceeded when they make no progress; then none
-        is left running.
+        Raises RankLost if a rank ends first, DeadlineExceeded if no rank makes progress. No rank is
+        left running then.
         """
         if self._processes:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
@@ -123,7 +126,10 @@ class RankGroup:
             raise
 
     async def send(self, message: bytes) -> None:
-        """Send one message to every rank. Raises RankLost when one is gone."""
+        """Sends one message to every rank.
+
+        Raises RankLost if a rank is gone, DeadlineExceeded if a rank accepts no messages.
+        """
         for rank in range(self._world_size):
             self._raise_if_lost()
             try:
@@ -137,10 +143,10 @@ class RankGroup:
                 ) from error
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
-        """The next message of any rank, as (rank, bytes).
+        """Returns the next message of any rank, as (rank, bytes).
 
-        Raises RankLost when a rank dies meanwhile, DeadlineExceeded when `deadline_s` seconds have
-        counted without one (WorkClock).
+        Raises RankLost if a rank ends meanwhile. Raises DeadlineExceeded after `deadline_s` counted
+        seconds without a message (WorkClock).
         """
         if self._early:
             return self._early.popleft()
@@ -148,21 +154,21 @@ class RankGroup:
         return rank, payload
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """SIGTERM, `grace_s` seconds, then SIGKILL; afterwards no process runs and the group can
-        start again.
+        """Sends SIGTERM, waits `grace_s` seconds, then sends SIGKILL. No process is left, and the
+        group can start again.
         """
         await self.end_ranks(grace_s)
         await self._forker.close()
 
     async def end_ranks(self, grace_s: float) -> None:
-        """As stop(), but what a start imports stays in memory: the next one is quick."""
+        """As stop(), but keeps the imported modules in memory, so that the next start is quick."""
         self.signal(signal.SIGTERM)
         if self._watches:
             await asyncio.wait(self._watches, timeout=grace_s)
             self.kill()
-            await asyncio.wait(self._watches)  # unlike gather: who is cancelled here can come again
+            await asyncio.wait(self._watches)  # gather would cancel the watches
         if any(process.returncode is None for process in self._processes):
-            await self._forker.close()  # it is stopped too: it has not told of a rank's end
+            await self._forker.close()  # stopped too: it reported no end
         self._processes, self._watches, self._lost = [], [], None
         self._early.clear()
         if self._socket is not None and self._context is not None:
@@ -172,12 +178,12 @@ class RankGroup:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank that runs."""
+        """Sends a signal to every rank."""
         for process in self._processes:
             process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL every rank, without waiting; stop() cleans up."""
+        """Sends SIGKILL to every rank without waiting; stop() cleans up."""
         self.signal(signal.SIGKILL)
 
     async def __aenter__(self) -> RankGroup:
@@ -275,7 +281,9 @@ class RankGroup:
 
 
 class RankLink:
-    """Rank side: blocking, for one thread. Dies with its parent; leaves Ctrl-C to it."""
+    """The rank's connection to its parent: blocking, for one thread. The rank dies with its parent
+    and ignores Ctrl-C.
+    """
 
     def __init__(self, address: str, rank: int) -> None:
         self.rank = rank
@@ -287,8 +295,8 @@ class RankLink:
 
     @classmethod
     def from_environment(cls) -> RankLink:
-        """Connect to the parent that RankGroup named in the environment; FailedPrecondition without
-        one.
+        """Connects to the parent's address in the environment. Raises FailedPrecondition without an
+        address.
         """
         if SOCKET_VARIABLE not in os.environ:
             raise FailedPrecondition(
@@ -300,26 +308,26 @@ class RankLink:
         return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]))
 
     def config(self, kind: type[C]) -> C:
-        """The settings that the parent gave to RankGroup."""
+        """The settings from the parent's RankGroup."""
         return kind.model_validate_json(os.environ[CONFIG_VARIABLE])
 
     def ready(self) -> None:
-        """Tell the parent that this rank takes messages."""
+        """Reports to the parent that this rank accepts messages."""
         self._socket.send_multipart([_READY, b""])
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message; None when none came within `timeout_s` seconds."""
+        """Returns the next message, or None after `timeout_s` seconds."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
         return bytes(self._socket.recv_multipart()[1])
 
     def poll(self) -> bytes | None:
-        """The next message if it is there already, else None; never waits."""
+        """Returns the next message if it is already here, else None; never waits."""
         return self.receive(0.0)
 
     def send(self, message: bytes) -> None:
-        """Send one message to the parent. Raises Unavailable when it takes none for 10 s, on a busy
-        machine for longer.
+        """Sends one message to the parent. Raises Unavailable if it cannot be queued within 10 s,
+        or longer on a busy machine.
         """
         seconds = patient(_SEND_S)
         if not self._socket.poll(int(seconds * 1000), zmq.POLLOUT):
@@ -327,6 +335,6 @@ class RankLink:
         self._socket.send_multipart([_DATA, message])
 
     def close(self) -> None:
-        """Send what is queued and disconnect."""
+        """Sends queued messages for at most a second, then disconnects."""
         self._socket.close(linger=1000)
         self._context.term()

@@ -1,4 +1,4 @@
-"""The commands and news that ranks of every trainer know."""
+"""Defines the commands and reports that all trainers' ranks share."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from paceline.errors import InternalError, PacelineError
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint now; answered by Saved."""
+    """Command: write a checkpoint now. The reply is Saved."""
 
     command_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint lies on disk."""
+    """Report: a checkpoint is on disk."""
 
-    command_id: int  # 0: it was due
+    command_id: int  # 0: a scheduled checkpoint
     path: str
-    version: int  # of the policy; of the drafter the optimiser steps
+    version: int  # policy: its version; drafter: its optimiser steps
 
 
 @dataclass(frozen=True, slots=True)
 class Impaired:
-    """Something is damaged that the ranks can do without; for the supervisor's console."""
+    """Report: a fault that the ranks can tolerate, for the supervisor's console."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What the ranks do from now on, and whom that waits for; for whoever asks for progress."""
+    """Report: the current work of the ranks and its blocker, for progress queries."""
 
     what: str
     waits_for: str = ""
@@ -41,19 +41,19 @@ class Doing:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A command failed; the ranks take the next one."""
+    """Report: a command failed; the ranks accept the next command."""
 
     command_id: int
-    error_class: str  # in paceline.errors
+    error_class: str  # class name in paceline.errors
     message: str
     reason: str
 
     @classmethod
     def of(cls, command_id: int, error: PacelineError) -> Failed:
-        """An error as news."""
+        """A report of this error."""
         return cls(command_id, type(error).__name__, str(error), error.reason)
 
     def error(self) -> PacelineError:
-        """The error to raise in the parent."""
+        """The error, for the parent to raise."""
         found = getattr(errors, self.error_class, InternalError)
         return found(self.message, reason=self.reason)

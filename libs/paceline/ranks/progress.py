@@ -1,4 +1,4 @@
-"""Reports what a rank does and that it gets on, at most once in a while."""
+"""Reports a rank's current work and its progress, at a limited rate."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from paceline.ranks.messages import Doing
 
 REPORT_S = 1.0
-"""Seconds between two reports of the same work."""
+"""Minimum seconds between two reports of the same work."""
 
 
 class ProgressReport:
-    """One rank's; `send` carries a report to the parent."""
+    """The reporter of one rank; `send` delivers a report to the parent."""
 
     def __init__(self, send: Callable[[Doing], None]) -> None:
         self._send = send
@@ -20,12 +20,12 @@ class ProgressReport:
         self._due_s = 0.0  # time.monotonic()
 
     def begins(self, doing: str) -> None:
-        """The rank does something else from now on; reported at once."""
+        """Starts new work and reports it at once."""
         self._due_s = 0.0
         self.goes_on(doing)
 
     def goes_on(self, doing: str = "") -> None:
-        """The rank gets on with what it does, `doing` in other words; reported when it is due."""
+        """Notes progress, optionally with new text `doing`, and reports it when a report is due."""
         self._doing = doing or self._doing
         if self._doing and time.monotonic() >= self._due_s:
             self._send(Doing(self._doing))

@@ -1,4 +1,6 @@
-"""Listens to ranks, starts them again when one is lost, and serves while they take commands."""
+"""Restarts lost ranks, dispatches their messages, and reports the service as healthy while they
+run.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,18 @@ _RESTARTS = 5
 _BACKOFF_S = 0.5
 _IDLE_S = 3600.0
 _LAST_WORDS_S = 1.0
-"""Of calls that have their answer when a service ends."""
+"""Seconds for calls to receive their replies at the end of a service."""
 _log = get_logger(__name__)
 M = TypeVar("M")
 T = TypeVar("T")
 
 
 class WatchedRanks(Generic[M]):
-    """A group of ranks under supervision; `supervise` must be running.
+    """A supervised group of ranks; `supervise` must be running.
 
-    `on_message` takes what any rank says, first of all where rank 0 stands; then `on_start`
-    prepares a newly started group before it takes commands. `on_lost` hears of a loss before the
-    restart begins.
+    `on_message` receives every message of a rank. The first message is rank 0's current position.
+    Then `on_start` prepares the new group before it accepts commands. `on_lost` receives the error
+    of a loss before the restart.
     """
 
     def __init__(
@@ -52,11 +54,11 @@ class WatchedRanks(Generic[M]):
     ) -> None:
         self._group, self._messages = group, messages
         self._start_deadline_s = start_deadline_s
-        self._news: dict[int, asyncio.Queue[M | PacelineError]] = {}  # by the command they answer
+        self._news: dict[int, asyncio.Queue[M | PacelineError]] = {}  # replies by command id
         self._commands = count(1)
         self._on_start, self._on_message, self._on_lost = on_start, on_message, on_lost
         self._ready, self._down = asyncio.Event(), asyncio.Event()
-        self._lost_s: float | None = None  # when ranks that are away were lost
+        self._lost_s: float | None = None  # time of the loss, until the ranks are back
         self._service = Activity(service)
         self._doing = Activity(f"{service} ranks")
         group.on_progress = self._take_progress
@@ -68,18 +70,20 @@ class WatchedRanks(Generic[M]):
 
     @property
     def ready(self) -> bool:
-        """Whether the ranks take commands."""
+        """Whether the ranks accept commands."""
         return self._ready.is_set()
 
     def works_on(self, command: str) -> None:
-        """What the service is asked for from now on, "" for nothing."""
+        """Notes the current command of the service; "" for none."""
         self._service.begins(command, self._doing.name if command else "")
         self._doing.begins(command)
 
     def parts(self, counts: Mapping[str, int]) -> list[Part]:
-        """The service, which waits for its ranks while it is asked for something, and the ranks."""
+        """Progress of the service and of its ranks. During a command the service waits for its
+        ranks.
+        """
         trouble = stopped(self._group.pids) or ("" if self.ready else "they are being started")
-        # The spans of the ranks are not of this process.
+        # the ranks' spans belong to other processes
         ranks = self._doing.part({"ranks": len(self.pids)}, trouble=trouble)
         ranks.ClearField("last_span")
         ranks.still_s = self._still_s
@@ -89,13 +93,13 @@ class WatchedRanks(Generic[M]):
 
     @property
     def _still_s(self) -> float:
-        """Seconds that count since the last progress of the ranks."""
+        """Counted seconds since the ranks' last progress."""
         return min(time.monotonic() - self._doing.moved_s, self._group.still_s)
 
     async def supervise(self) -> None:
-        """Starts the ranks, and starts them again when one is lost.
+        """Starts the ranks, and restarts the group after each loss.
 
-        Raises what the first start raised, or the last one after several in a row.
+        Raises the error of a failed first start, or the last error after too many losses in a row.
         """
         failures, ever_ready = 0, False
         while True:
@@ -114,8 +118,8 @@ class WatchedRanks(Generic[M]):
                 await asyncio.sleep(_BACKOFF_S * (failures - 1))
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the ranks take commands; Unavailable when they have made no progress for
-        `deadline_s` seconds.
+        """Waits until the ranks accept commands. Raises Unavailable after `deadline_s` seconds
+        without progress.
         """
         try:
             await self._in_time(self._ready.wait(), deadline_s)
@@ -125,8 +129,8 @@ class WatchedRanks(Generic[M]):
             ) from error
 
     async def _in_time(self, awaited: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """What is awaited. Raises TimeoutError when the ranks have made no progress for so many
-        seconds.
+        """Awaits a result. Raises TimeoutError after `deadline_s` seconds without progress of the
+        ranks.
         """
         began_s, left_s = time.monotonic(), deadline_s
         waiting = asyncio.ensure_future(awaited)
@@ -144,9 +148,9 @@ class WatchedRanks(Generic[M]):
     async def served(
         self, server: Server, service: str, stop: asyncio.Event, grace_s: float
     ) -> AsyncIterator[None]:
-        """Starts server and ranks and waits for `stop`; the body runs while the ranks still do.
+        """Starts server and ranks and waits for `stop`. The body then runs with the ranks still up.
 
-        Raises what the first start of the ranks raised. Afterwards no rank is left.
+        Raises the error of a failed first start. Afterwards no rank is left.
         """
         server.set_serving(service, False)
         await server.start()
@@ -166,7 +170,7 @@ class WatchedRanks(Generic[M]):
             await server.stop(_LAST_WORDS_S)
 
     async def _show_health(self, server: Server, service: str) -> None:
-        """For ever: the service serves while the ranks take commands."""
+        """Keeps the health status equal to whether the ranks accept commands; never returns."""
         while True:
             await self._ready.wait()
             server.set_serving(service, True)
@@ -174,14 +178,14 @@ class WatchedRanks(Generic[M]):
             server.set_serving(service, False)
 
     async def send(self, message: M) -> None:
-        """One message to every rank. Raises RankLost when one is gone."""
+        """Sends one message to every rank. Raises RankLost if a rank is gone."""
         await self._group.send(self._messages.encode(message))
 
     async def run(self, command: Any, last: type[Any], deadline_s: float) -> AsyncGenerator[Any]:
-        """Sends a command under a number of its own and yields its news up to one that is `last`.
+        """Sends a command under a new id and yields its replies, up to the first of type `last`.
 
-        Raises what the ranks report, Unavailable when one is lost, DeadlineExceeded when they make
-        no progress for so long.
+        Raises the errors that ranks report, Unavailable if a rank is lost, and DeadlineExceeded
+        after `deadline_s` seconds without progress.
         """
         number = next(self._commands)
         self.works_on(type(command).__name__.lower())
@@ -204,17 +208,17 @@ class WatchedRanks(Generic[M]):
             self.works_on("")
 
     def kill(self) -> None:
-        """SIGKILL every rank; supervision starts them again."""
+        """Sends SIGKILL to every rank; supervision restarts the group."""
         self._group.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """Ends all ranks; cancel `supervise` first."""
+        """Stops all ranks; cancel `supervise` first."""
         await self._group.stop(grace_s)
 
     async def _start(self) -> None:
         await self._group.start(self._start_deadline_s)
         while not self._take(*await self._group.receive(self._start_deadline_s)):
-            pass  # what it does before it tells where it stands, such as a replay
+            pass  # work before the first position report, such as a replay
         await self._on_start()
         self._down.clear()
         self._ready.set()
@@ -224,7 +228,7 @@ class WatchedRanks(Generic[M]):
             self._lost_s = None
 
     async def _lose(self, error: PacelineError) -> None:
-        """Tells everybody who waits, and ends what is left of the ranks."""
+        """Notifies all waiting callers of the loss and stops the remaining ranks."""
         if self._lost_s is None:
             self._lost_s = time.monotonic()
         tell_supervisor("impaired", str(error).partition("\n")[0])
@@ -237,7 +241,7 @@ class WatchedRanks(Generic[M]):
         await self._group.end_ranks(0.0)
 
     async def _listen(self) -> None:
-        """Takes messages for ever; ends with RankLost."""
+        """Dispatches messages until RankLost."""
         while True:
             try:
                 rank, data = await self._group.receive(_IDLE_S)
@@ -246,14 +250,16 @@ class WatchedRanks(Generic[M]):
             self._take(rank, data)
 
     def _take_progress(self, rank: int, data: bytes) -> bool:
-        """Takes a word of progress at once, while other ranks start; any other message waits."""
+        """Dispatches a progress report during the start; returns False for other messages, which
+        wait.
+        """
         progress = isinstance(self._messages.decode(data), Doing | Impaired)
         if progress:
             self._take(rank, data)
         return progress
 
     def _take(self, rank: int, data: bytes) -> bool:
-        """Whether it was a word for the service, not only of what a rank is at."""
+        """Dispatches a message. Returns False for a progress report, True for any other message."""
         message = self._messages.decode(data)
         self._doing.moves()
         if isinstance(message, Impaired):

@@ -2,9 +2,9 @@
 (ArcticTraining), methods "sum_lstm" and "sum_rnn".
 
 Names and config.json of the checkpoint are from Arctic Inference's plug-in for vLLM. net.py
-for what is not the cell's, net.py for which widths there are. With a the token's weight ew / sw
-(as in mlp.py, its D the first of inner_dim) and, of sum_lstm, W the first projections for draft 0
-and the second ones for all others, E the token's embedding:
+describes the parts outside the cell and the valid widths. a is the token's weight ew / sw (as in
+mlp.py, with the first width of inner_dim as D) and E the token's embedding. In sum_lstm, W is the
+first projections for draft 0, and the second projections for all later drafts:
 
     f, i, o = sigmoid(W h + a E(token)), each with its own W and E
     c = f c + i GELU(cell_ln(W_c h + a E_c(token))), initially c = 0
