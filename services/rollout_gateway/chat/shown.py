@@ -84,7 +84,7 @@ class ShownTools:
 
     def fitted(self, request: ChatRequest, kept: int = 0) -> tuple[ChatRequest, int]:
         """The request with all its tools, calls and results where the template shows them, and the
-        number of messages inserted before it. `kept`: number of first messages with recorded tokens.
+        number of messages inserted before it. `kept`: first messages with recorded tokens.
 
         Raises InvalidInput for dropped parts if there is no default prompt.
         """
@@ -116,7 +116,7 @@ class ShownTools:
 
     def unread(self, request: ChatRequest, kept: int = 0) -> tuple[str, ...]:
         """Parts (`name`, `reasoning`) of a message that the template writes for no message of its
-        role. `kept`: number of first messages with recorded tokens.
+        role. `kept`: first messages with recorded tokens.
         """
         given = {
             (part, message.role)

@@ -7,11 +7,11 @@ is "share" (of passed tests and cases, the default) or "all" (1.0 when every tes
 else 0.0). In tests, names of builtins and of standard modules keep their meaning, even if the code
 redefines them. metadata["entry_point"] is the name that the code has to define.
 
-Code earns nothing by these tricks: it prints or exits its way out; it redefines assert, builtins or
-modules that the tests use; it returns an object that equals or exceeds everything; it reads the
-tests or the expected outputs; it reaches the report. Expected outputs never enter the sandbox.
-Tests run there in their own process (code_harness.py) and report under a word that the code's
-process never holds.
+Code earns nothing by printing or exiting its way out, or by returning an object that equals or
+exceeds everything. It cannot redefine assert, builtins or modules for the tests. It cannot read the
+tests or the expected outputs, or reach the report. Expected outputs never enter the sandbox. Tests
+run there in their own process (code_harness.py) and report under a word that the code's process
+never holds.
 
 These tricks remain possible: the code answers from memory, or guesses from the arguments; it
 distinguishes tests by their arguments and their order; it decides whether two objects of its own
