@@ -54,7 +54,7 @@ QUEUE_BATCHES = 64
 newest rows.
 """
 GATHER_BYTES = 128 << 20
-"""Bytes of rows held for running requests; rows beyond that are dropped and counted."""
+"""Bytes of rows held for running requests; further rows are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True)

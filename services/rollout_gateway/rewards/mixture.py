@@ -57,8 +57,10 @@ class Mixture:
 
 
 def check_mixtures(mixtures: Mapping[str, Mapping[str, float]], rules: Collection[str]) -> None:
-    """Raises ConfigError for an invalid mixture: it has a rule's name or no part, a part is no rule
-    of `rules` (for example another mixture), or its weights are not finite or all 0.
+    """Raises ConfigError for a mixture with a rule's name or without parts.
+
+    Also for a part that is no rule of `rules` (for example another mixture), and for weights that
+    are not finite or all 0.
     """
     for name, weights in mixtures.items():
         place = f"{SETTING}.{name}"

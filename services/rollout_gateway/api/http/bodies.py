@@ -1,7 +1,7 @@
 """Reads and checks request bodies under limits, and reports faults by field.
 
-A body is refused while it arrives if it could exceed the model's context, or has more values than
-can be checked without delaying other requests.
+A body is refused while it arrives if it could exceed the model's context. It is also refused if
+checking its values would delay other requests.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class ChildProcess:
     async def ask(self, request: pipes.Request, deadline_s: float) -> pipes.Answer:
         """The answer to one request; one request at a time.
 
-        The child is killed when it does not answer in time (DeadlineExceeded), when it ends or
-        sends an invalid answer (Unavailable), and when its caller is cancelled.
+        The child is killed when it does not answer in time (DeadlineExceeded). It is also killed
+        when it ends or sends an invalid answer (Unavailable), and when its caller is cancelled.
         """
         return await self._exchange(pipes.encode(request), deadline_s)
 

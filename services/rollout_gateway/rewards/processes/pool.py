@@ -61,8 +61,8 @@ class Children:
     async def score(self, path: str, episode: Episode) -> float | None:
         """The score of the rule at an import path; waits for a free child.
 
-        Raises Unscored when the rule raises or takes too long, ConfigError when it cannot be built,
-        Unavailable when one child after the other fails to start or dies.
+        Raises Unscored when the rule raises or takes too long, and ConfigError when it cannot be
+        built. Raises Unavailable when one child after the other fails to start or dies.
         """
         answer = await self._ask(path, ScoreEpisodes(path, (episode,)))
         if isinstance(answer, Rewards) and not isinstance(reward := answer.values[0], Raised):

@@ -1,8 +1,8 @@
 """Replays given token ids under a cost table: an engine without model and torch, for tests and
 benches.
 
-It fulfils the whole engine contract (speculation arms chosen by the bandit, versions, pause modes,
-capture, abort), so that tests of all layers above take milliseconds. A response depends on (prompt,
+It fulfils the whole engine contract: speculation arms chosen by the bandit, versions, pause modes,
+capture, abort. So tests of all layers above it take milliseconds. A response depends on (prompt,
 seed) alone, never on arm, batch or time (replies.py selects it, request.py emits it). A round's
 seconds are read from a cost table (arm, batch size) and spent on an injected clock. The clock is
 virtual by default and never sleeps; `real_time` sleeps, for benches.
