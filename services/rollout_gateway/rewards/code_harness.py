@@ -241,8 +241,8 @@ class Master:
         """The tests' globals: standard modules, then the code's definitions.
 
         A definition that shadows a builtin or one of the modules is left out, since the tests mean
-        the original. The entry point is never left out. Raises KeyError when the code lacks the entry
-        point, and the code's own error at loading.
+        the original. The entry point is never left out. Raises KeyError when the code lacks the
+        entry point, and the code's own error at loading.
         """
         found = self._value(self._wire.receive())
         taken = {*vars(builtins), *modules} - {entry_point}
