@@ -2,5 +2,6 @@
 
 import os
 
-# Workers are forked and at once replaced by exec; gRPC's own fork hooks only complain about it.
+# Workers are forked and replaced by exec at once, so gRPC's own fork hooks would only log
+# complaints.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

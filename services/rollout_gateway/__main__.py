@@ -14,10 +14,10 @@ with uncollected():
 
 
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set: what workers are forked from imports torch while this process
-    imports the rest of the gateway.
+    """Serve until `stop` is set. The forker of the workers imports torch while this process imports
+    the rest of the gateway.
 
-    Raises what replicas/serving.py raises.
+    Raises the errors of replicas/serving.py.
     """
     forker = None
     if config.replicas == 1:

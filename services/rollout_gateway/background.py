@@ -1,4 +1,4 @@
-"""Tasks beside the one that runs. Owns that none of them ends unseen or is left behind."""
+"""Runs background tasks of the event loop, logs their failures and cancels them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = get_logger(__name__)
 
 
 def background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task whose failure is logged with its traceback."""
+    """Start a task; its failure is logged with its traceback."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_failure)
     return task
@@ -32,8 +32,8 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
-    """Returns or raises when one of these does; the others are cancelled, so none of them may take
-    anything out.
+    """Return or raise when the first coroutine does. The other coroutines are cancelled, so a
+    coroutine must not consume data before it returns.
     """
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:

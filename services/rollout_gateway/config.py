@@ -1,4 +1,4 @@
-"""Names the settings of the gateway, with defaults and ranges."""
+"""Declares the gateway's settings, with defaults and ranges."""
 
 from __future__ import annotations
 
@@ -177,21 +177,21 @@ class ToolServerConfig(Config):
     """A server of the Model Context Protocol."""
 
     command: tuple[str, ...] = ()
-    """Program and its arguments, which speaks on its standard streams."""
+    """Program and its arguments; it speaks the protocol on its standard streams."""
     env: dict[str, str] = Field(default={}, repr=False)
-    """Environment of the program, besides PATH, HOME and their like."""
+    """Environment of the program, in addition to PATH, HOME and similar variables."""
     url: str = ""
-    """Or where the server listens (streamable HTTP)."""
+    """URL of a running server (streamable HTTP), instead of a command."""
     token_env: str = ""
-    """Environment variable with the bearer token that the server at a url asks for."""
+    """Environment variable with the bearer token for the server at url."""
     tools: tuple[str, ...] = ()
-    """Those of its tools that are offered; empty: all."""
+    """Tools of the server that the model may call; empty: all."""
     deadline_s: float = Field(default=30, gt=0)
-    """Seconds of its start, and of one call."""
+    """Maximum time of its start, and of one call, seconds."""
 
     @property
     def place(self) -> str:
-        """Where it is."""
+        """The server's URL, or its command line."""
         return self.url or " ".join(self.command)
 
     @model_validator(mode="after")
@@ -232,7 +232,7 @@ class ModelRewardConfig(Config):
     max_batch: int = Field(default=16, ge=1)
     """Maximum texts per batch."""
     max_tokens: int = Field(default=2048, ge=8)
-    """Maximum tokens of a text; of a longer text only the end is read."""
+    """Maximum tokens of a text; a longer text loses its beginning."""
     deadline_s: float = Field(default=60, gt=0)
     """Maximum time of a score, seconds."""
 
@@ -272,9 +272,9 @@ class GatewayConfig(ServiceConfig):
     """Whether ledger, trajectories and features are written to Redis; empty: only in a run."""
     replicas: int = Field(default=1, ge=1)
     """Processes (elsewhere called fronts, or API servers) that share the gateway's workers,
-    sessions and tasks behind its addresses, on one host; with several a thin process in front of
-    them holds the addresses and the spool. Each needs a core, and a worker, of which it lends out
-    all but the last in open traffic.
+    sessions and tasks behind its addresses, on one host. With several processes, a thin process in
+    front holds the addresses and the spool. Each needs a core and a worker. In open traffic each
+    lends out all its workers but the last.
     """
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -317,7 +317,9 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def model_dir(self) -> Path:
-        """The checkpoint directory. Raises ConfigError in one line when it is none."""
+        """The checkpoint directory. Raises ConfigError for a path that is no checkpoint
+        directory.
+        """
         if not self.model:
             raise ConfigError(
                 "gateway.model is not set", allowed="a Hugging Face checkpoint directory"
@@ -338,7 +340,7 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def spool(self) -> Path | None:
-        """Directory of the committed and prepared versions; None outside a run: they end with the
+        """Directory of the committed and prepared versions. None outside a run: they end with the
         process.
         """
         if self.spool_dir:

@@ -1,4 +1,4 @@
-"""Names the settings of the engine and of its workers, with defaults and ranges."""
+"""Declares the settings of the engine and of its workers, with defaults and ranges."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class EngineConfig(ModelSettings):
 
     @property
     def profile(self) -> str:
-        """Setting of what the policy of the start is rounded to; "": not rounded."""
+        """The number format of the first policy's rounding; "": not rounded."""
         own = {"embedded": self.embedded.profile, "sglang": self.sglang.profile}
         return own.get(self.kind, "")

@@ -1,4 +1,4 @@
-"""Passes the gateway's settings on to the engine, and makes its workers. Imports no torch."""
+"""Converts the gateway's settings to engine settings, and makes its workers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paceline.services.rollout_gateway.features.publisher import ROW_DTYPES
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
 
 RING_ROWS = 16_384
-"""Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
-tokens of every round.
+"""Rows of each worker's ring: eight prefills of 2,048 tokens between two reads. A read occurs with
+the tokens of every round.
 """
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     """Values of the engine's own settings class (see engines.EngineKind), as JSON types.
 
-    Raises ConfigError; InvalidInput for a script that cannot be used.
+    Raises ConfigError; InvalidInput for an unusable script.
     """
     engine = config.engine
     kind = find_engine(engine.kind)
@@ -65,7 +65,7 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
 
 
 def _script(config: GatewayConfig) -> dict[str, Any]:
-    """What the scripted engine replays; its file may overrule the settings."""
+    """The scripted engine's settings; its file overrides the gateway's settings."""
     from paceline.services.rollout_gateway.testing.scripted.script import read_script
 
     tokenizer = Path(config.tokenizer or config.model) / "tokenizer.json"
@@ -74,7 +74,7 @@ def _script(config: GatewayConfig) -> dict[str, Any]:
 
 
 def row_shape(config: GatewayConfig) -> RowShape | None:
-    """Shape of the hidden rows that workers capture; None where nobody reads any."""
+    """Shape of the hidden rows that workers capture; None when no consumer reads rows."""
     if not config.trajectories:
         return None
     if path := find_engine(config.engine.kind).row_layout:
@@ -86,6 +86,6 @@ def row_shape(config: GatewayConfig) -> RowShape | None:
 
 
 def local_workers(config: GatewayConfig, places: int, forker: Forker | None = None) -> LocalWorkers:
-    """Makes the workers of a host that has `places` of them. `forker`: see LocalWorkers."""
+    """Makes the workers of a host with `places` workers. `forker`: see LocalWorkers."""
     settings, rows = engine_settings(config), row_shape(config)
     return LocalWorkers(config.engine, settings, rows, config.run.heartbeat_s, places, forker)

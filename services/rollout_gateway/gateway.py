@@ -59,7 +59,7 @@ from paceline.weights import SharedSpool, Spool
 STOP_GRACE_S = 10.0
 LENDING_EPOCHS = f"lending_{EPOCHS}"
 _SHARES = 10_000
-"""How finely features.share divides requests."""
+"""Resolution of features.share."""
 
 log = get_logger(__name__)
 
@@ -79,7 +79,7 @@ class Gateway:
         place: ReplicaPlace | None = None,
         forker: Forker | None = None,
     ) -> None:
-        """`place`: of a replica, which shares the spool of its head; `forker`: of the workers."""
+        """`place`: of a replica, which shares the spool of its head. `forker`: of the workers."""
         self.config = config
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
@@ -95,7 +95,7 @@ class Gateway:
         kind: type[Spool] = SharedSpool if place else Spool
         self.spool = open_spool(kind, Path(spool), config)
         self.state = Path(place.state) if place else config.spool
-        """Directory of what is remembered over a restart; None: nothing is."""
+        """Directory of the state kept over a restart; None: no state is kept."""
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
@@ -129,7 +129,7 @@ class Gateway:
         self.expiry = Expiry(self.lending)
 
     def _log_end_tokens(self) -> None:
-        """Log the end tokens; a warning where the model has none."""
+        """Log the end tokens; a warning if the model has none."""
         if self._ends:
             log.info("end tokens", tokens=[str(one) for one in self._ends])
         else:
@@ -139,8 +139,8 @@ class Gateway:
             )
 
     def _room(self) -> int:
-        """Requests inside the engines, one more than fits into each: the next request is there when
-        a place comes free, and no round runs short.
+        """Requests inside the engines, one more than each engine's batch. The extra request fills a
+        free place at once, so that no round runs with too few requests.
         """
         return self.config.worker_count * (self.config.engine.max_batch + 1)
 
@@ -162,8 +162,8 @@ class Gateway:
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.
 
-        Raises ConfigError where code cannot be isolated as configured; "auto" is checked by the
-        first run of code.
+        Raises ConfigError when code cannot be isolated as configured. The isolation "auto" is first
+        checked when code runs.
         """
         self._log_end_tokens()
         if self.config.rewards.sandbox.isolation != "auto":
@@ -175,7 +175,7 @@ class Gateway:
         await self.agents.start()
 
     async def stop(self) -> None:
-        """End workers, send what waits for a few seconds, close connections."""
+        """End workers, send waiting data for a few seconds, close connections."""
         self.aside.stop()
         await self.router.stop()
         await self.rewards.stop()
@@ -207,7 +207,9 @@ class Gateway:
         return Call(self, plan)
 
     def abort(self, generation: Generation) -> None:
-        """Free a request's place in the engine, and its hidden rows: nothing of it is recorded."""
+        """Free a request's place in the engine and its hidden rows; none of its tokens are
+        recorded.
+        """
         self.router.abort(generation)
         self.publisher.forget(generation.request.request_id)
 
@@ -216,7 +218,7 @@ class Gateway:
         return self.queue.place(key)
 
     def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
-        """A turn has ended: its session can be found by it, and its hidden rows go out."""
+        """Handle the end of a turn: index its session by the turn, and publish its hidden rows."""
         assert plan.session is not None
         self.agents.sessions.remember(plan.session, turn)
         if plan.capture:
@@ -235,8 +237,8 @@ class Gateway:
             self.publisher.publish(request.request_id, origin)
 
     def admit(self) -> None:
-        """Raises ResourceExhausted while finished work waits for Redis or for a step above the
-        limit.
+        """Raises ResourceExhausted while finished work above the limit waits for Redis or for a
+        step.
         """
         try:
             self.outbox.admit()
@@ -246,17 +248,17 @@ class Gateway:
             raise
 
     def captures(self, seed: int) -> bool:
-        """Whether the rows of the request with this seed are captured: the same ones in every run
-        of the same seed.
+        """Whether to capture the rows of the request with this seed: the same requests in every run
+        with the same run seed.
         """
         return seed % _SHARES < self.config.features.share * _SHARES
 
     async def set_arm(self, arm: str) -> None:
-        """Force an arm on every worker, also on later ones; "" gives the choice back to the
+        """Force an arm on every worker, later workers included; "" returns the choice to the
         bandit.
         """
         check_arm(self.router.ready, arm)
-        async with self._arming:  # a refused arm gives way to the arm before it
+        async with self._arming:  # a refused arm restores the previous arm
             before, self._forced_arm = self._forced_arm, arm
             answers = await self.router.ask_all(_speculation(arm))
             for answer in answers:
@@ -266,13 +268,13 @@ class Gateway:
                     raise answer
 
     def _orders(self) -> object:
-        """What `_equip` gives a worker."""
+        """The orders that `_equip` sends to a worker."""
         return self.quarantined.paths, self._forced_arm, self.weights.versions
 
     async def _equip(self, process: WorkerProcess) -> None:
-        """What a worker gets before its first request.
+        """Prepare a worker before its first request.
 
-        Raises MissingCapability when it lacks what is configured.
+        Raises MissingCapability when it lacks a configured capability.
         """
         if (
             self.config.features.rejected
@@ -284,8 +286,8 @@ class Gateway:
         await self._force(process)
 
     async def _force(self, process: WorkerProcess) -> None:
-        """The forced arm, on a worker that starts; one whose kind has come to rest drafts nothing,
-        as on the others.
+        """Force the arm on a starting worker. If the arm's drafter rests, the worker drafts
+        nothing, like the other workers.
         """
         deadline = self.config.engine.command_deadline_s
         try:
@@ -304,7 +306,7 @@ def _speculation(arm: str) -> pb.WorkerCommand:
 def _clients(
     config: GatewayConfig,
 ) -> tuple[redis.asyncio.Redis | None, redis.asyncio.Redis | None]:
-    """(durable, features); none without trajectories."""
+    """(durable, features); None without trajectories."""
     if not config.trajectories:
         return None, None
     return connect(config.redis.durable_url), connect(config.redis.features)

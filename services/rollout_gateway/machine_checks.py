@@ -1,7 +1,7 @@
-"""Checks what the gateway needs of a machine: torch, GPUs, SGLang, walls around code of models.
+"""Checks the gateway's requirements of a machine: torch, GPUs, SGLang, isolation of models' code.
 
-A program of its own, because it imports torch. `[--config FILE] [key=value ...]` are its arguments;
-it prints a JSON list of findings.
+This is a separate program, because it imports torch. Its arguments are `[--config FILE] [key=value
+...]`; it prints a JSON list of findings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def torch_and_gpus() -> list[Finding]:
-    """Whether torch is there and sees the GPUs that the machine has."""
+    """Whether torch can be imported and sees the machine's GPUs."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -43,7 +43,7 @@ def torch_and_gpus() -> list[Finding]:
 
 
 def sglang(config: GatewayConfig) -> Finding:
-    """Whether the SGLang that is there can be driven; only its engine needs one."""
+    """Whether the installed SGLang is supported; only the engine kind sglang requires it."""
     from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 
     found = looked_at("sglang", check_installed)
@@ -53,13 +53,13 @@ def sglang(config: GatewayConfig) -> Finding:
 
 
 def places(config: GatewayConfig) -> Finding:
-    """How many engine workers the gateway starts."""
+    """Number of engine workers that the gateway starts."""
     return looked_at("engine workers", lambda: f"{config.worker_count} on this host")
 
 
 async def walls(config: GatewayConfig) -> Finding:
-    """What would shut in the code of models. Only a gateway that asks for walls by name refuses to
-    start without.
+    """Available isolation of models' code. A gateway only refuses to start if its settings name an
+    isolation.
     """
     isolation = config.rewards.sandbox.isolation
     try:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         findings.append(Finding.of_error("gateway settings", error))
         config = GatewayConfig()
     findings += torch_and_gpus()
-    if findings[-1].check == "gpu":  # torch is there, which the engine's host imports
+    if findings[-1].check == "gpu":  # torch is installed, and the engine's host imports it
         findings.append(sglang(config))
     findings += [places(config), asyncio.run(walls(config))]
     if config.model and Path(config.model).is_dir():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.telemetry.metrics import Counter, Gauge, Histogram, UpDownCounter
 
-# 15 ms and 50 ms are the lines of the service level.
+# 15 ms and 50 ms are the limits of the service levels.
 TOKEN_BOUNDARIES_S = (0.002, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0)
 FIRST_BOUNDARIES_S = (0.01, 0.015, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 LENGTH_BOUNDARIES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -16,7 +16,7 @@ HTTP_BOUNDARIES_S = (
 ENGINE = ("engine",)
 ENGINE_WORKER = ("engine", "worker")
 
-# Requests of the engine, when they end.
+# Requests of the engine, at their end.
 TIME_TO_FIRST_TOKEN = Histogram(
     "paceline.engine.time_to_first_token",
     "s",
@@ -59,7 +59,7 @@ QUARANTINED = UpDownCounter(
     "1 for each path that the audit found inexact and disabled",
 )
 
-# Workers, when somebody looks.
+# Workers, at a poll.
 ENGINE_TOKENS = Counter(
     "paceline.engine.tokens",
     "{token}",
@@ -269,7 +269,7 @@ QUEUE_WAIT = Histogram(
     WAIT_BOUNDARIES_S,
 )
 
-# Rewards: one series a rule, its name or the import path of a user's own; at most 64 of those.
+# Rewards: one series per rule, by its name or the import path of a user's rule; at most 64 series.
 SCORES = Counter("paceline.reward.scores", "{score}", ("rule",), "finite rewards")
 UNSCORED = Counter(
     "paceline.reward.unscored",

@@ -1,4 +1,4 @@
-"""Opens a gateway's spool at the versions that its configuration names."""
+"""Opens a gateway's spool with the configured versions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ S = TypeVar("S", bound=Spool)
 
 
 def open_spool(kind: type[S], directory: Path, config: GatewayConfig) -> S:
-    """What serves before the first commit is the configured policy, drafter and profile. Raises
-    ConfigError for a profile that is none.
+    """Open a spool. Before the first commit it serves the configured policy, drafter and profile.
+    Raises ConfigError for an invalid profile.
     """
     initial = {int(pb.WEIGHT_TARGET_POLICY): config.model_dir}
     drafter = Path(config.drafter)

@@ -1,4 +1,4 @@
-"""Says where a replica of the gateway stands: its number, its workers, its sockets, its files."""
+"""Describes the place of a gateway's replica: its number, workers, sockets and files."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from paceline.whole_files import write_whole
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """One replica. Its workers are numbered on among those of the run."""
+    """One replica. Its workers have consecutive numbers within the run."""
 
     shard: Shard
     first_worker: int
     workers: int
     places_here: int  # workers of all replicas
     sockets: str  # directory of its sockets, private to this user
-    state: str  # directory of what it remembers over its restarts
+    state: str  # directory of its state over restarts
 
     @property
     def name(self) -> str:
-        """In logs, and of its log file."""
+        """Name in logs, and of its log file."""
         return f"gateway-{self.shard.index}"
 
     @property
     def address(self) -> str:
-        """Of its gRPC server."""
+        """Address of its gRPC server."""
         return f"unix:{self.sockets}/{self.shard.index}.grpc"
 
     @property
@@ -42,14 +42,14 @@ class ReplicaPlace:
         return f"{self.sockets}/{self.shard.index}.http"
 
     def holds(self, worker: int) -> bool:
-        """Whether a worker of the run, by its number, is this replica's."""
+        """Whether this replica has the worker with this number within the run."""
         return self.first_worker <= worker < self.first_worker + self.workers
 
 
 def places(config: GatewayConfig, spool: Path, sockets: Path) -> list[ReplicaPlace]:
-    """The replicas of a gateway, which share its workers as evenly as can be.
+    """The replicas of a gateway, with equal shares of its workers as far as possible.
 
-    Raises ConfigError where there are fewer workers than replicas.
+    Raises ConfigError when there are fewer workers than replicas.
     """
     count, workers = config.replicas, config.worker_count
     if count > workers:
@@ -72,8 +72,8 @@ def places(config: GatewayConfig, spool: Path, sockets: Path) -> list[ReplicaPla
 
 
 def check_cores(config: GatewayConfig, cores: int) -> None:
-    """Raises ConfigError for more replicas than cores: each keeps one busy with streams, and those
-    that take turns on one make every stream wait.
+    """Raises ConfigError for more replicas than cores. Each replica keeps a core busy with streams;
+    on a shared core every stream would wait.
     """
     if config.replicas > cores:
         raise ConfigError(
@@ -84,19 +84,19 @@ def check_cores(config: GatewayConfig, cores: int) -> None:
 
 
 def inside(security: SecurityConfig) -> SecurityConfig:
-    """Of connections between head and replicas: sockets in a private directory need no TLS."""
+    """Security settings between head and replicas. Sockets in a private directory need no TLS."""
     return security.model_copy(update={"tls_cert": "", "tls_key": "", "tls_ca": ""})
 
 
 def write_place(path: Path, place: ReplicaPlace, config: GatewayConfig, spool: Path) -> None:
-    """Store what a replica's process starts from, for this user alone."""
+    """Store the start settings of a replica's process, readable by this user only."""
     own = _own_settings(place, config).model_copy(update={"spool_dir": str(spool), "replicas": 1})
     told = {"place": to_object(place), "config": own.model_dump(mode="json")}
     write_whole(path, json.dumps(told))
 
 
 def _own_settings(place: ReplicaPlace, config: GatewayConfig) -> GatewayConfig:
-    """The settings with a replica's share of what the gateway as a whole may hold."""
+    """The settings with the replica's share of the whole gateway's limits."""
 
     def share(total: int) -> int:
         return -(-total // place.shard.count)
@@ -116,6 +116,6 @@ def _own_settings(place: ReplicaPlace, config: GatewayConfig) -> GatewayConfig:
 
 
 def read_place(path: Path) -> tuple[ReplicaPlace, GatewayConfig]:
-    """What `write_place` stored."""
+    """The content that `write_place` stored."""
     told = json.loads(path.read_text(encoding="utf-8"))
     return from_object(ReplicaPlace, told["place"]), GatewayConfig.model_validate(told["config"])

@@ -1,4 +1,6 @@
-"""Says what the gateway and its engine workers do now, and whom the work that is left waits for."""
+"""Reports the current work of the gateway and its engine workers, and the service that remaining
+work waits for.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 
 async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProgressResponse:
-    """The gateway, then its workers. Asks no worker: one may not answer. `weights`: their
-    reception, where this process has one.
+    """Progress of the gateway, then of its workers. Sends no command to a worker, because a worker
+    may be silent. `weights`: the activity of receiving weights, if this process does.
     """
     seats = gateway.router.seats
     workers = [_worker(seat) for seat in seats]
@@ -45,7 +47,7 @@ def _worker(seat: Seat) -> Part:
         part = seat.activity.part(trouble="it is being started")
     else:
         part = seat.activity.part({"requests": len(seat.live)}, trouble=stopped([process.pid]))
-    part.ClearField("last_span")  # of this process, not of the worker
+    part.ClearField("last_span")  # it belongs to this process, not to the worker
     if process is not None and process.unanswered:
         part.doing = part.doing or "takes a command"
         part.still_s = min(part.still_s, process.still_s)

@@ -1,7 +1,7 @@
-"""Compares the reading of a model directory with transformers' tokenizer of the same directory.
+"""Compares the gateway's reading of a model directory with transformers' tokenizer.
 
-A program of its own, because it imports transformers: `MODEL [TOKENIZER]` are its arguments, and it
-prints a JSON list of findings. torch stays out, which keeps the import short.
+This is a separate program, because it imports transformers. Its arguments are `MODEL [TOKENIZER]`;
+it prints a JSON list of findings. It does not load torch, which keeps the import short.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ TOOL = {
     },
 }
 TOKENS = 200
-"""Tokens whose bytes are compared."""
+"""Number of tokens with compared bytes."""
 READING = "model reading"
 _ADVICE = "a directory as transformers saves it: tokenizer.save_pretrained(directory)"
 _SHOWN = 120
 
 
 def compared(model: Path, tokenizer: Path) -> list[Finding]:
-    """Every difference to transformers: `fail` where text would be misread, else `warn`."""
+    """Every difference to transformers: `fail` if text would be misread, else `warn`."""
     check_vocabulary(read_text(tokenizer), read_object(model / "config.json").get("vocab_size"))
     if find_spec("transformers") is None:
         return [Finding(READING, "ok", "not compared: transformers is not installed")]
     try:
         theirs = _load(tokenizer)
-    except Exception as error:  # noqa: BLE001 - other people's code over other people's files
+    except Exception as error:  # noqa: BLE001 - foreign code over foreign files
         seen = f"transformers cannot read {tokenizer}: {type(error).__name__}: {error}"
         return [Finding(READING, "warn", seen[:400], _ADVICE)]
     codec = TextCodec(tokenizer)
@@ -133,7 +133,7 @@ def _chats(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
 
 
 def _bytes(model: Path, ends: Sequence[int], codec: TextCodec, theirs: Any) -> Iterator[Finding]:
-    """Bytes that a grammar has of a token, against transformers' text of the token in a text."""
+    """Compare a grammar's bytes of a token with transformers' text of the token within a text."""
     if find_spec("llguidance") is None:
         return
     vocab_size = read_object(model / "config.json").get("vocab_size", codec.files.size)
@@ -157,9 +157,7 @@ def _bytes(model: Path, ends: Sequence[int], codec: TextCodec, theirs: Any) -> I
 
 
 def grammar_bytes(directory: Path, vocab_size: int, end_ids: Sequence[int]) -> list[bytes]:
-    """[V] the bytes that a grammar has of each token. Raises InvalidInput where tokens are no
-    bytes.
-    """
+    """[V] a grammar's bytes of each token. Raises InvalidInput when tokens have no bytes."""
     from paceline.services.rollout_gateway.engines.requests.grammar_tokens import GrammarTokens
 
     return GrammarTokens(directory / "tokenizer.json", vocab_size, end_ids or [0]).tokens
@@ -177,7 +175,7 @@ def _difference(codec: TextCodec, ours: Sequence[int], theirs: Sequence[int]) ->
 
 
 def _parting(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """The first place at which the two differ."""
+    """The first index at which the two differ."""
     pairs = zip(ours, theirs, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
 

@@ -1,4 +1,4 @@
-"""The gateway as a process: gRPC and HTTP on one event loop. Owns the order of start and stop."""
+"""The gateway's process: gRPC and HTTP on one event loop, started and stopped in order."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ REPLICA_SERVICE = "paceline.v1.ReplicaService"
 STOP_GRACE_S = 2.0
 START_DEADLINE_S = 10.0
 BACKLOG = 65_535
-"""Connections that wait to be taken; the system has a bound of its own (net.core.somaxconn). One
-that finds no place is tried again by the client's system after a second, then two, then four.
+"""Connections that wait to be accepted; the system has its own limit (net.core.somaxconn). The
+client's system retries a refused connection after one second, then two, then four.
 """
 COLLECT_AFTER = 10_000
-"""New objects after which Python looks for cycles. By its own 700 it went through all that 10,000
-sessions hold so often that it took a quarter of the CPU time, a second at a time.
+"""New objects after which Python searches for cycles. With Python's default of 700, a gateway with
+10,000 sessions spent a quarter of its CPU time in pauses of a second.
 """
 log = get_logger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers (the process has its own) and with an event for its
+    """uvicorn without its signal handlers (the process has its own), and with an event for its
     start.
     """
 
@@ -79,7 +79,7 @@ class HttpServer(uvicorn.Server):
 async def running(
     config: GatewayConfig, place: ReplicaPlace | None = None, forker: Forker | None = None
 ) -> AsyncIterator[tuple[int, int]]:
-    """A gateway inside the block, or a replica of one; gives its gRPC and HTTP ports."""
+    """A gateway inside the block, or a replica of a gateway; yields its gRPC and HTTP ports."""
     gateway = Gateway(config, place, forker)
     guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
     rollouts, receives = RolloutServicer(gateway, guard), None
@@ -112,7 +112,7 @@ async def running(
             gateway.expiry.start()
             with _collected_seldom():
                 log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-                if place is not None:  # the head is in the router's list, for all
+                if place is not None:  # the head enters the router's list for all replicas
                     yield port, http_port
                     return
                 async with listed(config, gateway.model, http_port):
@@ -129,9 +129,9 @@ async def running(
 
 
 async def _compare_reading(config: GatewayConfig | None) -> None:
-    """Compares the reading of the model with transformers', beside the start of the engine.
+    """Compare the reading of the model with transformers', while the engine starts.
 
-    Raises ConfigError where text would be misread. None and the scripted engine: nothing is done.
+    Raises ConfigError if text would be misread. Does nothing for None and the scripted engine.
     """
     if config is None or config.engine.kind == "scripted":
         return
@@ -142,8 +142,8 @@ async def _compare_reading(config: GatewayConfig | None) -> None:
 
 @contextlib.contextmanager
 def _collected_seldom() -> Iterator[None]:
-    """What lives as long as the process need not be looked through while streams wait, and what
-    lives as long as a session not so often.
+    """Keep Python's cycle search away from objects that live as long as the process, and run it
+    less often for the objects of sessions.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -171,10 +171,11 @@ def receiver(
 async def start_http(
     app: ASGIApp, config: GatewayConfig, path: str = ""
 ) -> tuple[HttpServer, asyncio.Task[None], int]:
-    """An HTTP server, its task and its port. `path`: of a unix socket, in the place of the HTTP
-    address, whose port is then 0.
+    """Start an HTTP server; returns the server, its task and its port. `path`: of a unix socket
+    that replaces the HTTP address; the port is then 0.
 
-    Raises ConfigError where it cannot listen, or where others could use it unseen.
+    Raises ConfigError when it cannot listen, or when other machines could use it without
+    authentication.
     """
     address = config.addresses.http
     _check_reachable(config)
@@ -202,7 +203,7 @@ async def start_http(
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """A new one in the place of what a process before this one has left."""
+    """A new socket; replaces the file of an earlier process."""
     Path(path).unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
@@ -210,7 +211,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 def _check_reachable(config: GatewayConfig) -> None:
-    """Raises ConfigError where others could use the HTTP API unseen."""
+    """Raises ConfigError when other machines could use the HTTP API without authentication."""
     address, security = config.addresses.http, config.security
     closed = security.token and security.tls_cert
     if not (is_loopback(address) or security.allow_insecure or closed):

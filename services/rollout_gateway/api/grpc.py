@@ -1,4 +1,4 @@
-"""RolloutService over gRPC. Owns the translation of calls; the gateway and its runs do the work."""
+"""RolloutService over gRPC: translates calls for the gateway and its runs."""
 
 from __future__ import annotations
 
@@ -142,10 +142,11 @@ class RolloutServicer(RolloutServiceServicer):
         self, request: rpb.RunTasksRequest, context: Any
     ) -> AsyncIterator[rpb.RunTasksResponse]:
         self._guard.check(request.context, Track.ROLLOUTS)
-        await context.send_initial_metadata(())  # the call has its turn: the next may come
+        # the call has its turn, so the next call may arrive
+        await context.send_initial_metadata(())
         activity, news = self._gateway.activity, self.runs.run(request, context.time_remaining())
         activity.begins(f"runs the tasks of step {request.context.step}")
-        self._run_calls += 1  # one that takes over may begin before the last one has ended
+        self._run_calls += 1  # a new call may begin before the call that it replaces has ended
         try:
             async with aclosing(news):
                 async for response in news:
@@ -165,7 +166,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def Quarantine(
         self, request: rpb.QuarantineRequest, context: Any
     ) -> rpb.QuarantineResponse:
-        self._guard.check(request.context, Track.LEARNER)  # whose news it is
+        self._guard.check(request.context, Track.LEARNER)  # the learner sends it
         return rpb.QuarantineResponse(unmet=await self._gateway.quarantined.add(request.paths))
 
     async def ReleaseWorkers(
@@ -190,7 +191,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> AsyncIterator[rpb.WatchTrafficResponse]:
         gateway = self._gateway
         with gateway.expiry.listening():
-            await context.send_initial_metadata(())  # now it counts
+            await context.send_initial_metadata(())  # the caller now counts as listening
             async with aclosing(gateway.router.traffic.news()) as news:
                 async for waiting in news:
                     yield rpb.WatchTrafficResponse(
@@ -273,9 +274,9 @@ def _opened(session: Session, task: EpisodeTask | None = None) -> rpb.OpenSessio
 
 
 def conversation(given: rpb.Conversation, longest: int) -> ChatRequest:
-    """A conversation in the JSON of chat completions, for a model that reads `longest` tokens.
+    """A conversation in the JSON of chat completions, for a model with `longest` tokens of context.
 
-    Raises InvalidInput naming the wrong field.
+    Raises InvalidInput with the wrong field.
     """
     choice: dict[str, Any] | str = given.tool_choice or "auto"
     if choice not in ("auto", "none", "required"):

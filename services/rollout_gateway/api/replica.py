@@ -1,4 +1,4 @@
-"""ReplicaService over gRPC: a replica takes versions and sets from its head."""
+"""ReplicaService over gRPC: a replica gets versions and sets from its head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.v1.replica_pb2_grpc import ReplicaServiceServicer
 
 
 class ReplicaServicer(ReplicaServiceServicer):
-    """The methods of replica.proto. The head calls one at a time."""
+    """The methods of replica.proto. The head makes one call at a time."""
 
     def __init__(self, gateway: Gateway, open_runs: OpenRuns) -> None:
         self._gateway = gateway

@@ -1,8 +1,8 @@
-"""Keeps the gateway in the list of an SGLang router (`sglang-router`), which then hands it requests
-of callers.
+"""Keeps the gateway in the worker list of an SGLang router (`sglang-router`), which then forwards
+callers' requests.
 
-No key goes with the entry. The router would put it before the key of each caller, who would then be
-whoever the gateway's token belongs to.
+The entry contains no key. The router would put that key before each caller's key, and every caller
+would then have the rights of the gateway's token.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.telemetry import get_logger
 
 CALL_S = 5.0
-"""Seconds of one call."""
+"""Maximum seconds of one call."""
 LOOK_S = 10.0
-"""Seconds between two looks whether we are listed: a router that was restarted knows nobody."""
-_WILDCARDS = ("", "0.0.0.0", "[::]")  # noqa: S104 - what is refused
+"""Seconds between two checks of the list, since a restarted router has an empty list."""
+_WILDCARDS = ("", "0.0.0.0", "[::]")  # noqa: S104 - refused addresses
 _FAILURES = (httpx.HTTPError, ValueError, LookupError, TypeError)
-"""No answer, or one that is no list of workers."""
+"""No answer, or an answer without a list of workers."""
 log = get_logger(__name__)
 
 
 def own_url(config: GatewayConfig, port: int) -> str:
-    """Where the router finds the gateway. Raises ConfigError for an address that names no host."""
+    """The gateway's URL for the router. Raises ConfigError for an address without a host name."""
     host = config.addresses.http.rpartition(":")[0]
     if host in _WILDCARDS:
         raise ConfigError(
@@ -46,7 +46,7 @@ def own_url(config: GatewayConfig, port: int) -> str:
 
 @asynccontextmanager
 async def listed(config: GatewayConfig, model: str, port: int) -> AsyncIterator[None]:
-    """In the list of the settings' router inside the block, where there is one."""
+    """Inside the block the gateway is in the list of the configured router, if there is one."""
     if not config.engine.sglang.router:
         yield
         return
@@ -59,7 +59,7 @@ async def listed(config: GatewayConfig, model: str, port: int) -> AsyncIterator[
 
 
 class RouterEntry:
-    """This gateway in the router's list, kept there until `stop`."""
+    """This gateway's entry in the router's list, kept until `stop`."""
 
     def __init__(self, config: GatewayConfig, model: str, port: int) -> None:
         """Raises ConfigError."""
@@ -72,16 +72,14 @@ class RouterEntry:
         options = direct(settings.router, authorities)
         self._client = httpx.AsyncClient(timeout=CALL_S, headers=headers, **options)
         self._task: asyncio.Task[None] | None = None
-        self._said = ""  # what went wrong last, told once
+        self._said = ""  # last reported failure, to report it once
 
     def start(self) -> None:
-        """Enter, and enter again where the router has forgotten; a router that is away is waited
-        for.
-        """
+        """Register with the router, again after its restarts; waits for an unavailable router."""
         self._task = background(self._keep(), "sglang-router")
 
     async def stop(self) -> None:
-        """Leave. A router that cannot be told finds out by its health checks."""
+        """Remove the entry. An unreachable router notices the end by its health checks."""
         await cancel(self._task)
         try:
             for one in await self._ours():
@@ -105,7 +103,7 @@ class RouterEntry:
             await asyncio.sleep(LOOK_S)
 
     async def _ours(self) -> list[dict[str, Any]]:
-        """Our entries. Raises one of _FAILURES."""
+        """This gateway's entries in the list. Raises one of _FAILURES."""
         answer = await self._client.get(self._workers)
         answer.raise_for_status()
         listed = answer.json()["workers"]

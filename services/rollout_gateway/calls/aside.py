@@ -1,9 +1,9 @@
-"""Works on large requests in threads beside the event loop, one of a size at a time.
+"""Works on large requests in threads beside the event loop, one request of a size class at a time.
 
-What a request costs before it is planned grows with its bytes: reading its JSON, its template, its
-tokens, its hashes. Small ones are worked on where they stand. The others wait for one of two
-threads, so that those of some kilobytes do not wait for megabytes, and the loop shares Python's
-lock with two threads at most. What a thread does cannot be interrupted: sizes are bounded before.
+The cost before planning grows with the bytes of a request: JSON, chat template, tokenization and
+hashes. Small requests run directly on the event loop. Medium and large requests each wait for their
+own thread, so that a few kilobytes do not wait for megabytes. At most two threads share Python's
+lock with the loop. A thread's work cannot be interrupted; the callers bound sizes before.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from paceline.errors import ResourceExhausted
 from paceline.services.rollout_gateway import metrics
 
 SMALL_BYTES = 4 << 10
-"""Of a request that costs the loop a few milliseconds at most."""
+"""Largest request that runs on the loop; it takes a few milliseconds at most."""
 LARGE_BYTES = 256 << 10
-"""Above it a request waits for the thread of the large ones."""
+"""A larger request waits for the thread of large requests."""
 MAX_HELD_BYTES = 128 << 20
-"""Of the large requests that are being received, wait or are worked on; more are refused."""
+"""Bytes of large requests that may be received, waiting or in work at once; more are refused."""
 WAIT_S = 60.0
-"""Seconds after which a large request that waits is refused."""
+"""Seconds after which a waiting large request is refused."""
 
 T = TypeVar("T")
 
 
 class LargeRequests:
-    """The threads of one gateway, and what they have to do."""
+    """The two threads of one gateway and the bytes of the requests that they hold."""
 
     def __init__(self, *, most_bytes: int = MAX_HELD_BYTES, wait_s: float = WAIT_S) -> None:
         self._most_bytes = most_bytes
@@ -39,7 +39,7 @@ class LargeRequests:
         self._large = ThreadPoolExecutor(1, "large-request")
 
     def hold(self, size: int) -> None:
-        """Count bytes of a large request. Raises ResourceExhausted when there are too many."""
+        """Count bytes of a large request. Raises ResourceExhausted above the limit of bytes."""
         if self._held_bytes + size > self._most_bytes:
             raise self._refusal(
                 "too many bytes of large requests wait",
@@ -49,13 +49,13 @@ class LargeRequests:
         self._held_bytes += size
 
     def free(self, size: int) -> None:
-        """The bytes are gone."""
+        """Release bytes that `hold` has counted."""
         self._held_bytes -= size
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises; `size`: bytes of the request that it is for.
+        """Return the result of `work`, or raise its exception. `size`: bytes of the request.
 
-        Raises ResourceExhausted when too much waits, or for too long.
+        Raises ResourceExhausted when too many bytes wait, or when this request waits too long.
         """
         if size <= SMALL_BYTES:
             return work()
@@ -73,7 +73,7 @@ class LargeRequests:
             self.free(size)
 
     def stop(self) -> None:
-        """Let go of the threads; what waits for them is forgotten."""
+        """Release the threads and drop their waiting work."""
         for thread in (self._medium, self._large):
             thread.shutdown(wait=False, cancel_futures=True)
 

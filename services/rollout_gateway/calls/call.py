@@ -1,8 +1,8 @@
 """Runs a planned generation through session, queue and engine, and records its turn.
 
-Planned first, so that whatever is wrong with a request is said before the first byte of an answer;
-then run. The tokens of a turn are recorded before its last piece is given out: an agent that
-answers at once finds its history known.
+The plan exists before the run, so that a faulty request is refused before the first byte of an
+answer. The turn's tokens are recorded before its last piece is returned. An agent that replies at
+once therefore finds its history in the session.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ FINISH_NAMES = {
     value: name.removeprefix("FINISH_REASON_").removeprefix("UNSPECIFIED").lower()
     for name, value in tpb.FinishReason.items()
 }
-"""Why a completion ended, by its value on the wire; "" before its end."""
+"""Name of each finish reason by its value on the wire; "" before the end."""
 UNASKED = Sampling(UNSEEDED, 0)
-"""Of a plan before it is known how to draw it."""
+"""Placeholder for a plan before its sampling is decided."""
 _RECORDED = (tpb.FINISH_REASON_STOP, tpb.FINISH_REASON_LENGTH)
 
 
 class Piece(NamedTuple):
-    """News of a completion. chunk.finish_reason is set on the last piece."""
+    """New output of a completion. chunk.finish_reason is set on the last piece."""
 
     chunk: pb.TokenChunk
-    text: str  # text that has become certain
-    delta: Delta | None = None  # of a conversation: what the text means
+    text: str  # text that can no longer change
+    delta: Delta | None = None  # of a conversation: the parsed text
     finish: str = ""  # on the last piece: "stop" | "length" | "tool_calls" | "abort" | "error"
 
     @property
     def content(self) -> str | None:
-        """What it says where it says nothing else; None on the last piece, and with reasoning or
-        calls.
+        """The text of a piece with nothing but content; None on the last piece and on a piece with
+        reasoning or calls.
         """
         delta = self.delta
         if self.finish or (delta is not None and (delta.reasoning or delta.tool_calls)):
@@ -63,43 +63,45 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One generation, checked."""
+    """One checked generation."""
 
-    prompt: tuple[int, ...]  # all tokens that the engine sees first
+    prompt: tuple[int, ...]  # all tokens of the prompt
     completion_id: str = ""
     sampling: Sampling = UNASKED
     session: Session | None = None
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one
-    parser: Callable[[], ChatParser] | None = None  # of a conversation: what parses the answer
+    # of a conversation: makes the parser of the answer
+    parser: Callable[[], ChatParser] | None = None
     unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that no prompt shows
-    overridden: tuple[str, ...] = ()  # sampling that the session has changed, "name=value used"
-    cut: bool = False  # of the prompt only the end is read
-    prompt_text: str = ""  # of a completion that was asked for as text in a session
+    # sampling values that the session has changed, "name=value used"
+    overridden: tuple[str, ...] = ()
+    cut: bool = False  # only the end of the prompt is used
+    prompt_text: str = ""  # of a text completion within a session
     forced_arm: str = ""
     capture: bool = False
-    worker: int | None = None  # the only one that may answer
-    queue_key: str | None = None  # whose turn it takes in the queue; None enters at once
+    worker: int | None = None  # index of the only worker that may answer
+    queue_key: str | None = None  # key in the fair queue; None enters at once
 
     @property
     def new_ids(self) -> tuple[int, ...]:
-        """Tokens of the prompt behind those of the parent."""
+        """The prompt's tokens after the parent turn's tokens."""
         return self.prompt if self.parent is None else self.prompt[len(self.parent.token_ids) :]
 
 
 class EngineAccess(Protocol):
-    """What a call needs of the gateway."""
+    """The part of the gateway that a call uses."""
 
     codec: TextCodec
-    model: str  # what it is called
-    first_worker: int  # number of its first worker among all of the run
+    model: str  # served model name
+    first_worker: int  # number of this gateway's first worker within the run
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
         """Send the request to a worker."""
         ...
 
     def abort(self, generation: Generation) -> None:
-        """Free what it still holds."""
+        """Free the engine's resources of the generation."""
         ...
 
     def place(self, key: str) -> AbstractAsyncContextManager[object]:
@@ -107,23 +109,23 @@ class EngineAccess(Protocol):
         ...
 
     def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
-        """A turn of a session has ended."""
+        """Called when a turn of a session has ended."""
         ...
 
 
 @dataclass
 class Call:
-    """A planned generation as it runs, and what it has said so far."""
+    """A planned generation as it runs, with its output so far."""
 
     engine: EngineAccess
     plan: Plan
     generation: Generation | None = field(default=None, init=False)
     finish: str = field(default="", init=False)  # of the last piece
     _recorded: bool = field(default=False, init=False)
-    _decoded: int = field(default=0, init=False)  # tokens whose text is known
+    _decoded: int = field(default=0, init=False)  # decoded tokens
     _texts: list[str] = field(
         default_factory=list, init=False
-    )  # one growing string would be copied
+    )  # a list, since one growing string would be copied
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -133,34 +135,34 @@ class Call:
 
     @property
     def text(self) -> str:
-        """All that was said."""
+        """The whole text so far."""
         return "".join(self._texts)
 
     @property
     def whole(self) -> pb.TokenChunk:
-        """All that the engine has given out."""
+        """The engine's whole output so far."""
         assert self.generation is not None
         return self.generation.whole
 
     @property
     def message(self) -> Message | None:
-        """Of a conversation: what was said, a prefill included."""
+        """Of a conversation: the answer so far, a prefill included."""
         return None if self._parser is None else self._parser.message
 
     @property
     def deltas(self) -> list[Delta]:
-        """Of a conversation: what was said, without a prefill."""
+        """Of a conversation: the answer's parts, without a prefill."""
         return [] if self._parser is None else self._parser.deltas
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of a conversation's answer that were thought, not said."""
+        """Tokens of the reasoning in a conversation's answer."""
         if self._parser is None:
             return 0
         return self._parser.reasoning_tokens(self.whole.token_ids, self.engine.codec.decode_all)
 
     async def pieces(self, *, stream: bool) -> AsyncGenerator[Piece]:
-        """Piece by piece; one piece when it does not stream.
+        """Yield pieces as they arrive, or a single piece without streaming.
 
         Closing the iterator frees the engine's slot.
         """
@@ -192,9 +194,10 @@ class Call:
                 plan.session.end(len(plan.new_ids), None)
 
     def tell_at_once(self, ready: Callable[[], bool], give: Callable[[Piece], None]) -> None:
-        """From now on `give` gets the pieces, but for the last, as the engine's news come, while
-        `ready` and nothing waits to be drawn from `pieces`, which gives the others. Call it between
-        two of them.
+        """Pass pieces to `give` as the engine returns them, without a task's wake-up.
+
+        This holds while `ready` returns True and no piece waits in `pieces`. Other pieces, and
+        always the last piece, are returned by `pieces`. Call this method between two pieces.
         """
         assert self.generation is not None
 
@@ -207,14 +210,14 @@ class Call:
         self.generation.tell_at_once(take)
 
     async def run(self) -> Call:
-        """To the end, without streaming."""
+        """Run to the end without streaming."""
         async with aclosing(self.pieces(stream=False)) as pieces:
             async for _ in pieces:
                 pass
         return self
 
     def _take(self, chunk: pb.TokenChunk) -> Piece:
-        """The text of new tokens, and what it means."""
+        """Decode and parse the new tokens."""
         finish = FINISH_NAMES[chunk.finish_reason]
         news = self._text(chunk)
         delta = None
@@ -245,7 +248,7 @@ class Call:
         STAGE_SPANS.show(current, number, generation.whole)
 
     def _text(self, chunk: pb.TokenChunk) -> str:
-        """What has become certain with a chunk. Stop strings count from min_tokens on."""
+        """Text that a chunk has made final. Stop strings count from min_tokens on."""
         sampling, shown = self.plan.sampling, list(chunk.token_ids)
         keep = sampling.include_stop_str_in_output
         if chunk.finish_reason and not keep and self._stopping_token(chunk) is not None:
@@ -263,19 +266,19 @@ class Call:
 
     @property
     def stopped_by(self) -> int | str | None:
-        """The stop token or stop string of the caller that ended the response, if one did."""
+        """The caller's stop token or stop string that ended the response; None without either."""
         token = self._stopping_token(self.whole)
         return token if token is not None else self.whole.matched_stop or None
 
     def _stopping_token(self, chunk: pb.TokenChunk) -> int | None:
-        """The last token, where it is one of those that were to end the response."""
+        """The last token if it is a stop token that ended the response."""
         stopped = chunk.finish_reason == tpb.FINISH_REASON_STOP and chunk.token_ids
         last = chunk.token_ids[-1] if stopped and not chunk.matched_stop else None
         return last if last in self.plan.sampling.stop_token_ids else None
 
     def _record(self, generation: Generation) -> None:
         plan, chunk = self.plan, generation.whole
-        nothing = not chunk.token_ids  # only the prompt was scored
+        nothing = not chunk.token_ids  # the engine only scored the prompt
         if plan.session is None or nothing or chunk.finish_reason not in _RECORDED:
             return
         message = self.message
@@ -296,8 +299,8 @@ class Call:
             message=message,
             digest=message.digest(plan.digest) if message is not None else b"",
         )
-        # With the stop string that the answer leaves out: a prompt is that of the tokens or it is
-        # another history.
+        # The text includes a stop string that the answer leaves out, because a later prompt has to
+        # match all tokens of the turn.
         seen = (
             plan.prompt_text + self.engine.codec.decode(turn.response_ids)
             if plan.prompt_text
@@ -310,17 +313,16 @@ class Call:
 
 
 def _refuse(chunk: pb.TokenChunk) -> None:
-    """Raises what the engine refused for the caller's reasons, or for now, and what its numbers
-    make worthless.
-    """
+    """Raise the engine's error: a fault of the request, a temporary refusal, or invalid numbers."""
     for kind in (Unavailable, InvalidInput, DataLoss):
         if chunk.error.startswith(f"{kind.reason}: "):
             raise kind(chunk.error.partition(": ")[2])
 
 
 def generation_seed(base: int, number: int) -> int:
-    """Seed of a session's generation `number`, an unsigned 63-bit integer; the first one draws with
-    the base itself.
+    """Seed of a session's generation `number`, an unsigned 63-bit integer.
+
+    Generation 0 uses the base itself.
     """
     if number == 0:
         return base

@@ -1,4 +1,4 @@
-"""Refuses what the serving engine would refuse, before a request is sent there."""
+"""Refuses requests that the engine would refuse, before they are sent to a worker."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CHECKED_FIELDS = (
     "tool_choice",
     "truncate_prompt_tokens",
 )
-"""Fields of a request that a refusal may begin with."""
+"""Fields of a request that an error message may begin with."""
 
 
 def check_request(
     ready: pb.WorkerReady, prompt: Sequence[int], sampling: Sampling, forced_arm: str = ""
 ) -> None:
-    """Raises InvalidInput naming the field that the engine would refuse, or MissingCapability."""
+    """Raises InvalidInput with the field that the engine would refuse, or MissingCapability."""
     check_prompt(tuple(prompt), ready.vocab_size, ready.max_sequence_tokens)
     check_sampling(sampling, ready.vocab_size)
     _check_capabilities(ready, sampling)
@@ -48,7 +48,7 @@ def check_request(
 
 
 def check_arm(ready: pb.WorkerReady, arm: str) -> None:
-    """Raises InvalidInput for an arm that the engine does not serve; "" is none."""
+    """Raises InvalidInput for an arm that the engine does not serve; "" means no forced arm."""
     if arm and arm not in ready.arms:
         raise InvalidInput("unknown arm", seen=arm, allowed=", ".join(ready.arms))
 
@@ -70,7 +70,7 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
 
 
 def _adjusting(sampling: Sampling) -> str:
-    """What of it changes logits before the draw."""
+    """The request's setting that changes logits before the draw; "" without any."""
     if sampling.confined:
         return "min_tokens" if sampling.min_tokens else "allowed_token_ids"
     return "a penalty or logit_bias" if sampling.adjusted else ""

@@ -1,6 +1,6 @@
-"""Plans generations: finds the session and turn that a request extends, and checks what it asks.
+"""Plans generations: finds the session and turn that a request extends, and checks the request.
 
-Nothing is begun here: a plan that is refused leaves no trace.
+A plan changes no state: a refused request leaves no trace.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
 CUT_CONTEXTS = 8
-"""A prompt of which the end is read may be so many times as long as what the model reads."""
+"""Longest prompt that may be truncated, as a multiple of the model's longest prompt."""
 AskedSampling = Callable[[int], tpb.SamplingParams]
-"""Tokens left in the sequence -> how to draw the first choice, as the caller's door spells it."""
+"""Maps the tokens left in the sequence to the first choice's sampling, as the caller's API spells
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Who asks for generations, and how they are drawn."""
+    """The caller of a request and its sampling."""
 
     caller: Caller
     sampling: AskedSampling
     completion_id: str
-    count: int = 1  # of each prompt; with a seed, choice i draws with seed + i
+    count: int = 1  # choices per prompt; with a seed, choice i draws with seed + i
     forced_arm: str = ""
     size: int = 0  # bytes of the request
-    special: bool = True  # a text prompt gets the tokens that the tokenizer puts around one
-    kept: int | None = None  # last tokens of a prompt that are read; None: all, -1: what fits
+    special: bool = True  # the tokenizer adds its special tokens around a text prompt
+    kept: int | None = None  # last tokens of a prompt to keep; None: all, -1: as many as fit
 
 
 class Planner:
-    """Plans what callers ask for."""
+    """Plans the generations of requests."""
 
     def __init__(
         self,
@@ -68,9 +70,9 @@ class Planner:
         """Prompts of conversations."""
 
     async def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
-        """Answers to one conversation.
+        """Plan the answers to one conversation.
 
-        Raises InvalidInput for what cannot be rendered, drawn or trained.
+        Raises InvalidInput for a conversation that cannot be rendered, drawn or trained.
         """
         if request.tool_choice.mode == "none":
             request = replace(request, tools=(), tool_choice=ToolChoice())
@@ -100,8 +102,8 @@ class Planner:
         return self._within(session, plans, implicit=given is None)
 
     def _holds_calls(self, session: Session | None) -> bool:
-        """Whether calls of tools follow a grammar where one is asked for, in a session or without
-        one. Tokens that may be trained are the policy's own choice.
+        """Whether a grammar constrains tool calls when the request wants it. Tokens that may be
+        trained stay the policy's own choice, in a given session or an implicit one.
         """
         where = self._config.chat.tool_grammars
         if where == "never" or Capability.GRAMMARS not in self._ready().capabilities:
@@ -113,7 +115,7 @@ class Planner:
         return where == "always" or not trained
 
     async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
-        """Continuations of each prompt, text or token ids."""
+        """Plan the continuations of each prompt, text or token ids."""
         found = [self._cut(asked, await self._continued(asked, prompt)) for prompt in prompts]
         own = self._own(asked.caller.session, implicit=False)
         plans = await self._aside.run(asked.size, lambda: self._drawn(asked, found, own))
@@ -121,15 +123,15 @@ class Planner:
 
     @property
     def _longest(self) -> int:
-        """Tokens of a prompt at most: one is left for the answer."""
+        """Longest prompt in tokens; one token is left for the answer."""
         return self._ready().max_sequence_tokens - 1
 
     def _readable(self, asked: Asked) -> int:
-        """Tokens that a prompt may have before it is cut."""
+        """Tokens that a prompt may have before truncation."""
         return self._longest if asked.kept is None else CUT_CONTEXTS * self._longest
 
     def _cut(self, asked: Asked, plan: Plan) -> Plan:
-        """The plan with what is read of its prompt; one that lost its beginning extends nothing."""
+        """The plan with a truncated prompt. A prompt that lost its beginning extends no turn."""
         if asked.kept is None:
             return plan
         if asked.kept == 0 or asked.kept < -1:
@@ -139,7 +141,7 @@ class Planner:
                 allowed="-1, or 1 and more",
             )
         most = asked.kept
-        if most < 0:  # behind it fits what is to be said at most
+        if most < 0:  # leave room for max_tokens
             most = self._longest + 1 - asked.sampling(1).max_tokens
         prompt = plan.prompt[-max(min(most, self._longest), 1) :]
         if len(prompt) == len(plan.prompt):
@@ -147,7 +149,7 @@ class Planner:
         return replace(plan, prompt=prompt, parent=None, prompt_text="", cut=True)
 
     def _own(self, session: Session | None, *, implicit: bool) -> float | None:
-        """The temperature of the run, where a session draws with that whatever is asked."""
+        """The run's temperature if the session overrides the request's temperature, else None."""
         if session is not None:
             about = session.assignment
             return about.temperature if about.trainable and about.override else None
@@ -182,9 +184,9 @@ class Planner:
         run_temperature: float | None,
         prompt: ChatPrompt | None = None,
     ) -> list[Plan]:
-        """Every plan once a choice. Each has a name of its own, so that it can be rewarded.
+        """One plan per choice. Each choice has its own id, so that it can be rewarded.
 
-        prompt: of a conversation.
+        prompt: the rendered prompt of a conversation.
         """
         ready, single = self._ready(), len(plans) * asked.count == 1
         drawn: list[Plan] = []
@@ -218,8 +220,8 @@ class Planner:
     def _within(self, session: Session | None, plans: list[Plan], *, implicit: bool) -> list[Plan]:
         """The plans within their session, given or implicit.
 
-        An implicit session may have ended while the prompt was prepared, and may refuse to train
-        the sampling. Its plans then begin another session.
+        An implicit session may have ended while the prompt was prepared, or may refuse to train
+        with this sampling. Its plans then start another session.
         """
         if session is not None:
             try:
@@ -264,7 +266,9 @@ class Planner:
 
 
 def _formed(sampling: Sampling, prompt: ChatPrompt) -> Sampling:
-    """With the grammar of its calls, which holds a JSON schema that was asked for, and its ends."""
+    """The sampling with the prompt's stop tokens and the grammar of its tool calls. The grammar
+    contains a requested JSON schema.
+    """
     if prompt.stop_ids and not sampling.ignore_eos:
         stops = (*sampling.stop_token_ids, *prompt.stop_ids)
         sampling = replace(sampling, stop_token_ids=stops)
@@ -274,7 +278,9 @@ def _formed(sampling: Sampling, prompt: ChatPrompt) -> Sampling:
 
 
 def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:
-    """A session with a seed draws its generations by number unless the caller names one."""
+    """Derive the generation's seed from the session's seed and its number, unless the caller sets a
+    seed.
+    """
     if sampling.seed != UNSEEDED or base is None:
         return sampling
     return replace(sampling, seed=generation_seed(base, number))

@@ -1,9 +1,9 @@
-"""Lets callers into the engine in turn, and refuses those who would wait too long.
+"""Lets callers into the engine in turn, and refuses callers that would wait too long.
 
-Keys that wait take turns, one request each; within a key the first comes first. A request that
-leaves hands its place straight to the next one, so that nobody who comes later slips in between.
-Every operation is O(1), counted over the life of a request. What a key is (a session, a caller) and
-what a request does inside is not known here.
+Waiting keys take turns, one request each; within a key the order is first in, first out. A leaving
+request passes its place directly to the next request, so that a later request cannot slip in
+between. Every operation is O(1), amortised over the life of a request. The queue gives no meaning
+to keys (a session, a caller) or to requests.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import QueueConfig
 
 RETRY_BOUNDS_S = (1.0, 60.0)
-"""Shortest and longest advice: below, refused callers would hammer; above, they would miss a queue
-that recovered.
+"""Bounds of the retry advice, in seconds. Shorter advice would make refused callers hammer; longer
+advice would make them miss a queue that recovered.
 """
 TURNS_REMEMBERED = 64
 
 
 class _Pace:
-    """Seconds between two turns while somebody waits; hours without a queue say nothing about the
-    next one.
-    """
+    """Mean seconds between two turns while requests wait. Time without a queue does not count."""
 
     def __init__(self) -> None:
         self._gaps: deque[float] = deque(maxlen=TURNS_REMEMBERED)
@@ -35,11 +33,11 @@ class _Pace:
         self._last_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """Somebody waits, nobody did before."""
+        """Start timing: the first request begins to wait."""
         self._last_s = now_s
 
     def turn(self, now_s: float) -> None:
-        """A place has changed hands."""
+        """Record that a place has changed hands."""
         if len(self._gaps) == TURNS_REMEMBERED:
             self._sum_s -= self._gaps[0]
         self._gaps.append(now_s - self._last_s)
@@ -47,7 +45,7 @@ class _Pace:
         self._last_s = now_s
 
     def seconds(self, turns: int, now_s: float) -> float:
-        """How long so many turns will take; the time since the last one counts, so that a
+        """Expected seconds of `turns` turns. The time since the last turn counts, so that a
         standstill shows.
         """
         return turns * (self._sum_s + now_s - self._last_s) / max(len(self._gaps), 1)
@@ -57,13 +55,12 @@ class FairQueue:
     """Places inside the engine. Use on one event loop: `async with queue.place(key)`."""
 
     def __init__(self, config: QueueConfig, running: int) -> None:
-        """`running` requests are inside at once, unless config.running names another number.
-
-        Raises ConfigError.
+        """Allow `running` requests inside at once, unless config.running sets another number.
+        Raises ConfigError below 1.
         """
         self._config = config
         self._inside = 0
-        # By key; whose turn is next comes first. A future is done once its request has a place.
+        # By key, the next key first. A future is done once its request has a place.
         self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
         self._waiting = 0
         self._pace = _Pace()
@@ -75,20 +72,20 @@ class FairQueue:
 
     @property
     def running(self) -> int:
-        """Requests inside."""
+        """Requests inside the engine."""
         return self._inside
 
     @property
     def waiting(self) -> int:
-        """Requests in line."""
+        """Waiting requests."""
         return self._waiting
 
     @asynccontextmanager
     async def place(self, key: str) -> AsyncIterator[float]:
-        """A place inside the engine; gives the seconds it was waited for.
+        """Hold a place inside the engine; yields the seconds of the wait.
 
-        Raises ResourceExhausted with retry_after_s when too many wait, of all keys (reason
-        QUEUE_FULL) or of this one (KEY_QUEUE_FULL), and after config.wait_s (QUEUE_WAIT).
+        Raises ResourceExhausted with retry_after_s when too many requests wait in all (reason
+        QUEUE_FULL) or under this key (KEY_QUEUE_FULL), and after config.wait_s (QUEUE_WAIT).
         """
         waited_s = await self._enter(key)
         try:
@@ -97,7 +94,7 @@ class FairQueue:
             self._leave()
 
     async def _enter(self, key: str) -> float:
-        # Otherwise nobody waits: a place that comes free goes to a waiting request at once.
+        # A free place means that no request waits, because `_leave` passes places on directly.
         if self._inside < self._places:
             self._inside += 1
             metrics.QUEUE_RUNNING.record(1)
@@ -116,7 +113,7 @@ class FairQueue:
                 await called
         except (TimeoutError, asyncio.CancelledError) as error:
             self._forget(key, called)
-            if not called.cancelled():  # called in the same turn of the loop: the place goes on
+            if not called.cancelled():  # called in the same turn of the loop: pass the place on
                 self._leave()
             if isinstance(error, TimeoutError):
                 waited = f"{loop.time() - since_s:.1f} s"
@@ -128,7 +125,7 @@ class FairQueue:
         return loop.time() - since_s
 
     def _check_room(self, key: str) -> None:
-        """Raises ResourceExhausted when too many wait."""
+        """Raises ResourceExhausted when too many requests wait."""
         limit, line = self._config.limit, len(self._lines.get(key, ()))
         if self._waiting >= limit:
             raise self._refusal(
@@ -139,9 +136,9 @@ class FairQueue:
             raise self._refusal("KEY_QUEUE_FULL", message, line, self._config.per_key, line)
 
     def _leave(self) -> None:
-        """Hand a place to the next request, or take it back.
+        """Pass a place to the next request, or free it.
 
-        A cancelled one whose task has not run yet costs its key no turn.
+        A request that was cancelled before its task ran costs its key no turn.
         """
         while self._lines and self._inside <= self._places:
             key, line = next(iter(self._lines.items()))
@@ -157,7 +154,7 @@ class FairQueue:
         metrics.QUEUE_RUNNING.record(-1)
 
     def _forget(self, key: str, called: asyncio.Future[None]) -> None:
-        """Out of its line; a second time changes nothing."""
+        """Remove a request from its line; a second call changes nothing."""
         line = self._lines.get(key, OrderedDict())
         if called not in line:
             return
@@ -173,7 +170,7 @@ class FairQueue:
     def _refusal(
         self, reason: str, message: str, seen: object, allowed: object, ahead: int | None = None
     ) -> ResourceExhausted:
-        """`ahead`: requests of the refused key in line; None where all lines count."""
+        """`ahead`: waiting requests of the refused key; None when all lines count."""
         metrics.QUEUE_REFUSED.record(reason=reason)
         turns = self.waiting if ahead is None else min(ahead * len(self._lines), self.waiting)
         shortest_s, longest_s = RETRY_BOUNDS_S

@@ -1,6 +1,6 @@
-"""Shows a generation in traces: what was asked, and below it the stages that the engine timed.
+"""Traces a generation: the request's settings, and below it the stages that the engine timed.
 
-Engines export nothing themselves: their timings come with a request's last chunk.
+Engines export no spans. Their timings arrive with a request's last chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
 
 REQUESTS_PER_S = 25.0
-"""Requests a second whose stages become spans; those beyond have their `engine.request` alone."""
+"""Requests per second with a span for each stage; further requests only get `engine.request`."""
 
 
 def asked(
@@ -28,7 +28,7 @@ def asked(
     completion_id: str,
     session_id: str,
 ) -> Mapping[str, AttributeValue]:
-    """Attributes of `engine.request` as it begins."""
+    """Attributes of `engine.request` at its start."""
     labels: dict[str, AttributeValue] = {
         names.GEN_AI_OPERATION: names.CHAT if chat else names.TEXT_COMPLETION,
         names.GEN_AI_PROVIDER: names.PROVIDER,
@@ -46,7 +46,7 @@ def asked(
 
 
 class StageSpans:
-    """Makes spans of the stages of requests, of so many requests a second at most."""
+    """Makes spans of requests' stages, up to a rate of requests per second."""
 
     def __init__(
         self, requests_per_s: float = REQUESTS_PER_S, clock: Callable[[], float] = time.monotonic
@@ -56,7 +56,7 @@ class StageSpans:
         self._at = clock()
 
     def show(self, request: Span, worker: int, whole: pb.TokenChunk) -> None:
-        """A span below the request's for each of its stages."""
+        """Record a child span for each stage of the request."""
         if not request.is_recording() or not whole.stages or not self._may():
             return
         parent = set_span_in_context(request)
@@ -86,4 +86,4 @@ class StageSpans:
 
 
 STAGE_SPANS = StageSpans()
-"""Of this process."""
+"""The limiter of this process."""

@@ -145,7 +145,7 @@ class Delta:
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> Delta:
-        """Joins several updates into one, without empty ones."""
+        """Joins several updates into one update, without empty updates."""
         said = [one for one in deltas if one.content or one.reasoning or one.tool_calls]
         if len(said) == 1:
             return said[0]

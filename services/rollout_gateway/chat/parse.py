@@ -175,7 +175,7 @@ class ChatParser:
         self._only_content = True
 
     def _speech(self, tool_format: ToolFormat) -> Reading[None]:
-        """Reads content and calls. White space is kept until the following text is known."""
+        """Reads content and calls. White space is kept until the next text."""
         text = self._text
         plain = _plain(tool_format.markers)
         openings = tool_format.at_start + tool_format.markers

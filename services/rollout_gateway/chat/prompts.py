@@ -48,7 +48,7 @@ class ChatPrompt:
     """The prompt before a model's answer."""
 
     ids: tuple[int, ...]  # all tokens for the engine
-    goes_on: bool  # whether they begin with the known turn's tokens
+    goes_on: bool  # whether they begin with the recorded turn's tokens
     parser: Callable[[], ChatParser]  # of one answer
     grammar: str = ""  # that the answer's tool calls must follow; empty: unconstrained
     stop_ids: tuple[int, ...] = ()  # tokens that end the answer, besides the model's
@@ -84,7 +84,7 @@ class ChatPrompts:
         longest: int | None = None,
         held: Held | None = None,
     ) -> ChatPrompt:
-        """The prompt of a request; `known` is the turn that it continues.
+        """The prompt of a request; `known` is the recorded turn that it continues.
 
         Raises InvalidInput for a request that cannot be rendered or forced, and for more than
         `longest` new tokens.
@@ -145,7 +145,7 @@ class ChatPrompts:
     def _history(
         self, request: ChatRequest, known: Known | None, longest: int | None
     ) -> tuple[tuple[int, ...], bool]:
-        """All tokens up to the model's answer, and whether they begin with the known turn's."""
+        """All tokens up to the model's answer, and whether they begin with the recorded turn's."""
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:

@@ -1,5 +1,7 @@
-"""Finds what a chat template drops: refuses tools, calls, the text beside calls and results by name
-or puts them into the default tool prompt; names the other parts.
+"""Finds the parts of a request that a chat template drops.
+
+Tools, calls, results and the text beside calls are refused by name, or moved into the default tool
+prompt. Other dropped parts are reported.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class ShownTools:
 
     def fitted(self, request: ChatRequest, kept: int = 0) -> tuple[ChatRequest, int]:
         """The request with all its tools, calls and results where the template shows them, and the
-        number of messages that were put before it. `kept`: first messages whose tokens are known.
+        number of messages inserted before it. `kept`: first messages with recorded tokens.
 
         Raises InvalidInput for dropped parts if there is no default prompt.
         """
@@ -113,8 +115,8 @@ class ShownTools:
                 )
 
     def unread(self, request: ChatRequest, kept: int = 0) -> tuple[str, ...]:
-        """Of `name` and `reasoning` those that a message has and the template writes for no message
-        of its role. `kept`: first messages whose tokens are known.
+        """Parts (`name`, `reasoning`) of a message that the template writes for no message of its
+        role. `kept`: first messages with recorded tokens.
         """
         given = {
             (part, message.role)
@@ -126,7 +128,7 @@ class ShownTools:
         return tuple(sorted({part for part, role in given if not self._reads(part, role, tools)}))
 
     def _reads(self, part: str, role: Role, tools: Tools) -> bool:
-        """Whether the template writes that part; what it refuses counts as written."""
+        """Whether the template writes that part; a refused part counts as written."""
         key = part, role, bool(tools)
         if key not in self._read:
             plain = _RESULTS[0] if role == "tool" else Message(role, "Hello")

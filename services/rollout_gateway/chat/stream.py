@@ -26,7 +26,7 @@ class TextStream:
     stop string.
 
     Only a window of ids is decoded at a time. It starts with the ids of the last returned text,
-    which may affect the next ones (spaces, bytes of one character). In a tokenizer with additive
+    which may affect the next ids (spaces, bytes of one character). In a tokenizer with additive
     texts, nothing depends on them once a character is whole, and every id is decoded once.
     """
 
@@ -47,7 +47,7 @@ class TextStream:
         self._stop = stop
         self._adds_up = adds_up
         self._window: list[int] = []
-        self._known = 0  # ids of the window with known text
+        self._known = 0  # ids of the window with returned text
         self._held = ""
 
     def push(self, token_ids: Sequence[int], *, early: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Renders conversations by the model's chat template, and the text after a message known by its
+"""Renders conversations by the model's chat template, and the text after a message with recorded
 tokens.
 
 Templates are untrusted Jinja and run in its sandbox. TextCodec handles tokens.
@@ -81,7 +81,7 @@ class ChatTemplate:
         """The template's text after the content of the assistant's message `index`; None if it
         hides the message.
 
-        A mark replaces the message: the answer is known as tokens, and only the text after it is
+        A mark replaces the message: the answer's tokens are recorded, and only the text after it is
         needed. The end of the turn (such as `<|im_end|>`) is first; a caller with that token in the
         answer skips it. A template may refuse a message without its tool calls; the result is then
         also None.

@@ -82,7 +82,7 @@ class TextCodec:
         self, text: str, longest: int | None = None, *, special: bool = True
     ) -> tuple[int, ...]:
         """Ids of a text. `special`: with the special tokens that the tokenizer adds around it
-        (bos), otherwise only the ones spelled in the text.
+        (bos), otherwise only the special tokens spelled in the text.
 
         Raises InvalidInput for more than `longest` ids, without making all of far too many.
         """
@@ -182,8 +182,8 @@ class TextCodec:
         return self.encode_piece(text.removeprefix(end), longest)
 
     def stream(self, stop: Sequence[str] = (), keep: Collection[str] = ()) -> TextStream:
-        """Decoder of one growing response. Of special and end tokens, only those spelled in `keep`
-        become text.
+        """Decoder of one growing response. Special and end tokens become text only if `keep`
+        contains them.
         """
         decode: Callable[[list[int]], str] = self.decode
         if not keep and not self._plain_ends:

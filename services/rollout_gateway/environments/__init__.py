@@ -1,1 +1,1 @@
-"""Environments: one file each, named in table.py."""
+"""Environments: one file each, listed in table.py."""

@@ -1,4 +1,4 @@
-"""Declares what an environment is: it leads one session from a task to an episode."""
+"""Declares the interface of environments: each leads one session from a task to an episode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.trajectory import REWARD_RANGE, is_reward
 from paceline.whole_text import whole_text
 
 FINISHES = ("stop", "length", "tool_calls", "abort", "error")
-"""How an episode may end."""
+"""Finish reasons of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """What is asked."""
+    """The task of a sample."""
 
     task_id: str
     prompt: str
@@ -27,7 +27,7 @@ class EpisodeTask:
 
 @dataclass(frozen=True, slots=True)
 class TextTurn:
-    """What the model said to one prompt."""
+    """The model's response to one prompt."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -36,7 +36,7 @@ class TextTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """What the model said in a conversation."""
+    """The model's message in a conversation."""
 
     message: Message
     finish: str  # "stop" | "length" | "tool_calls" | "abort" | "error"
@@ -44,20 +44,20 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What came of a task; the reward rule sees this."""
+    """The outcome of a task, and the input of the reward rule."""
 
     task: EpisodeTask
     text: str  # of the last turn
     finish: str  # of the last turn
-    messages: tuple[Message, ...] = ()  # the whole conversation, where there was one
-    # given by the agent that led the session; a rule does not score such an episode
+    messages: tuple[Message, ...] = ()  # the whole conversation, if there was one
+    # set by the agent that led the session; no rule scores such an episode
     reward: float | None = None
 
 
 def checked_episode(found: object) -> Episode:
-    """The episode that an environment has returned, its text mended by `whole_text`.
+    """The episode that an environment has returned, its text repaired by `whole_text`.
 
-    Raises InvalidInput for anything else.
+    Raises InvalidInput for any other value.
     """
     if not isinstance(found, Episode):
         raise InvalidInput(
@@ -85,28 +85,30 @@ def checked_episode(found: object) -> Episode:
 
 
 class Model(Protocol):
-    """The model as one session sees it; every generation is recorded in the session."""
+    """The model as one session sees it; the session records every generation."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Prompt ids of a text."""
         ...
 
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
-        """One generation; `prompt` extends what the model saw before, or begins a branch."""
+        """Run one generation. `prompt` extends an earlier prompt and response, or starts a
+        branch.
+        """
         ...
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatTurn:
-        """The next message of a conversation; a known history keeps the exact tokens the model
-        produced.
+        """Return the next message of a conversation. A recorded history keeps the exact tokens of
+        the model.
         """
         ...
 
     def score(self, reward: float) -> None:
-        """The reward of what the model said last. No rule then scores the episode.
+        """Set the reward of the model's last message. No rule then scores the episode.
 
-        Raises InvalidInput for a number that is no reward.
+        Raises InvalidInput for a value outside the range of rewards.
         """
         ...
 
@@ -115,17 +117,17 @@ class Environment(Protocol):
     """Leads one session."""
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
-        """From task to episode. An episode whose finish is "abort" or "error" is not scored."""
+        """Run a task to an episode. An episode with finish "abort" or "error" is not scored."""
         ...
 
 
 @runtime_checkable
 class PreparesTasks(Protocol):
-    """An environment that can say beforehand whether it will work."""
+    """An environment that can check its requirements before a run."""
 
     async def prepare(self, metadata: Iterable[Mapping[str, str]]) -> None:
-        """Load what tasks of this metadata need.
+        """Load the requirements of tasks with this metadata.
 
-        Raises ConfigError for what can never work, Unavailable.
+        Raises ConfigError for a setting that can never work, Unavailable for a missing resource.
         """
         ...

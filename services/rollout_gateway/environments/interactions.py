@@ -1,4 +1,4 @@
-"""Simulated users: they answer the model, score its turns and end the dialogue."""
+"""Simulated users: they reply to the model, score its turns and end the dialogue."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.environments.base import EpisodeTask
 
 METADATA = "interaction"
-"""Key of a task's metadata that names its user."""
+"""Key of a task's metadata with the name of its simulated user."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserReply:
-    """What a user makes of what the model has said."""
+    """A user's reaction to the model's message."""
 
     text: str = ""
-    """The user's next message; of no use where the dialogue ends."""
+    """The user's next message; unused when the dialogue ends."""
     reward: float | None = None
-    """Of the model's turn; None: it is not scored."""
+    """Reward of the model's turn; None leaves it unscored."""
     ends: bool = False
     """Whether this was the last turn."""
 
 
 class Interaction(Protocol):
-    """The user of one dialogue. A class of it is built with the task, once for each sample."""
+    """The user of one dialogue. Its class is built with the task, once per sample."""
 
     def answer(self, messages: Sequence[Message]) -> Any:
-        """A UserReply to the last message, the model's; may be a coroutine."""
+        """A UserReply to the model's last message; may be a coroutine."""
         ...
 
 
 class Interactions:
-    """Users that the settings name, by the name that tasks use."""
+    """The configured simulated users, by name."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = paths
 
     def check(self, metadata: Mapping[str, str]) -> None:
-        """Raises ConfigError for a class that cannot be imported, InvalidInput for an unknown
+        """Raises ConfigError for a class that cannot be imported, InvalidInput for an unlisted
         name.
         """
         self._class(metadata)
 
     def of(self, task: EpisodeTask) -> Interaction | None:
-        """The user of a task: the one that its metadata names, or the only one there is; None: the
-        dialogue is over when the model answers.
+        """The user that the task's metadata selects, or the only configured user. None ends the
+        dialogue at the model's first answer without a call.
         """
         own = self._class(task.metadata)
         if own is None:
@@ -78,7 +78,7 @@ class Interactions:
 
 
 async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
-    """What the user says. Raises InvalidInput for what it raises, and for no UserReply."""
+    """The user's reply. Raises InvalidInput when the user's code raises or returns no UserReply."""
     try:
         found = user.answer(messages)
         reply = await found if inspect.isawaitable(found) else found

@@ -1,4 +1,4 @@
-"""Makes a tool of a user's own function: docstring and annotations are what the model reads."""
+"""Makes a tool of a user's function. The model reads its docstring and annotations."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FORM = "a function whose parameters are annotated and whose docstring says what
 
 
 def own_tool(name: str, path: str) -> Tool:
-    """The tool that requests call by this name, of the function at an import path.
+    """Make the tool `name` from the function at an import path.
 
-    The function may be a coroutine; what it returns is shown as text, and what it raises is told to
-    the model. Raises ConfigError for a path that cannot be imported, or no such function.
+    The function may be a coroutine. The model gets its result as text, or its exception as an
+    error. Raises ConfigError for a path that cannot be imported or is no such function.
     """
     function: Any = find_variant(path, {}, "tool")
     if not inspect.isroutine(function):
@@ -48,7 +48,7 @@ def own_tool(name: str, path: str) -> Tool:
 
 
 def _parameters(name: str, path: str, function: Callable[..., Any]) -> type[BaseModel]:
-    """The arguments as a model. Raises ConfigError."""
+    """A pydantic model of the function's arguments. Raises ConfigError."""
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def _parameters(name: str, path: str, function: Callable[..., Any]) -> type[Base
 
 
 def _first(error: ValidationError) -> str:
-    """What is wrong with the arguments, for the model."""
+    """The first fault of the arguments, as a message to the model."""
     one = error.errors()[0]
     where = ".".join(map(str, one["loc"])) or "the arguments"
     return f"{where}: {one['msg']}"

@@ -1,4 +1,4 @@
-"""One prompt, one response. Owns nothing beyond that."""
+"""The environment of one prompt and one response."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from paceline.services.rollout_gateway.environments.tool_use import opening
 
 
 class SingleTurn:
-    """The task's prompt as it is, or its conversation under the chat template where metadata
-    "messages" has one; one generation, done.
+    """Runs one generation on the task's prompt. With metadata "messages" the prompt is that
+    conversation under the chat template.
     """
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:

@@ -1,4 +1,4 @@
-"""Names the environments and builds them."""
+"""Lists the environments and builds them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.services.rollout_gateway.sandbox import Sandbox
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What the gateway has that an environment may need."""
+    """The gateway's resources that an environment may need."""
 
     sandbox: Sandbox | None = None
     own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
-    toolbox: Toolbox | None = None  # None: the tools that are built in
+    toolbox: Toolbox | None = None  # None: the built-in tools
     interactions: Mapping[str, str] = field(default_factory=dict)  # name -> import path
 
 
@@ -34,10 +34,9 @@ ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
 
 
 def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
-    """The environment of that name, one of ours or of the configured ones, built from the
-    equipment.
+    """Build the environment of that name, built-in or configured.
 
-    Raises NotFound; ConfigError for one that cannot be imported.
+    Raises NotFound; ConfigError for a class that cannot be imported.
     """
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name](equipment)

@@ -1,8 +1,8 @@
-"""Speaks to servers of the Model Context Protocol, whose tools a model may call.
+"""Client of Model Context Protocol servers, whose tools a model may call.
 
-A server is a command that speaks on its standard streams, started once for the gateway, or a URL.
-One that has never served is a wrong setting; one that is away later is a machine's fault, and the
-next call tries it again. It needs the extra `mcp`.
+A server is a URL, or a command with the protocol on its standard streams that the gateway starts
+once. A server that has never worked counts as a wrong setting. A server that fails later counts as
+an infrastructure fault, and the next call reconnects. Needs the extra `mcp`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = get_logger(__name__)
 
 
 class ToolServer:
-    """One server, connected when it is first needed, and again after it was lost."""
+    """One server, connected on first use and again after a loss."""
 
     def __init__(self, name: str, config: ToolServerConfig) -> None:
         self._name = name
         self._config = config
         self._turn = asyncio.Lock()
         self._held: asyncio.Task[None] | None = None
-        self._client: Any = None  # stays when it is lost: the server can be used
+        self._client: Any = None  # kept after a loss: it shows that the server has worked
         self._over = asyncio.Event()
 
     async def tools(self) -> Mapping[str, Tool]:
-        """Its tools, of those that the settings name; all without any.
+        """The server's tools that the settings list, or all its tools without a list.
 
         Raises ConfigError for a server that does not start or lacks a tool, Unavailable.
         """
@@ -63,7 +63,7 @@ class ToolServer:
         }
 
     async def stop(self) -> None:
-        """End the server's process, or the connection."""
+        """End the server's process or the connection."""
         await self._leave()
 
     async def _call(self, name: str, arguments: Any) -> str:
@@ -75,7 +75,7 @@ class ToolServer:
                 answer = await client.call_tool(name, arguments)
         except PacelineError:
             raise
-        except Exception as error:  # the library's own, and what a lost process leaves behind
+        except Exception as error:  # an error of the library, or of a lost process
             if await self._lost(client):
                 raise Unavailable(f"the tool server {self._name} was lost: {error}") from error
             raise ToolError(str(error)) from error
@@ -85,7 +85,7 @@ class ToolServer:
         return text or "[no output]"
 
     async def _lost(self, client: Any) -> bool:
-        """Whether a server that has failed a call is gone; the next call then starts it again."""
+        """Whether a server that failed a call is gone; the next call then restarts it."""
         try:
             async with self._deadline("is silent"):
                 # A ping would do, but the protocol of 2026-07-28 has none.
@@ -106,18 +106,20 @@ class ToolServer:
                 try:
                     async with self._deadline("does not start"):
                         self._client = await ready
-                except BaseException:  # late, or given up: the next call starts it again
+                except BaseException:  # late or cancelled: the next call starts it again
                     await cancel(self._held)
                     raise
             return self._client
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
-        """Owns the connection to its end, because the library begins and ends it in one task."""
+        """Own the connection for its whole life, because the library must open and close it in one
+        task.
+        """
         try:
             async with self._connection() as client:
                 ready.set_result(client)
                 await self._over.wait()
-        except Exception as error:  # noqa: BLE001  # of a command or an address of the user's
+        except Exception as error:  # noqa: BLE001  # a user's command or address may raise anything
             if ready.done():
                 log.warning("a tool server was lost", server=self._name, error=repr(error))
                 return
@@ -130,9 +132,9 @@ class ToolServer:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        """Raises ConfigError without the library, and without the token that is named."""
+        """Raises ConfigError without the library, or without the configured token."""
         try:
-            from httpx2 import AsyncClient  # what the library speaks HTTP by
+            from httpx2 import AsyncClient  # the library's HTTP client
             from mcp import Client, StdioServerParameters
             from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:
@@ -179,7 +181,7 @@ class ToolServer:
 
 
 class _Deadline:
-    """`asyncio.timeout` that says what was late. Raises Unavailable."""
+    """An `asyncio.timeout` that raises Unavailable with a message about the late operation."""
 
     def __init__(self, seconds: float, message: str) -> None:
         self._timeout = asyncio.timeout(patient(seconds))
@@ -197,7 +199,7 @@ class _Deadline:
 
 
 def _first(error: BaseException) -> str:
-    """What a group of exceptions began with, in one line."""
+    """The first exception of a group, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,7 +1,4 @@
-"""A conversation in which the model may call tools.
-
-Owns the loop and the task's side of it; tools are in tools.py.
-"""
+"""The environment of a conversation in which the model may call tools."""
 
 from __future__ import annotations
 
@@ -26,23 +23,21 @@ log = get_logger(__name__)
 DEFAULT_TURNS = 8
 MAX_TURNS = 512
 MAX_CALLS = 16
-"""Calls of one message that are answered by their tools; a message with more gets an error for the
-rest.
-"""
+"""Calls of one message that run; further calls of the message get an error."""
 _ROLES = ("system", "user", "assistant")
 
 
 class ToolUse:
-    """Asks, runs the tools the model calls, and asks again until it answers without a call; then
-    the task's interaction, a simulated user, may go on.
+    """Alternates between the model and its tools until the model answers without a call. Then the
+    task's interaction, a simulated user, may continue the dialogue.
 
-    metadata["messages"], a JSON list of {"role", "content"}, is how the conversation begins;
-    without it the task's prompt is the user's text, after metadata["system"] where there is one.
-    metadata["tools"], a JSON list of names, says which tools there are (all by default),
-    metadata["max_turns"] how often the model may speak, metadata["interaction"] who the user is.
+    metadata["messages"], a JSON list of {"role", "content"}, is the start of the conversation.
+    Without it the user's message is the task's prompt, after metadata["system"] if present.
+    metadata["tools"], a JSON list of names, selects the tools (default: all). metadata["max_turns"]
+    limits the model's turns. metadata["interaction"] selects the user.
 
-    Finish is the last turn's, with two exceptions: "length" when the turns are used up while the
-    model still calls tools, "error" when the sandbox fails.
+    The finish is the last turn's, with two exceptions: "length" when the turns are used up while
+    the model still calls tools, "error" when the sandbox fails.
     """
 
     def __init__(
@@ -57,9 +52,11 @@ class ToolUse:
         self._interactions = interactions or Interactions({})
 
     async def prepare(self, metadata: Iterable[Mapping[str, str]]) -> None:
-        """Raises ConfigError where a task offers `python` and code cannot be shut in as
-        configured, or where a tool or an interaction cannot be had; InvalidInput for an unknown
-        interaction.
+        """Check the tasks' requirements.
+
+        Raises ConfigError when a task offers `python` and the sandbox cannot isolate code as
+        configured, or when a tool or an interaction cannot be loaded. Raises InvalidInput for an
+        unlisted interaction.
         """
         told = list(metadata)
         if self._sandbox and any("python" in one.get("tools", "python") for one in told):
@@ -69,7 +66,7 @@ class ToolUse:
             self._interactions.check(one)
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
-        """Raises InvalidInput for a task that says something else than the above."""
+        """Raises InvalidInput for metadata of another form."""
         messages = opening(task)
         tools = await self._offered(task)
         user = self._interactions.of(task)
@@ -116,7 +113,7 @@ class ToolUse:
 
 
 async def _goes_on(user: Interaction, messages: list[Message], model: Model) -> bool:
-    """The user answers; False when that ends the dialogue."""
+    """Append the user's reply; False when the user ends the dialogue."""
     reply = await reply_of(user, tuple(messages))
     if reply.reward is not None:
         model.score(reply.reward)
@@ -131,8 +128,8 @@ def _episode(task: EpisodeTask, messages: Sequence[Message], finish: str) -> Epi
 
 
 async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Message | Unavailable:
-    """What the tool says; its failure is returned rather than raised, so that no call beside it is
-    left running.
+    """The tool's answer as a message. A failure is returned rather than raised, so that parallel
+    calls can finish.
     """
     try:
         text = (
@@ -146,7 +143,7 @@ async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Mess
 
 
 def opening(task: EpisodeTask) -> list[Message]:
-    """How the conversation of a task begins. Raises InvalidInput for one of another form."""
+    """First messages of a task's conversation. Raises InvalidInput for metadata of another form."""
     if "messages" not in task.metadata:
         system = task.metadata.get("system")
         return [*([Message("system", system)] if system else []), Message("user", task.prompt)]

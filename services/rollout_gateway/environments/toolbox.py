@@ -1,4 +1,4 @@
-"""All tools of a gateway: those built in, the user's own functions, those of tool servers."""
+"""All tools of a gateway: built-in tools, the user's functions and the tools of tool servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.services.rollout_gateway.sandbox import Sandbox
 
 
 class Toolbox:
-    """Opened when a run first needs it; servers stay connected until the gateway stops."""
+    """Opened on first use; servers stay connected until the gateway stops."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Toolbox:
         self._tools: Mapping[str, Tool] | None = None
 
     async def tools(self) -> Mapping[str, Tool]:
-        """By name. Raises ConfigError for what can never work, Unavailable."""
+        """All tools by name. Raises ConfigError for a setting that can never work, Unavailable."""
         async with self._turn:
             if self._tools is None:
                 self._tools = await self._opened()
             return self._tools
 
     async def stop(self) -> None:
-        """Ends the servers."""
+        """End the servers."""
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     async def _opened(self) -> Mapping[str, Tool]:

@@ -1,8 +1,8 @@
 """Tools that a model can call in the built-in environment: their type, the built-in tool `python`
 and the execution of a call.
 
-A tool's answer is text for the model. What the model did wrong is an answer too; only a sandbox
-that fails is not.
+A tool's answer is text for the model. A fault of the model also becomes an answer; a failing
+sandbox does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_ANSWER_CHARACTERS = 8000
 
 
 class ToolError(Exception):
-    """What the model did wrong, in words for it."""
+    """A fault of the model; the message is the tool's answer to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of its arguments, an object."""
+    """JSON schema of the arguments, an object."""
     answer: Callable[[Any], Awaitable[str]]
-    """Takes the arguments as the model's JSON has them, whatever that is. Raises ToolError, or
-    Unavailable when what it needs is away.
+    """Takes the parsed arguments, of any JSON type. Raises ToolError, or Unavailable when a
+    resource of the tool is missing.
     """
 
 
 def python(sandbox: Sandbox) -> Tool:
-    """Programs in the sandbox; every call is a fresh one."""
+    """The tool that runs Python programs in the sandbox, each call in a fresh process."""
 
     async def run(values: Any) -> str:
         if not isinstance(values, dict) or not isinstance(values.get("code"), str):
@@ -56,7 +56,7 @@ def python(sandbox: Sandbox) -> Tool:
 
 
 def shown(result: SandboxResult, wall_s: float) -> str:
-    """A run as the model reads it: output, errors, and why it ended if not by itself."""
+    """A run's output and errors for the model, and the reason of an early end."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     match result.reason:
         case "timeout":
@@ -75,7 +75,7 @@ def shown(result: SandboxResult, wall_s: float) -> str:
 
 
 def schema(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates and OpenAI's API describe it."""
+    """The tool's description in the format of chat templates and OpenAI's API."""
     return {
         "type": "function",
         "function": {
@@ -87,7 +87,7 @@ def schema(tool: Tool) -> dict[str, Any]:
 
 
 async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
-    """What a call comes to, at most MAX_ANSWER_CHARACTERS and a note. Raises Unavailable."""
+    """The answer to a call, at most MAX_ANSWER_CHARACTERS plus a note. Raises Unavailable."""
     try:
         if call.name not in tools:
             raise ToolError(
@@ -100,8 +100,8 @@ async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Beginning and end of a long text: a program's result stands at one of the two. The text is
-    mended by `whole_text`.
+    """Shorten a long text to its beginning and end, where a program's result usually is.
+    `whole_text` repairs the text.
     """
     text = whole_text(text)
     if len(text) <= MAX_ANSWER_CHARACTERS:
@@ -116,6 +116,6 @@ def _arguments(text: str) -> Any:
         whole = is_whole(json.dumps(found, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from error
-    if not whole:  # no program, server or template can be sent it
+    if not whole:  # programs, servers and templates cannot receive such text
         raise ToolError("the arguments hold half of a surrogate pair")
     return found

@@ -45,15 +45,16 @@ log = get_logger(__name__)
 
 
 LINGER_S = 0.2
-"""Seconds that a batch waits for others, so that one exchange with Redis and one read of the
-trainer take all of them. Each exchange costs as much as a batch, in time that rollouts need.
+"""Seconds that a batch waits for further batches, so that one exchange with Redis and one read of
+the trainer take all of them together. Each exchange costs as much as a batch, in time that rollouts
+need.
 """
 QUEUE_BATCHES = 64
 """Batches waiting for Redis. More are dropped and counted, since a trainer wants the
 newest rows.
 """
 GATHER_BYTES = 128 << 20
-"""Bytes of rows held for running requests; rows beyond that are dropped and counted."""
+"""Bytes of rows held for running requests; further rows are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Reward rules: one file each, named in the table of rules.py."""
+"""Reward rules: one file each, listed in the table of rules.py."""

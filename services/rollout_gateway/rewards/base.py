@@ -1,4 +1,4 @@
-"""Declares what a reward rule sees and gives."""
+"""Declares the interface of reward rules."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from paceline.services.rollout_gateway.environments.base import Episode
 
 
 class Unscored(Exception):
-    """There is no telling, and why: a rule raises this instead of None where log and metrics should
-    know.
+    """A rule raises this instead of returning None when log and metrics should show the reason.
 
-    `reason` is a label of the metrics, so one of few.
+    `reason` is a metric label, so use few distinct values.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -23,42 +22,42 @@ class Unscored(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RuleScore:
-    """A reward and what it is made of."""
+    """A reward and its parts."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What each rule of a mixture gave, before its weight; empty for a single rule."""
+    """Score of each rule of a mixture, before its weight; empty for a single rule."""
 
 
 class RewardRule(Protocol):
-    """Scores an episode; a pure function of it, or a call of something that is."""
+    """Scores an episode: a pure function of it, or a call of a service that is."""
 
     async def score(self, episode: Episode) -> float | None:
-        """One scalar; None when there is no telling: the sample ends unscored, which is not reward
-        0.
+        """One scalar, or None when the rule cannot score: the sample ends unscored, which differs
+        from reward 0.
 
-        Raises PacelineError when what scores is away; the sample then ends as failed (infra). May
-        raise Unscored, which RewardRules logs, counts and turns into None.
+        Raises PacelineError when a service of the rule is unavailable; the sample then ends as
+        failed (infra). May raise Unscored, which RewardRules logs, counts and turns into None.
         """
         ...
 
 
 @runtime_checkable
 class Prepares(Protocol):
-    """A rule that can say beforehand whether it will work."""
+    """A rule that can check its requirements before a run."""
 
     async def prepare(self) -> None:
-        """Load what it needs.
+        """Load the rule's requirements.
 
-        Raises ConfigError for what can never work, Unavailable, DeadlineExceeded.
+        Raises ConfigError for a setting that can never work, Unavailable, DeadlineExceeded.
         """
         ...
 
 
 @runtime_checkable
 class Closes(Protocol):
-    """A rule that has something to end."""
+    """A rule with resources to close."""
 
     async def close(self) -> None:
-        """End it."""
+        """Close the rule's resources."""
         ...

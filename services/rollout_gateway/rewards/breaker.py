@@ -1,4 +1,6 @@
-"""Breaks a circuit: after failures in a row nobody asks for a while, then one caller does."""
+"""Circuit breaker: after failures in a row it stops requests for a while, then lets a single probe
+through.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ from paceline.errors import Unavailable
 
 
 class CircuitBreaker:
-    """Closed: everybody asks.
+    """Closed: all requests pass.
 
-    Open: nobody does for `open_s`, then one caller; an answer closes it.
+    Open: no request passes for `open_s` seconds, then a single probe; a successful probe closes the
+    circuit.
     """
 
     def __init__(self, failures: int, open_s: float) -> None:
@@ -31,10 +34,11 @@ class CircuitBreaker:
 
     @asynccontextmanager
     async def request(self, until: float) -> AsyncIterator[None]:
-        """Around one request; an exception of the block is a failure, a cancelled block is neither.
+        """Surround one request. An exception in the block counts as a failure; a cancelled block
+        counts as neither.
 
-        Waits while the circuit is open. Raises Unavailable at once when it stays so until `until`,
-        in the time of the event loop.
+        Waits while the circuit is open. Raises Unavailable at once when it stays open until
+        `until`, in the event loop's time.
         """
         probe = await self._enter(until)
         openings = self._openings
@@ -49,7 +53,7 @@ class CircuitBreaker:
             self._leave(probe, failed, late=openings != self._openings)
 
     async def _enter(self, until: float) -> bool:
-        """Whether the caller is the one that asks while the circuit is open."""
+        """Whether the caller is the single probe of an open circuit."""
         clock = asyncio.get_running_loop().time
         while self.open:
             if not self._probing and clock() >= self._open_until:
@@ -72,7 +76,7 @@ class CircuitBreaker:
     def _leave(self, probe: bool, failed: bool | None, late: bool) -> None:
         if failed is False:
             self._failures = 0
-        # A request that began before the circuit opened is news of that time only.
+        # A request that began before the circuit opened does not count as a new failure.
         elif failed and not late:
             self._failures += 1
             if self.open:

@@ -1,11 +1,11 @@
-"""Runs a task's tests against code that may lie. A program for the sandbox: standard library only,
-read as text.
+"""Runs a task's tests against untrusted code. A program for the sandbox: standard library only,
+sent as text.
 
-Two processes. The child loads the code and answers calls; the parent holds the tests, compares and
-reports. The child is forked before the parent reads the tests, has neither its stdin nor its
-stdout, and cannot attach to it. Between them go plain values as JSON. So the code cannot see what
-is expected of it, cannot bring objects that equal everything, and ends nothing but itself. Whatever
-is no plain value stays in the child and is called through a handle.
+It has two processes. The child loads the code and answers calls. The parent holds the tests,
+compares and reports. The child is forked before the parent reads the tests, has neither its stdin
+nor its stdout, and cannot attach to it. The processes exchange only plain values as JSON. So the
+code cannot see the expected results, cannot send objects that equal everything, and can end only
+itself. Other values stay in the child and are called through a handle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PR_SET_DUMPABLE = 4
 
 
 class Wire:
-    """Messages over two pipes, a line of JSON each."""
+    """Messages over two pipes, one line of JSON each."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader = os.fdopen(reader, "rb")
@@ -42,7 +42,7 @@ class Wire:
         self._writer.flush()
 
     def receive(self) -> Any:
-        """Raises EOFError when the other side has ended or sends too much, ValueError for no
+        """Raises EOFError when the other side has ended or sends too much, ValueError for invalid
         JSON.
         """
         line = self._reader.readline(MAX_MESSAGE_BYTES)
@@ -55,7 +55,9 @@ class Wire:
 
 
 def pack(value: Any, keep: Callable[[Any], int]) -> Any:
-    """A value as JSON: plain data whole, anything else as the number that `keep` gives it."""
+    """A value as JSON: plain data in full, any other value as the number that `keep` returns for
+    it.
+    """
     if value is None or value is True or value is False:
         return value
     for kind in (int, float, str):
@@ -74,9 +76,9 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def unpack(packed: Any, find: Callable[[int], Any]) -> Any:
-    """The value; `find` gives what stands for a handle.
+    """The packed value; `find` returns the value of a handle.
 
-    Raises ValueError for what `pack` does not write.
+    Raises ValueError for a form that `pack` does not write.
     """
     if not isinstance(packed, dict):
         if isinstance(packed, list):
@@ -108,7 +110,7 @@ class Servant:
         self._kept: list[Any] = []
 
     def run(self) -> None:
-        """Load the code, name its globals, answer until the parent has had enough."""
+        """Load the code, send its globals, and answer calls until the parent closes the pipe."""
         sys.set_int_max_str_digits(0)
         try:
             module = types.ModuleType("candidate")
@@ -116,7 +118,7 @@ class Servant:
             sys.modules["candidate"] = module
             with open(CANDIDATE_FILE, encoding="utf-8") as file:
                 exec(compile(file.read(), CANDIDATE_FILE, "exec"), module.__dict__)  # noqa: S102
-        except BaseException as error:  # noqa: BLE001  (whatever the code raises: the tests decide what it is worth)
+        except BaseException as error:  # noqa: BLE001  (the tests judge any error of the code)
             self._wire.send({"error": [type(error).__name__, str(error)]})
             return
 
@@ -170,7 +172,9 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _asks(action: str, read: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A method that asks the code; `read` makes what Python wants of the answer."""
+    """Make a method that calls the code; `read` converts the answer to the type that Python
+    requires.
+    """
 
     def method(self: Handle, *arguments: Any, **named: Any) -> Any:
         return read(_ask(self, action, *arguments, **named))
@@ -190,7 +194,8 @@ def iter_of(handle: Any) -> Iterator[Any]:
 class Handle:
     """An object of the code.
 
-    It has no order, no arithmetic, and equals no plain value: those could be made to lie.
+    It has no order and no arithmetic, and equals no plain value, since the code could fake such
+    results.
     """
 
     def __init__(self, master: Master, number: int) -> None:
@@ -198,7 +203,8 @@ class Handle:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # Python itself asks for those, e.g. to copy or to print
+            # Python itself looks these names up, e.g. to copy or to print
+            raise AttributeError(name)
         return _ask(self, "getattr", name)
 
     def __eq__(self, other: object) -> bool:
@@ -226,17 +232,17 @@ def _ask(handle: Handle, action: str, *arguments: Any, **named: Any) -> Any:
 
 
 class Master:
-    """The code as the tests see it."""
+    """The code from the tests' side."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
     def names(self, modules: list[str], entry_point: str) -> dict[str, Any]:
-        """The tests' globals: standard modules, then what the code defines.
+        """The tests' globals: standard modules, then the code's definitions.
 
-        What shadows a builtin or one of the modules is left out, since the tests mean theirs,
-        unless it is the entry point. Raises KeyError when the code lacks that, and what the code
-        raised when it was loaded.
+        A definition that shadows a builtin or one of the modules is left out, since the tests mean
+        the original. The entry point is never left out. Raises KeyError when the code lacks the
+        entry point, and the code's own error at loading.
         """
         found = self._value(self._wire.receive())
         taken = {*vars(builtins), *modules} - {entry_point}
@@ -245,20 +251,20 @@ class Master:
             for name, value in found.items()
             if isinstance(name, str) and name not in taken
         }
-        if entry_point and entry_point not in own:  # a builtin of that name must not take its place
+        if entry_point and entry_point not in own:  # a builtin of that name must not replace it
             raise KeyError(entry_point)
         return {"__name__": "tests", **_imported(modules), **own}
 
     def ask(
         self, number: int, action: str, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """One call; lists, dicts and sets among the arguments become what the code made of them."""
+        """Make one call. Lists, dicts and sets among the arguments take the code's changes."""
         packed = [pack(one, _number_of) for one in arguments]
         more = {key: pack(one, _number_of) for key, one in named.items()}
         self._wire.send({"handle": number, "action": action, "arguments": packed, "named": more})
         reply = self._wire.receive()
         if action != "next" and reply.get("error", [""])[0] == "StopIteration":
-            # within a map it would end the loop of the test that compares
+            # within a map it would end the loop of the comparing test
             raise RuntimeError("the code raised StopIteration")
         value = self._value(reply)
         for mine, theirs in zip(arguments, reply["arguments"], strict=True):
@@ -295,7 +301,7 @@ def _raise(name: str, message: str) -> NoReturn:
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             error = kind(message)
-        except TypeError:  # a few need more than a text
+        except TypeError:  # a few exceptions need more than a text
             error = RuntimeError(f"{name}: {message}")
         raise error
     raise RuntimeError(f"{name}: {message}")
@@ -312,7 +318,7 @@ def _imported(names: list[str]) -> dict[str, Any]:
 def run_tests(
     statements: list[dict[str, Any]], space: dict[str, Any], passed: Callable[[int], None]
 ) -> None:
-    """Run the statements of the tests in order and tell the number of each test that passed."""
+    """Run the statements of the tests in order and report the number of each passed test."""
     for statement in statements:
         try:
             exec(compile(statement["source"], "tests.py", "exec"), space)  # noqa: S102
@@ -325,11 +331,11 @@ def run_tests(
 
 
 def main() -> None:
-    """Stdin: what code_tests.py makes of the tests, as JSON.
+    """Read the JSON that code_tests.py makes of the tests from stdin.
 
-    Stdout: READY, then "nonce number" for a test passed.
+    Stdout: READY, then "nonce number" for each passed test.
     """
-    # before there is any process of the code that could keep it from being said
+    # before a process of the code exists that could prevent it
     print(READY, flush=True)
     sys.path.remove(os.getcwd())  # the code can write modules there
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -348,7 +354,7 @@ def main() -> None:
     os.close(from_child)
     sys.set_int_max_str_digits(0)
     asked = json.load(sys.stdin)
-    report, sys.stdout = sys.stdout, sys.stderr  # what tests print is no report
+    report, sys.stdout = sys.stdout, sys.stderr  # output of the tests is no report
     try:
         space = Master(Wire(to_parent, from_parent)).names(asked["modules"], asked["entry_point"])
     except Exception:  # noqa: BLE001  (the code does not load: no test passes)

@@ -1,23 +1,25 @@
-"""Does the code of a response pass its task's tests? Owns finding the code, running it and
-counting; not the sandbox.
+"""Scores a response's code by its task's tests: finds the code, runs it in the sandbox and counts
+passed tests.
 
-metadata["tests"] is Python source that uses what the code defines; metadata["cases"] a JSON list of
-{"stdin", "stdout"}, for code that is a program. A task may have both. metadata["scoring"] is
-"share" (of the tests and cases that passed, the default) or "all" (1.0 when every one did, else
-0.0). Names of builtins and of standard modules mean those in tests, whatever the code defines;
-metadata["entry_point"] names the one that the code has to define.
+metadata["tests"] is Python source that uses the code's definitions. metadata["cases"] is a JSON
+list of {"stdin", "stdout"}, for code that is a program. A task may have both. metadata["scoring"]
+is "share" (of passed tests and cases, the default) or "all" (1.0 when every test and case passed,
+else 0.0). In tests, names of builtins and of standard modules keep their meaning, even if the code
+redefines them. metadata["entry_point"] is the name that the code has to define.
 
-What code cannot do to be paid for nothing: print or exit its way out, redefine assert, builtins or
-modules that the tests use, return an object that equals or exceeds everything, read the tests or
-the expected outputs, reach the report. Expected outputs never enter the sandbox; tests run in a
-process of their own there (code_harness.py) and report under a word that the code's process never
-holds.
+Code earns nothing by printing or exiting its way out, or by returning an object that equals or
+exceeds everything. It cannot redefine assert, builtins or modules for the tests. It cannot read the
+tests or the expected outputs, or reach the report. Expected outputs never enter the sandbox. Tests
+run there in their own process (code_harness.py) and report under a word that the code's process
+never holds.
 
-What it still can do: answer by heart what it has seen in training or guesses from the arguments;
-tell tests apart by their arguments and their order; decide whether two objects of its own classes
-are equal, where a test compares those; empty a list it was given, where a test then compares with
-that list. What a test cannot do: pass functions to the code, use its classes in isinstance or as
-base classes, add up or order objects of the code's own classes; and unittest's classes are not run.
+These tricks remain possible: the code answers from memory, or guesses from the arguments; it
+distinguishes tests by their arguments and their order; it decides whether two objects of its own
+classes are equal, if a test compares them; it empties a list argument, if the test later compares
+with that list.
+
+Tests have limits: they cannot pass functions to the code, use its classes in isinstance or as base
+classes, or add or order objects of the code's classes. unittest's classes are not run.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from paceline.whole_text import is_whole
 log = get_logger(__name__)
 _HARNESS = Path(__file__).with_name("code_harness.py")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
-_REPORT_BYTES = 32  # of one test that passed, and more
+_REPORT_BYTES = 32  # bytes of one passed test's report, rounded up
 _PREPARATIONS = (
     ast.FunctionDef,
     ast.AsyncFunctionDef,
@@ -62,17 +64,17 @@ class _Statement:
     """One top-level statement of the tests."""
 
     source: str
-    test: int | None  # its number, counted from 0, where it is a test
-    function: str  # to call then; empty: none
+    test: int | None  # its number, counted from 0, if it is a test
+    function: str  # to call afterwards; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a task asks of code."""
+    """A task's requirements for code."""
 
     statements: tuple[_Statement, ...]  # of the tests, in order
-    modules: tuple[str, ...]  # standard modules the statements count on
-    entry_point: str  # a name the code has to define; empty: none in particular
+    modules: tuple[str, ...]  # standard modules that the statements use
+    entry_point: str  # a name that the code has to define; empty: none
     cases: tuple[tuple[str, str], ...]  # stdin, stdout
     scoring: str
 
@@ -82,17 +84,16 @@ class _Asked:
 
 
 class CodeTests:
-    """Share of the tests that the response's last fenced code block passes; without one, the whole
-    text is the code.
+    """Share of the tests that the response's last fenced code block passes. Without a block, the
+    whole text is the code.
 
-    A response cut by its length is scored like any other: a block that is whole still counts, one
-    that is not will seldom run. A task whose tests cannot be read, or that has none, leaves the
-    sample unscored.
+    A response cut by its length is scored like any other: a complete block still counts, a cut
+    block will rarely run. A task with unreadable tests or without tests leaves the sample unscored.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
-        """Raises ConfigError when the sandbox allows a single process: tests and code need one
-        each.
+        """Raises ConfigError when the sandbox allows a single process, since tests and code need
+        one process each.
         """
         if sandbox.config.processes < 2:
             raise ConfigError(
@@ -102,7 +103,7 @@ class CodeTests:
         self._harness = _HARNESS.read_text(encoding="utf-8")
 
     async def prepare(self) -> None:
-        """Raises ConfigError where code cannot be shut in as configured."""
+        """Raises ConfigError when the sandbox cannot isolate code as configured."""
         await self._sandbox.layers()
 
     async def score(self, episode: Episode) -> float | None:
@@ -113,7 +114,7 @@ class CodeTests:
             asked = _asked(episode.task)
             self._check_room(asked)
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-            # The last two: Python's parsers raise them for what is nested too deep.
+            # Python's parsers raise the last two for deep nesting.
             log.warning(
                 "tests of a task cannot be used", task=episode.task.task_id, error=repr(error)
             )
@@ -155,8 +156,8 @@ class CodeTests:
         return sum(f"{nonce} {number}" in reported for number in range(asked.test_count))
 
     async def _cases_passed(self, code: str, asked: _Asked) -> int:
-        """One after the other; the first that runs out of time ends it, since the rest would too
-        and time is dear.
+        """Run the cases in order. The first case that times out ends the run, since later cases
+        would time out too.
         """
         passed = 0
         for stdin, expected in asked.cases:
@@ -172,8 +173,8 @@ class CodeTests:
 
 
 def last_code_block(text: str) -> str:
-    """Content of the last fenced block (``` or ~~~), also of one that is not closed; the whole text
-    without any.
+    """Content of the last fenced block (``` or ~~~), closed or not; the whole text without any
+    block.
     """
     fence, block, last = "", list[str](), None
     for line in text.splitlines(keepends=True):
@@ -190,8 +191,8 @@ def last_code_block(text: str) -> str:
 
 
 def _lines(output: str) -> Sequence[str]:
-    """Without what no judge of programs looks at: space at the ends of lines, empty lines at the
-    end.
+    """Lines without the space at line ends and the empty lines at the end, which judges of programs
+    ignore.
     """
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
@@ -216,8 +217,10 @@ def _asked(task: EpisodeTask) -> _Asked:
 
 
 def _statements(tree: ast.Module) -> tuple[_Statement, ...]:
-    """A test is a function `test...` without arguments, and every statement at the top that is
-    neither a definition nor an import nor an assignment: an assert, a call, a loop over cases.
+    """Split the tests into statements.
+
+    A test is a function `test...` without arguments, or a top-level statement that is no
+    definition, import or assignment: an assert, a call, a loop over cases.
     """
     numbers = itertools.count()
     found = []
@@ -229,7 +232,7 @@ def _statements(tree: ast.Module) -> tuple[_Statement, ...]:
 
 
 def _test_function(statement: ast.stmt) -> str:
-    """Name of a function that is a test; empty for any other statement."""
+    """Name of a test function; empty for any other statement."""
     if not isinstance(statement, ast.FunctionDef) or not statement.name.startswith("test"):
         return ""
     return statement.name if len(statement.args.args) == len(statement.args.defaults) else ""
@@ -244,8 +247,8 @@ def _is_bare_test(statement: ast.stmt) -> bool:
 
 
 def _modules(tree: ast.Module, entry_point: str) -> tuple[str, ...]:
-    """Standard modules whose members the tests use. They may count on the code to have imported
-    them: it must not be the code that says what they are.
+    """Standard modules with members that the tests use. Tests may rely on the code's imports, but
+    the code must not replace these modules.
     """
     owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     bases = {owner.id for owner in owners if isinstance(owner, ast.Name)}

@@ -1,7 +1,6 @@
 """Writes an episode as JSON, for rewards at a URL.
 
-Messages are spelled as in OpenAI's chat completions; arguments of tool calls stay the text the
-model wrote.
+Messages have the form of OpenAI's chat completions; arguments of tool calls stay the model's text.
 """
 
 from __future__ import annotations

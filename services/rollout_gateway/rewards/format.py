@@ -1,4 +1,4 @@
-"""Does a response have the form that its task asks for? Owns the pattern language."""
+"""Scores whether a response matches its task's pattern."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from paceline.services.rollout_gateway.environments.base import Episode
 class FormatRule:
     """1.0 when the whole response matches the task's metadata["format"], else 0.0.
 
-    In the pattern `*` stands for any text, `?` for one character, `[...]` for a set. A task without
-    one accepts what ended by itself and holds the marker exactly once.
+    In the pattern `*` matches any text, `?` one character, `[...]` a set. Without a pattern, a
+    response that ended by itself and contains the marker exactly once gets 1.0.
     """
 
     def __init__(self, marker: str = "#") -> None:

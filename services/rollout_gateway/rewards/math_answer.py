@@ -1,8 +1,8 @@
-r"""Right or wrong by the answer of a response. Owns where the answer stands and what needs no
-mathematics.
+r"""Scores a mathematical answer as right or wrong: finds the answer and compares integers and
+texts.
 
-The answer follows the last marker; without a marker it stands in the last \boxed{}. Integers and
-equal texts are compared here, everything else in a child process (math_equal.py), for which a
+The answer follows the last marker; without a marker it is in the last \boxed{}. Integers and equal
+texts are compared here. Other answers are compared in a child process (math_equal.py), because a
 hostile answer may take long.
 """
 
@@ -16,10 +16,9 @@ from paceline.services.rollout_gateway.rewards.base import RewardRule
 
 MATH_EQUAL = "paceline.services.rollout_gateway.rewards.math_equal:MathEqual"
 MAX_ANSWER = 1000
-"""Characters of an answer; a longer one is right only as the same text."""
+"""Longest answer in characters; a longer answer is right only as the same text."""
 _BOXED = r"\boxed{"
-# Possessive: what a number has taken it keeps, so that a match takes linear time; it happens in the
-# gateway's loop.
+# Possessive quantifiers: a match takes linear time, since it runs in the gateway's event loop.
 _NUMBER = r"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)"
 _PLAIN = re.compile(rf"{_NUMBER}(?:/{_NUMBER})?(?:\\?%)?")
 _POWER = r"(?:\^\{?[-+]?\d+\}?|\*\*[-+]?\d+)"
@@ -33,14 +32,14 @@ class MathAnswer:
     """1.0 when the response ended by itself and its answer equals the task's, else 0.0."""
 
     def __init__(self, marker: str, equal: RewardRule | None = None) -> None:
-        """`equal` compares an episode's whole text with the task's answer; None: only what needs no
-        mathematics.
+        """`equal` compares an episode's whole text with the task's answer. None: only integers and
+        texts are compared.
         """
         self._marker = marker
         self._equal = equal
 
     async def score(self, episode: Episode) -> float | None:
-        """Raises Unscored or Unavailable where the comparison needs a child and gets none."""
+        """Raises Unscored or Unavailable when the comparison needs a child and gets none."""
         given = answer_of(episode.text, self._marker) if episode.finish == "stop" else None
         if given is None:
             return 0.0
@@ -51,7 +50,7 @@ class MathAnswer:
 
 
 def answer_of(text: str, marker: str) -> str | None:
-    r"""What follows the last marker, else what the last \boxed{} holds, else None; without
+    r"""The text after the last marker, else the content of the last \boxed{}, else None; without
     surrounding space.
     """
     _, found, answer = text.rpartition(marker)
@@ -65,10 +64,10 @@ def answer_of(text: str, marker: str) -> str | None:
 
 
 def same_answer(given: str, expected: str) -> bool | None:
-    """Whether two answers are equal; None when that takes mathematics.
+    """Whether two answers are equal; None when that needs mathematics.
 
-    Equal are equal integers and equal texts. Where a number is expected, signs and digits that are
-    not one, such as `2+4` or `6=6`, are wrong: a policy could otherwise repeat its task instead of
+    Equal integers and equal texts are equal. If a number is expected, an expression of digits and
+    signs such as `2+4` or `6=6` is wrong: a policy could otherwise repeat its task instead of
     solving it.
     """
     given, expected = given.strip(), expected.strip()
@@ -90,8 +89,8 @@ def same_answer(given: str, expected: str) -> bool | None:
 
 
 def _closing_brace(text: str) -> int | None:
-    """Index of the brace that closes one opened before `text`; escaped ones count too: they come in
-    pairs.
+    """Index of the brace that closes a brace opened before `text`. Escaped braces count too, since
+    they occur in pairs.
     """
     depth = 1
     for index in (match.start() for match in re.finditer(r"[{}]", text)):

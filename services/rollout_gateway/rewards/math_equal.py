@@ -1,8 +1,7 @@
-"""Equality of two mathematical answers, by math-verify. Runs in a child's main thread; owns limits,
-not mathematics.
+"""Compares two mathematical answers with math-verify, under limits, in a child's main thread.
 
-math-verify stops itself by SIGALRM between two operations of Python. One operation that takes long
-is ended with the child, at rewards.deadline_s.
+math-verify stops itself by SIGALRM between two operations of Python. A single long operation is
+ended with the child, at rewards.deadline_s.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-# GMP ends the whole process when a number finds no memory, Python's integers raise MemoryError.
+# GMP aborts the whole process without memory; Python's integers raise MemoryError.
 os.environ |= {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}
 
 from math_verify import parse, verify
@@ -26,33 +25,33 @@ from math_verify import parse, verify
 from paceline.services.rollout_gateway.environments.base import Episode
 
 PARSE_S = 3
-"""Longest reading of one answer."""
+"""Maximum seconds to parse one answer."""
 COMPARE_S = 3
-"""Longest comparison."""
+"""Maximum seconds of one comparison."""
 MORE_BYTES = 1 << 30
-"""Memory that one comparison may take beyond what the process has."""
+"""Bytes that one comparison may use beyond the process's mapped memory."""
 _ENVIRONMENT = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
 _LATEX = re.compile(r"[\\{}()\[\]^_]")
 
 
 class MathEqual:
-    """1.0 when an episode's text and its task's answer mean the same, else 0.0; what cannot be read
-    is not equal.
+    """1.0 when an episode's text and its task's answer mean the same, else 0.0. Unreadable text is
+    not equal.
     """
 
     def __init__(self) -> None:
-        # warns with the whole text of what it cannot read
+        # it logs the whole of any unreadable text
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def score(self, episode: Episode) -> float:
-        """math-verify's `verify`, the task's answer being the gold."""
+        """math-verify's `verify`, with the task's answer as gold."""
         return float(equal(episode.text, episode.task.answer))
 
 
 @lru_cache(maxsize=4096)
 def equal(given: str, expected: str) -> bool:
-    """Whether two answers are equal; samples of one task often give the same one, so verdicts are
-    kept.
+    """Whether two answers are equal. Verdicts are cached, since samples of one task often give the
+    same answer.
     """
     with memory_limit():
         gold, answer = expression(expected), expression(given)
@@ -61,8 +60,8 @@ def equal(given: str, expected: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def expression(text: str) -> list[Any]:
-    r"""What math-verify reads in a text; LaTeX without its dollars gets them, `{1, 2}` is a set as
-    `\{1, 2\}` is.
+    r"""Expressions that math-verify reads in a text. LaTeX without dollar signs gets them; `{1, 2}`
+    is read as the set `\{1, 2\}`.
     """
     if _LATEX.search(text) and not _ENVIRONMENT.search(text):
         if text.startswith("{") and text.endswith("}"):
@@ -74,7 +73,9 @@ def expression(text: str) -> list[Any]:
 
 @contextmanager
 def memory_limit() -> Iterator[None]:
-    """MORE_BYTES above what the process has mapped (Linux); who asks for more gets MemoryError."""
+    """Limit memory to MORE_BYTES above the mapped memory (Linux); a larger allocation raises
+    MemoryError.
+    """
     if sys.platform != "linux":
         yield
         return

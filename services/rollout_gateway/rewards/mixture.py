@@ -1,4 +1,4 @@
-"""Adds several rules up to one reward, each with its weight, and keeps what each part gave."""
+"""Adds several rules to one reward, each with its weight, and keeps the score of each part."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class MixedRule(Protocol):
 
 
 class Mixture:
-    """reward = sum over the parts of weight * what the part's rule gives."""
+    """reward = sum over the parts of weight * score of the part's rule."""
 
     def __init__(self, parts: Mapping[str, tuple[MixedRule, float]]) -> None:
         """`parts`: the name of a rule, the rule and its weight."""
         self._parts = parts
 
     async def prepare(self) -> None:
-        """See Prepares: every part's."""
+        """See Prepares: prepares every part."""
         for rule, _ in self._parts.values():
             await rule.prepare()
 
     async def score(self, episode: Episode) -> RuleScore | None:
-        """The weighted sum and its unweighted parts; None when a part that counts gives none.
+        """The weighted sum and its unweighted parts; None when a part with a weight gives none.
 
-        A part of weight 0 is only reported. Raises what the first of the parts that failed raised;
-        each part has counted its own failure by then.
+        A part of weight 0 is only reported. Raises the error of the first failed part; by then each
+        part has counted its own failure.
         """
         given = await asyncio.gather(
             *(rule.score(episode) for rule, _ in self._parts.values()), return_exceptions=True
@@ -57,8 +57,10 @@ class Mixture:
 
 
 def check_mixtures(mixtures: Mapping[str, Mapping[str, float]], rules: Collection[str]) -> None:
-    """Raises ConfigError for a mixture that has a rule's name, no part, a part that is no rule of
-    `rules` (so a mixture is no part either), or weights that are not finite or all 0.
+    """Raises ConfigError for a mixture with a rule's name or without parts.
+
+    Also for a part that is no rule of `rules` (for example another mixture), and for weights that
+    are not finite or all 0.
     """
     for name, weights in mixtures.items():
         place = f"{SETTING}.{name}"

@@ -1,7 +1,7 @@
-"""Batches episodes for a reward model, which runs in a process of its own.
+"""Batches episodes for a reward model, which runs in its own process.
 
-That process is processes/reward_model.py; it alone imports torch. A reward model at a URL is
-remote.py's.
+That process is processes/reward_model.py; it alone imports torch. remote.py handles a reward model
+at a URL.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = get_logger(__name__)
 
 MODULE = "paceline.services.rollout_gateway.rewards.processes.reward_model"
 START_S = 600.0
-"""Longest loading of a model."""
+"""Maximum seconds to load a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """One episode and who waits for its score."""
+    """One episode and the future of its score."""
 
     episode: Episode
     answer: asyncio.Future[float | None]
 
 
 class ModelReward:
-    """One batch at a time; what arrives meanwhile forms the next one."""
+    """Runs one batch at a time; episodes that arrive meanwhile form the next batch."""
 
     def __init__(self, config: ModelRewardConfig) -> None:
         """Raises ConfigError when the directory is no checkpoint in safetensors."""
@@ -69,7 +69,7 @@ class ModelReward:
     async def score(self, episode: Episode) -> float | None:
         """The model's scalar.
 
-        Raises Unavailable when it does not answer, Unscored when it cannot read a text.
+        Raises Unavailable when the model does not answer, Unscored when it cannot read a text.
         """
         if self._place.closed:
             raise Unavailable(STOPPED)
@@ -80,19 +80,19 @@ class ModelReward:
         return await one.answer
 
     async def close(self) -> None:
-        """End the process; who waits gets Unavailable."""
+        """End the process; waiting callers get Unavailable."""
         await self._place.close()
         await cancel(self._worker)
         for one in self._waiting:
             _fail(one, Unavailable(STOPPED))
 
     async def _work(self) -> None:
-        """Batch after batch until nobody waits."""
+        """Run batches until no episode waits."""
         while batch := self._next_batch():
             why: Exception = Unavailable(STOPPED)
             try:
                 await self._score(batch)
-            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait get it
+            except Exception as error:  # noqa: BLE001 - every waiting caller gets the error
                 why = error
             finally:
                 for one in batch:
@@ -102,7 +102,7 @@ class ModelReward:
         batch: list[_Waiting] = []
         while self._waiting and len(batch) < self._config.max_batch:
             one = self._waiting.popleft()
-            if not one.answer.done():  # else its caller has gone away
+            if not one.answer.done():  # else its caller has gone
                 batch.append(one)
         return batch
 
@@ -117,7 +117,7 @@ class ModelReward:
                 one.answer.set_result(given)
 
     async def _ask(self, request: ScoreEpisodes) -> Answer:
-        """One batch; a process that dies over it is replaced once."""
+        """Score one batch; a process that dies over it is replaced once."""
         try:
             try:
                 return await (await self._living()).ask(request, self._config.deadline_s)
@@ -130,7 +130,7 @@ class ModelReward:
             ) from error
 
     async def _living(self) -> ChildProcess:
-        """The process, a new one if need be. Raises ConfigError or Unavailable."""
+        """The process, started if necessary. Raises ConfigError or Unavailable."""
         names = ("model", "threads", "max_tokens")
         settings = json.dumps({name: getattr(self._config, name) for name in names})
         async with self._starting:
@@ -138,8 +138,8 @@ class ModelReward:
 
 
 def check_directory(model: str) -> None:
-    """Raises ConfigError when a directory is no Hugging Face checkpoint, or one that only pickle
-    reads.
+    """Raises ConfigError when a directory is no Hugging Face checkpoint, or only has pickled
+    weights.
     """
     path = Path(model)
     allowed = "a Hugging Face directory with config.json, a tokenizer and *.safetensors"

@@ -1,6 +1,6 @@
-"""Asks a URL for a reward: POST with the episode as JSON, {"reward": number or null} back.
+"""Client of a reward at a URL: POSTs the episode as JSON and reads {"reward": number or null}.
 
-What the server cannot say is never reward 0: failing for good raises Unavailable.
+A server failure never becomes reward 0: a permanent failure raises Unavailable.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.telemetry import inject, names, span
 PAUSES = Backoff(first_s=0.1, most_s=5.0)
 MAX_ANSWER_BYTES = 64 << 10
 SHOWN = 200
-"""Characters of an answer that an error shows."""
+"""Maximum characters of an answer in an error."""
 _TOO_MANY_REQUESTS = 429
 
 
 class _TryLater(Exception):
-    """An attempt failed in a way that another one may not."""
+    """A failed attempt that may succeed when repeated."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
@@ -37,8 +37,8 @@ class _TryLater(Exception):
 
 
 class RemoteReward:
-    """Asks the server, at most `parallel` episodes at once; the others wait before their deadline
-    begins.
+    """Requests scores from the server, for at most `parallel` episodes at once. Waiting for a
+    connection does not count against the deadline.
     """
 
     def __init__(self, config: RemoteRewardConfig) -> None:
@@ -59,7 +59,7 @@ class RemoteReward:
         )
 
     async def score(self, episode: Episode) -> float | None:
-        """What the server answers. Raises Unavailable."""
+        """The server's score. Raises Unavailable."""
         body = json.dumps(episode_to(episode)).encode("ascii")
         about = {names.TASK: episode.task.task_id}
         async with self._parallel:
@@ -68,7 +68,7 @@ class RemoteReward:
                 return await self._ask(body, {"idempotency-key": key, **inject()})
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def _ask(self, body: bytes, headers: dict[str, str]) -> float | None:
@@ -89,7 +89,7 @@ class RemoteReward:
     async def _attempt(
         self, body: bytes, headers: dict[str, str], until: float, left: int
     ) -> float | None:
-        """One request; it may take its share of the time that is left."""
+        """Make one request with its share of the remaining time."""
         async with self._breaker.request(until):
             share_s = max(0.0, until - asyncio.get_running_loop().time()) / left
             try:
@@ -114,7 +114,7 @@ class RemoteReward:
         return reward_of(answer)
 
     async def _post(self, body: bytes, headers: dict[str, str]) -> tuple[int, float | None, bytes]:
-        """(status, seconds of Retry-After, the first MAX_ANSWER_BYTES + 1 bytes or so of the
+        """(status, seconds of Retry-After, about the first MAX_ANSWER_BYTES + 1 bytes of the
         answer).
         """
         answer = b""
@@ -129,12 +129,12 @@ class RemoteReward:
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError for what no request can be sent to."""
+    """Raises ConfigError for an unusable URL."""
     try:
         if httpx.URL(url).scheme in ("http", "https") and httpx.URL(url).host:
             return
     except httpx.InvalidURL:
-        pass  # said below
+        pass  # raised below
     allowed = "http://host:port/path or https://..."
     raise ConfigError(
         "gateway.rewards.remote.url is no URL", seen=url or "nothing", allowed=allowed
@@ -142,7 +142,7 @@ def check_url(url: str) -> None:
 
 
 def reward_of(answer: bytes) -> float | None:
-    """The reward of an answer; infinite or no number when the server says so.
+    """The reward of an answer; infinite or NaN when the server returns such a number.
 
     Raises Unavailable for anything else.
     """
@@ -154,7 +154,7 @@ def reward_of(answer: bytes) -> float | None:
         if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
             return None if reward is None else float(reward)
     except (ValueError, KeyError, RecursionError, OverflowError):
-        pass  # said below, in the same words as for JSON of another form
+        pass  # raised below, with the same message as for JSON of another form
 
     raise Unavailable(
         "the reward at a URL answered something else",

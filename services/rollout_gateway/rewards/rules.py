@@ -1,4 +1,4 @@
-"""Names the reward rules in one table, builds them, and checks and counts what they score."""
+"""Lists the reward rules in one table, builds them, and checks and counts their scores."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from paceline.trajectory import REWARD_RANGE, is_reward
 
 log = get_logger(__name__)
 SHOWN = 500
-"""Characters of an exception that the log shows."""
+"""Maximum characters of an exception in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What rules are built from."""
+    """Resources for building rules."""
 
     config: RewardsConfig
     children: Children
@@ -56,13 +56,13 @@ REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
 
 
 class RewardRules:
-    """All rules of one gateway, each built when it is first named.
+    """All rules of one gateway, each built on first use.
 
     Nothing runs before a rule needs it.
     """
 
     def __init__(self, config: RewardsConfig, sandbox: Sandbox | None = None) -> None:
-        """sandbox: runs models' code; None makes a sandbox of its own.
+        """sandbox: runs models' code; None makes a separate sandbox.
 
         Raises ConfigError for an invalid mixture.
         """
@@ -74,36 +74,36 @@ class RewardRules:
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:
-        """The rule of that name, one of ours, of the configured ones or a mixture of them.
+        """The rule of that name: a built-in rule, a configured rule or a mixture.
 
-        Its scores are finite: what is not raises InvalidInput. Raises NotFound, ConfigError when
-        its settings are missing.
+        Its scores are finite: other values raise InvalidInput. Raises NotFound, and ConfigError
+        when its settings are missing.
         """
         if name not in self._rules:
             self._rules[name] = MeasuredRule(name, self._build(name))
         return self._rules[name]
 
     async def check(self, name: str) -> None:
-        """Raises what `rule` does, and ConfigError for a rule that cannot be built or a model that
-        cannot be loaded.
+        """Raises the errors of `rule`, and ConfigError for a rule that cannot be built or a model
+        that cannot be loaded.
         """
         rule = self.rule(name)
         try:
             await rule.prepare()
         except ConfigError:
-            self._rules.pop(name, None)  # one that is mended can be named again
+            self._rules.pop(name, None)  # a corrected rule can be requested again
             raise
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of what runs for rules."""
+        """Process ids of the rules' children and models."""
         models = [
             rule.inner for rule in self._rules.values() if isinstance(rule.inner, ModelReward)
         ]
         return [*self._children.pids, *(pid for model in models for pid in model.pids)]
 
     async def stop(self) -> None:
-        """End children and connections; scores under way raise Unavailable."""
+        """End children and connections; running scores raise Unavailable."""
         await self._closing.aclose()
 
     def _build(self, name: str) -> RewardRule | Mixture:
@@ -134,7 +134,7 @@ class MeasuredRule:
         self.inner = rule
 
     async def prepare(self) -> None:
-        """See Prepares; nothing for a rule that needs nothing."""
+        """See Prepares; does nothing for a rule without requirements."""
         if isinstance(self.inner, Prepares):
             await self.inner.prepare()
 
@@ -144,8 +144,8 @@ class MeasuredRule:
         return None if scored is None else scored.value
 
     async def scored(self, episode: Episode) -> RuleScore | None:
-        """See RewardRule; never Unscored. A reward that the agent gave stands, the rule is not
-        asked.
+        """See RewardRule; never raises Unscored. A reward that the agent set replaces the rule's
+        score.
 
         Raises InvalidInput for a score that is not finite.
         """
@@ -158,7 +158,7 @@ class MeasuredRule:
         except PacelineError as error:
             metrics.REWARD_FAILURES.record(rule=self._name, reason=error.reason.lower())
             raise
-        except Exception as why:  # noqa: BLE001 - whatever a task makes of a rule, there is no telling
+        except Exception as why:  # noqa: BLE001 - any error of a rule leaves the sample unscored
             reason = why.reason if isinstance(why, Unscored) else "exception"
             log.warning(
                 "unscored",

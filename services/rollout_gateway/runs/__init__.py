@@ -1,4 +1,1 @@
-"""RunTasks: samples of tasks, and groups that agents opened themselves.
-
-Owns which run and what they answered.
-"""
+"""RunTasks: samples of tasks, and groups that agents opened themselves."""

@@ -1,7 +1,4 @@
-"""Workers that open traffic leaves without work.
-
-Owns when their slots are lent out; requests are the router's.
-"""
+"""Releases workers that open traffic leaves idle."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from paceline.services.rollout_gateway.workers.router import Router
 
 
 class IdleWorkers:
-    """Inside the block a worker without a request for `after_s` seconds is released, and told of
-    once, also when the block of another step has released it.
+    """Inside the block, a worker without a request for `after_s` seconds is released and reported
+    once. A worker that another step has released is reported too.
 
-    The last one stays, so that agents are always served. At the beginning all get requests again
-    but those that a trainer holds.
+    The last serving worker is never released. At the start, released workers get requests again
+    unless a trainer holds them.
     """
 
     def __init__(self, router: Router, after_s: float) -> None:
@@ -39,17 +36,17 @@ class IdleWorkers:
         await cancel(*self._watchers)
 
     async def lent(self) -> None:
-        """Returns once `pop` has something to give."""
+        """Return once `pop` has a worker."""
         while not self._lent:
             self._news.clear()
             await self._news.wait()
 
     def pop(self) -> int | None:
-        """The next worker that was released; None when there is none now."""
+        """The next released worker; None when there is none now."""
         return self._lent.popleft() if self._lent else None
 
     async def _watch(self, index: int) -> None:
-        # rest from before the block says nothing about the traffic inside it
+        # idle time before the block does not count
         await asyncio.sleep(self._after_s)
         await self._router.idle_for(index, self._after_s)
         seats = self._router.seats

@@ -1,9 +1,9 @@
-"""A step of open traffic: groups that agents opened themselves, stamped with the step that finds
-them closed.
+"""Steps of open traffic: a step takes the closed groups that agents opened themselves, and stamps
+them with its number.
 
-Owns which groups a step has taken; a repeated call for the step is answered with the same ones.
-Nobody starts a sample here: agents come when they like. Of a gateway's replicas each has the groups
-whose names are its own, and takes those that the head gives the step.
+A repeated call for a step returns the same groups. No sample starts here; agents open sessions at
+any time. Each replica of a gateway holds the groups that its shard owns, and the head assigns
+groups to the step.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ log = get_logger(__name__)
 
 @dataclass(eq=False)
 class _Taken:
-    """Groups of one step, with what became of their sessions."""
+    """Groups of one step, with the outcomes of their sessions."""
 
     groups: dict[str, list[rpb.SampleFinished]] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    whole: bool = False  # the head has given it what it wants
-    given: asyncio.Event = field(default_factory=asyncio.Event)  # set when the head has
+    whole: bool = False  # the head has assigned all groups of the step
+    given: asyncio.Event = field(default_factory=asyncio.Event)  # set when the head assigns groups
 
     async def more(self) -> None:
-        """Returns once the head has given it something, or all, since the last time."""
+        """Return once the head has assigned more groups, or all groups, since the last call."""
         await self.given.wait()
 
 
 class OpenRuns:
-    """Steps of one gateway."""
+    """The open steps of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -53,14 +53,14 @@ class OpenRuns:
         self._headed = gateway.shard.count > 1
 
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
-        """Closed groups with their sessions as they are taken, then the totals."""
+        """Yield closed groups with their sessions as the step takes them, then the totals."""
         gateway, step = self._gateway, request.context.step
         agents = gateway.agents
         agents.open_step, agents.captures = step, gateway.captures if request.capture else None
         totals = Totals((), (), (), asyncio.get_running_loop().time())
         taken, told = await self._taken(request.context), 0
         async with (
-            taken.turn,  # a caller that came back waits until the call before has let go
+            taken.turn,  # a repeated call waits until the previous call has ended
             IdleWorkers(gateway.router, gateway.config.release_after_s) as idle,
             self._turns.taken(step) as turn,
         ):
@@ -84,8 +84,9 @@ class OpenRuns:
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
 
     async def give(self, context: CommandContext, most: int, *, last: bool) -> int:
-        """The head gives a step so many of the closed groups, and says whether these were the
-        `last`; returns how many groups of this replica the step has now.
+        """Assign at most `most` closed groups to the step; `last` marks the final assignment.
+
+        Returns the number of this replica's groups in the step.
         """
         taken, groups = await self._taken(context), self._gateway.agents.groups
         wanted = len(taken.groups) + most
@@ -96,7 +97,7 @@ class OpenRuns:
         return len(taken.groups)
 
     def _take(self, taken: _Taken, group: OpenGroup, step: int) -> None:
-        """The step now has a group, unless it earned nothing."""
+        """Add a group to the step, unless it has no reward."""
         samples = self._stamp(group, step)
         if group.scored:
             taken.groups[group.group_id] = samples
@@ -106,7 +107,7 @@ class OpenRuns:
         )
 
     def _stamp(self, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:
-        """The group's samples go to the stream as those of this step."""
+        """Send the group's samples to the stream with this step's number."""
         for member in group.members:
             self._gateway.agents.put(
                 member.session, [restamped(one, step) for one in member.samples]

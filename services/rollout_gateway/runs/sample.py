@@ -1,7 +1,4 @@
-"""One sample of a task: its session from the assignment to the reward.
-
-Owns who leads it and how it is scored.
-"""
+"""Runs one sample of a task: its session from the assignment to the reward."""
 
 from __future__ import annotations
 
@@ -40,9 +37,9 @@ from paceline.v1 import trajectory_pb2 as tpb
 
 log = get_logger(__name__)
 _NOT_IN_NAMES = re.compile(r"[/%\x00-\x1f]")
-"""Characters of a task's id that a session's name, a part of a URL's path, does not hold."""
+"""Characters that a session's name cannot contain, because the name is part of a URL's path."""
 EXTERNAL = "external"
-"""The environment in which agents from outside claim the tasks."""
+"""The environment in which external agents claim the tasks."""
 AGENT = "agent"
 """The reward that the agent posts itself."""
 
@@ -55,12 +52,12 @@ class Job:
     task: rpb.TaskSpec
     sample_index: int
     worker_index: int
-    settings: str  # digest of what is asked of every sample
-    silence_s: float  # seconds that an environment may go without calling the model
+    settings: str  # digest of the settings shared by all samples
+    silence_s: float  # longest time in seconds between an environment's model calls
 
     @property
     def session_id(self) -> str:
-        """Fixed by what is asked, so that a repeated call means the same branch."""
+        """Derived from the request, so that a repeated call means the same session."""
         task_id = _NOT_IN_NAMES.sub(lambda odd: f"%{ord(odd[0]):02X}", self.task.task_id)
         return f"{self.request.context.step}-{task_id}-{self.sample_index}"
 
@@ -70,7 +67,9 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Identity. Evaluations with other settings, e.g. another arm, are other samples."""
+        """Identity of the sample. Evaluations with other settings, e.g. another arm, are other
+        samples.
+        """
         run = self.request.context.run_id
         return (
             f"train/{run}/{self.session_id}"
@@ -80,7 +79,7 @@ class Job:
 
 
 def settings_digest(request: rpb.RunTasksRequest) -> str:
-    """Digest of what is asked of every sample."""
+    """Digest of the settings that all samples of a request share."""
     rest = rpb.RunTasksRequest()
     rest.CopyFrom(request)
     del rest.tasks[:]
@@ -95,12 +94,13 @@ class _SessionModel:
     def __init__(
         self, gateway: Gateway, job: Job, session: Session, silence: asyncio.Timeout
     ) -> None:
-        """silence: runs while no call of the model is under way."""
+        """silence: timeout that runs while no model call is in progress."""
         self._gateway = gateway
         self._job = job
         self._session = session
         self.silence: asyncio.Timeout | None = silence  # None: the environment has ended
-        self._calls = itertools.count()  # each names its completion, also of calls at once
+        # a distinct completion id for each call, also for parallel calls
+        self._calls = itertools.count()
         self._under_way = 0
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ class _SessionModel:
     def _sampling(self, room: int) -> tpb.SamplingParams:
         sampling = tpb.SamplingParams()
         sampling.CopyFrom(self._job.request.sampling)
-        sampling.ClearField("seed")  # the session's
+        sampling.ClearField("seed")  # the session sets the seed
         return sampling
 
     async def _run(self, plans: Sequence[Plan]) -> Call:
@@ -158,7 +158,7 @@ class SampleRuns:
         self._gateway = gateway
 
     async def run(self, job: Job) -> rpb.SampleFinished:
-        """From task to outcome."""
+        """Run a sample from its task to its outcome."""
         task = job.task
         asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
         about = _assignment(job, self._gateway.captures)
@@ -182,10 +182,10 @@ class SampleRuns:
         return sample_finished(session, job.worker_index, job.request.reward, finish)
 
     async def _led_here(self, job: Job, asked: EpisodeTask, session: Session) -> Episode:
-        """An environment of the gateway leads the session.
+        """Let an environment of the gateway lead the session.
 
-        Whatever a task, its numbers or a user's environment has wrong ends that sample alone;
-        faults of machines go to the caller.
+        A fault of a task, its numbers or a user's environment ends that sample alone.
+        Infrastructure faults are raised to the caller.
         """
         led = environment(job.request.environment, self._gateway.equipment)
         try:
@@ -207,7 +207,7 @@ class SampleRuns:
     async def _led_by_agent(
         self, job: Job, asked: EpisodeTask, about: Assignment
     ) -> tuple[Session, Episode]:
-        """An agent from outside claims the task and leads its session to an end."""
+        """Offer the task until an external agent claims it and leads its session to an end."""
         session = await self._gateway.agents.offers.lead(
             asked, about, job.session_id, job.worker_index
         )
@@ -219,8 +219,8 @@ class SampleRuns:
         return session, Episode(asked, text, finish, messages, session.reward)
 
     async def _score(self, job: Job, session: Session, episode: Episode) -> None:
-        """Ends the session with its reward; a reward that is away is a machine's fault, never a
-        0.
+        """End the session with its reward. An unavailable reward counts as an infrastructure fault,
+        never as reward 0.
         """
         scored = episode.finish in ("stop", "length", "tool_calls")
         try:
@@ -229,7 +229,7 @@ class SampleRuns:
                 score = await self._gateway.rewards.rule(job.request.reward).scored(episode)
                 if score is not None:
                     session.score(Grant(score.value, parts=score.parts))
-        except Exception as error:  # noqa: BLE001 - what one sample's reward does ends no call
+        except Exception as error:  # noqa: BLE001 - a sample's reward must not end the call
             away = isinstance(error, Unavailable | DeadlineExceeded)
             self._gateway.agents.finish(
                 session, fail=FailReason.INFRA if away else FailReason.DATA, message=_told(error)
@@ -239,7 +239,9 @@ class SampleRuns:
 
 
 def _is_the_samples(error: BaseException) -> bool:
-    """Whether a sample's own task or environment is at fault, and no machine or caller."""
+    """Whether the sample's task or environment is at fault, not the infrastructure or the
+    caller.
+    """
     if isinstance(error, asyncio.CancelledError):
         current = asyncio.current_task()
         return current is not None and not current.cancelling()
@@ -302,10 +304,10 @@ def sample_finished(
 def recorded_sample(
     branches: Sequence[Mapping[str, Any]], source: str, worker_index: int = 0, finish: str = ""
 ) -> rpb.SampleFinished:
-    """The outcome of a session of a former process, as the ledger has its branches; its counters
-    are gone.
+    """The outcome of a session of an earlier process, from its branches in the ledger. Its counters
+    are lost.
 
-    `finish`: instead of the ledger's.
+    `finish`: replaces the ledger's finish reason.
     """
     first = branches[0]
     rewards = [branch["reward"] for branch in branches]
@@ -327,5 +329,5 @@ def recorded_sample(
 
 
 def _reason(finish: str) -> str:
-    """As the wire names it."""
+    """The finish reason's name on the wire."""
     return f"FINISH_REASON_{finish.upper()}"

@@ -1,9 +1,8 @@
-"""RunTasks: tasks of the built-in environments, sample by sample. Owns which samples run and what
-they answered.
+"""RunTasks: runs tasks in environments, sample by sample.
 
-Idempotent by (run, step, purpose, task, sample): a running sample is joined, a finished training
-sample is answered from memory or from the ledger. A caller that goes away does not stop its
-samples; the next one takes over the stream.
+Idempotent by (run, step, purpose, task, sample). A repeated call joins a running sample; a finished
+training sample is returned from memory or from the ledger. Samples continue when their caller
+disconnects, and the next call takes over the stream.
 """
 
 from __future__ import annotations
@@ -42,15 +41,17 @@ log = get_logger(__name__)
 
 
 def shares(samples: int, workers: int, *, together: bool) -> list[int]:
-    """The worker of each sample: equal shares, of neighbours or in turn."""
+    """The worker of each sample, in equal shares: neighbouring samples `together`, or round
+    robin.
+    """
     if together:
         return [number * workers // samples for number in range(samples)]
     return [number % workers for number in range(samples)]
 
 
 async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> None:
-    """Lets an environment load what the tasks need. A task that it cannot use is left to its
-    samples, which fail alone; settings and machines at fault raise what `prepare` does.
+    """Let an environment load the tasks' requirements. A task with a fault is left to its samples,
+    which fail alone. Errors of settings and infrastructure are raised.
     """
     try:
         await prepared.prepare([task.metadata for task in request.tasks])
@@ -66,7 +67,7 @@ async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> Non
 
 
 class RunningSample(NamedTuple):
-    """A sample under way, and the worker that it has begun with."""
+    """A running sample and its first worker."""
 
     task: asyncio.Task[rpb.SampleFinished]
     worker: int
@@ -85,11 +86,11 @@ class TaskRuns:
     async def run(
         self, request: rpb.RunTasksRequest, within_s: float | None = None
     ) -> AsyncGenerator[rpb.RunTasksResponse]:
-        """Samples as they end, groups as they close, each worker's end of its share, then the
+        """Yield samples as they end, groups as they close, the end of each worker's share, then the
         totals. within_s: seconds until the call's deadline.
 
         Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while
-        trajectories pile up.
+        too many trajectories wait.
         """
         self._tell_claimers(request)
         if request.open_groups and not request.tasks:
@@ -124,7 +125,7 @@ class TaskRuns:
             yield rpb.RunTasksResponse(finished=finished)
 
     def _tell_claimers(self, request: rpb.RunTasksRequest) -> None:
-        """Whether agents may claim the tasks of this run."""
+        """Decide whether agents may claim the tasks of this run."""
         offers = self._gateway.agents.offers
         if request.tasks and request.environment == EXTERNAL:
             offers.offering()
@@ -162,8 +163,8 @@ class TaskRuns:
             check_trainable(wire.sampling_from(request.sampling))
 
     def _silence_s(self, within_s: float | None) -> float:
-        """Seconds that an environment may do without the model: half of what the call has left, so
-        that an environment which hangs costs its sample and not the call.
+        """Longest time without a model call, in seconds: half of the call's remaining time. A
+        hanging environment then costs its sample and not the call.
         """
         longest = self._gateway.config.sessions.timeout_s
         return longest if within_s is None else min(longest, within_s / 2)
@@ -171,8 +172,8 @@ class TaskRuns:
     def _jobs(
         self, request: rpb.RunTasksRequest, workers: Sequence[int], silence_s: float
     ) -> list[Job]:
-        """Every sample with its worker: the same on every repeat with the same workers, and where
-        it runs already on one of them, that one.
+        """Every sample with its worker. Repeats with the same workers give the same assignment, and
+        a sample that already runs keeps its worker.
         """
         size = request.samples_per_task
         settings = settings_digest(request)
@@ -192,7 +193,7 @@ class TaskRuns:
         return replace(job, worker_index=running.worker)
 
     async def _records(self, jobs: list[Job]) -> Mapping[str, list[dict[str, Any]]]:
-        """Ledger records of the step, if any of the samples is not known here."""
+        """Ledger records of the step, if any sample is missing in memory."""
         known = all(job.key in self._running or job.key in self._answers for job in jobs)
         if known or not jobs[0].trains:
             return {}
@@ -202,8 +203,10 @@ class TaskRuns:
     async def _outcomes(
         self, jobs: list[Job], records: Mapping[str, list[dict[str, Any]]]
     ) -> AsyncGenerator[tuple[Job, rpb.SampleFinished]]:
-        """Every job with its outcome, in the order of their ends. Raises Unavailable as soon as a
-        worker cannot start: what serves is damaged, and pushed again before the next call.
+        """Yield every job with its outcome, in the order of their ends.
+
+        Raises Unavailable as soon as a worker cannot start because the serving set is damaged. The
+        trainer pushes that set again before the next call.
         """
         ended: asyncio.Queue[tuple[Job, asyncio.Task[Any] | rpb.SampleFinished]] = asyncio.Queue()
 
@@ -228,7 +231,7 @@ class TaskRuns:
             damaged.cancel()
 
     def _begin(self, job: Job) -> asyncio.Task[rpb.SampleFinished]:
-        """The task that runs a sample, now or since an earlier call."""
+        """The asyncio task of a sample, started now or by an earlier call."""
         running = self._running.get(job.key)
         if running is None:
             task = asyncio.create_task(self._samples.run(job))
@@ -246,7 +249,7 @@ class TaskRuns:
         answer = task.result()
         if job.trains and answer.HasField(
             "reward"
-        ):  # evaluations run again: the weights may have moved
+        ):  # evaluations are not remembered: the weights may have changed
             self._answers[job.key] = answer
             if len(self._answers) > ANSWERS_REMEMBERED:
                 self._answers.popitem(last=False)

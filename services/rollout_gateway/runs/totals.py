@@ -1,7 +1,4 @@
-"""What a RunTasks call has counted so far.
-
-Owns shares, totals and the sum of the workers' statistics.
-"""
+"""Counts the outcomes of a RunTasks call: shares, totals and the sum of the workers' statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from paceline.v1 import rollout_pb2 as rpb
 
 
 class Totals:
-    """Counts outcomes by worker and in all."""
+    """Counts outcomes by worker and in total."""
 
     def __init__(
         self,
@@ -27,24 +24,26 @@ class Totals:
         workers: Iterable[int],
         started: float,
     ) -> None:
-        """`shares`: the worker of each sample; `groups`: of each sample that is to be trained;
-        `workers`: those with a share, be it empty; `started`: by the loop's clock.
+        """`shares`: the worker of each sample. `groups`: the group of each training sample.
+        `workers`: all workers with a share, even an empty share. `started`: seconds of the event
+        loop's clock.
         """
         self._left = Counter(shares)
         self._started = started
         self._shares = {index: rpb.ShareDone(worker_index=index) for index in workers}
         self._stats = SpeculationStats()
-        self._siblings = Counter(groups)  # that have not ended, by group
+        self._siblings = Counter(groups)  # samples that have not ended, by group
         self._rewards = {group: list[float]() for group in self._siblings}  # of scored sessions
         self.finished = rpb.TasksFinished()
 
     def idle_shares(self) -> list[rpb.ShareDone]:
-        """Workers that have nothing to do in this call."""
+        """Shares of workers without a sample in this call."""
         return [share for index, share in self._shares.items() if not self._left[index]]
 
     def news(self, sample: rpb.SampleFinished, worker: int) -> Iterator[rpb.RunTasksResponse]:
-        """Count a sample of a worker's share: tells of it, of its group when that closes, and of
-        the share when that is done.
+        """Count a sample of a worker's share.
+
+        Yields the sample, its group when that closes, and the share when it is complete.
         """
         self._add(sample, worker)
         yield rpb.RunTasksResponse(sample=sample)
@@ -59,8 +58,8 @@ class Totals:
     def group(
         self, group_id: str, samples: Sequence[rpb.SampleFinished]
     ) -> Iterator[rpb.RunTasksResponse]:
-        """Count the sessions of one more group that is to be trained, which has closed; without any
-        nothing of it is.
+        """Count the sessions of another closed training group; a group without sessions is
+        ignored.
         """
         if not samples:
             return
@@ -94,7 +93,7 @@ class Totals:
         )
 
     def share(self, worker: int) -> rpb.ShareDone:
-        """What a worker whose slot is given away had done until now."""
+        """The progress of a worker that is about to release its slot."""
         share = self._share(worker)
         share.elapsed_s = asyncio.get_running_loop().time() - self._started
         return share

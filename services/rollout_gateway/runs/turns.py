@@ -1,5 +1,5 @@
-"""Steps of open traffic that collect groups at the same time. Owns whose the next group is: the
-earliest step's, since the learner wants its steps in order.
+"""Assigns closed groups to steps of open traffic that collect at the same time. The earliest step
+gets the next group, since the learner wants its steps in order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.services.rollout_gateway.sessions.open_groups import OpenGroup, Op
 
 
 class StepTurns:
-    """Use on one event loop."""
+    """The steps that collect groups. Use on one event loop."""
 
     def __init__(self, groups: OpenGroups) -> None:
         self.groups = groups
@@ -22,7 +22,7 @@ class StepTurns:
 
     @asynccontextmanager
     async def taken(self, step: int) -> AsyncIterator[CollectingStep]:
-        """Inside the block the step wants groups."""
+        """Inside the block the step collects groups."""
         self._wanting.add(step)
         try:
             yield CollectingStep(self, step)
@@ -31,24 +31,24 @@ class StepTurns:
             self._left.set()
 
     def earliest(self, step: int) -> bool:
-        """Whether no earlier step wants a group."""
+        """Whether no earlier step collects."""
         return step == min(self._wanting)
 
     async def somebody_left(self) -> None:
-        """Returns once a step has what it wants."""
+        """Return once a step has stopped collecting."""
         self._left.clear()
         await self._left.wait()
 
 
 @dataclass(frozen=True)
 class CollectingStep:
-    """A step's place among those that collect."""
+    """One collecting step."""
 
     turns: StepTurns
     step: int
 
     async def comes(self) -> None:
-        """Returns once there is a group for `pop`."""
+        """Return once `pop` has a group."""
         while True:
             await self.turns.groups.closed()
             if self.turns.earliest(self.step):
@@ -56,5 +56,7 @@ class CollectingStep:
             await self.turns.somebody_left()
 
     def pop(self) -> OpenGroup | None:
-        """The group that closed first; None when there is none now, or it is an earlier step's."""
+        """The group that closed first; None when no group is closed, or an earlier step
+        collects.
+        """
         return self.turns.groups.pop() if self.turns.earliest(self.step) else None

@@ -1,1 +1,1 @@
-"""For tests and examples: an engine that follows a script, CPU stand-ins for GPU kernels."""
+"""For tests and examples: an engine that follows a script, and CPU substitutes for GPU kernels."""

@@ -1,9 +1,9 @@
-"""Has one worker take a new set first, and judges it there before the others follow.
+"""Tests a new version set on one worker, the canary, before the other workers load it.
 
-The canary draws a few tokens of prompts that the gateway has seen last: their log-probs have to be
-finite, and of a new drafter's drafts enough have to be accepted beside the serving drafter's. What
-the worker says to anybody else meanwhile is withheld: given out when it passes, drawn again under
-the former set when it does not.
+The canary answers a few probes with the newest prompts of the gateway. Their log-probs have to be
+finite. A new drafter also needs enough accepted drafts, compared with the serving drafter. The
+canary's other chunks are withheld meanwhile. They are delivered when the set passes, and drawn
+again under the former set when it fails.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
 
 REFUSED = "CANARY"
-"""Reason of the error of a set that a canary refused."""
+"""Error reason of a set that a canary refused."""
 LOST = "CANARY_LOST"
-"""Reason of the error of a set that every worker which tried it was lost with."""
+"""Error reason of a set when every worker that tried it was lost."""
 FINITE_TOKENS = 4
-"""Tokens of one prompt that show whether log-probs are finite."""
+"""Tokens of one probe for the check of finite log-probs."""
 LEAST_ACCEPTED = 8
-"""Drafts of the serving drafter that have to be accepted before another is measured by it: of fewer
-a good one may by chance have almost none.
+"""Accepted drafts of the serving drafter that the comparison needs. With fewer, a good drafter may
+by chance have almost none.
 """
-_MADE_UP = list(range(2, 18))  # token ids of a prompt where nothing was asked for yet
+_MADE_UP = list(range(2, 18))  # token ids of a prompt before the first request
 _UNTRAINED = ("", "ngram")
 
 log = get_logger(__name__)
 
 
 class Drafted(NamedTuple):
-    """What came of a probe's drafts."""
+    """The draft counts of a probe."""
 
     accepted: int
     rounds: int
 
     @property
     def per_round(self) -> float:
-        """Drafts accepted in a round."""
+        """Accepted drafts per round."""
         return self.accepted / self.rounds if self.rounds else 0.0
 
 
 class FailedCheck(NamedTuple):
-    """A check that a set has not passed."""
+    """A check that a set has failed."""
 
     check: str
     seen: str
@@ -65,7 +65,7 @@ class FailedCheck(NamedTuple):
 
 
 class Canary:
-    """Chooses the worker that takes a set first, and probes it."""
+    """Chooses the canary worker and probes it."""
 
     def __init__(self, router: Router, spool: Spool, config: CanaryConfig) -> None:
         self._router = router
@@ -80,11 +80,12 @@ class Canary:
         versions: VersionSet,
         commit: Callable[[WorkerProcess], Awaitable[None]],
     ) -> WorkerProcess | None:
-        """The one of `processes`, which no trainer has, that serves the set already and has passed;
-        None where there is none to try it, or where canaries are switched off.
+        """Commit the set on a canary and judge it there.
 
-        Raises WeightsError naming the check and the value when the set is refused, or when all
-        workers died of it; what `commit` raises when it failed on all.
+        Returns the canary, which now serves the set; None without a candidate, or when canaries are
+        disabled. `processes`: candidates without a lease. Raises WeightsError with the check and
+        the value when the set is refused, or when all workers died under it. Raises the error of
+        `commit` when it failed on all.
         """
         if not self._config.enabled or not processes:
             return None
@@ -111,8 +112,9 @@ class Canary:
         raise failures[0]
 
     def _order(self, processes: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-        """Idle ones first. Of released ones none, unless all are: one that is lent takes its memory
-        for the trial.
+        """Candidates with the fewest requests first. Released workers only count when all are
+        released, and lent workers go last, since a lent worker has to take its memory for the
+        trial.
         """
         seats = self._router.seats
         there = [one for one in processes if not seats[one.index].released] or processes
@@ -125,8 +127,8 @@ class Canary:
         versions: VersionSet,
         commit: Callable[[WorkerProcess], Awaitable[None]],
     ) -> FailedCheck | None:
-        """The check that the set has not passed on this worker; the worker is then replaced by one
-        that loads the former set.
+        """The failed check of the set on this worker, or None. A worker that failed is replaced by
+        a worker with the former set.
         """
         seat = self._router.seats[process.index]
         arm = self._arm(process, versions.drafter) if versions.drafter > served.drafter else ""
@@ -143,7 +145,7 @@ class Canary:
                 await _replace(process)
                 raise
             finally:
-                if not process.lost.done():  # else its requests go on elsewhere
+                if not process.lost.done():  # else the router places its requests again
                     self._router.probes.give_out(seat)
         return failed
 
@@ -162,7 +164,8 @@ class Canary:
         _still_there(process)
         if answer.error:
             return FailedCheck("finite log-probs", answer.error, "finite numbers")
-        taken = process.versions.drafter == versions.drafter  # a damaged one is left out
+        # a worker leaves out a damaged drafter
+        taken = process.versions.drafter == versions.drafter
         if before is None or before.accepted < LEAST_ACCEPTED or not taken:
             return None
         after = await self._drafted(seat, arm)
@@ -175,7 +178,7 @@ class Canary:
         return FailedCheck("acceptance", seen, f">= {least:.3f}, {share}")
 
     async def _drafted(self, seat: Seat, arm: str) -> Drafted | None:
-        """What comes of an arm's drafts on the probes; None when it cannot draft."""
+        """Draft counts of an arm on the probes; None when the arm cannot draft."""
         prompts = max(len(self._router.probes.prompts), 1)
         answers = await self._probe(seat, arm, self._config.tokens, prompts)
         if any(answer.error for answer in answers):
@@ -214,7 +217,7 @@ class Canary:
         )
 
     def _arm(self, process: WorkerProcess, drafter: int) -> str:
-        """An arm that drafts with the version; empty when there is none."""
+        """An arm that drafts with this drafter version; empty without any."""
         kind = ""
         if self._spool.has(pb.WEIGHT_TARGET_DRAFTER, drafter):
             manifest = self._spool.manifest(pb.WEIGHT_TARGET_DRAFTER, drafter)
@@ -227,7 +230,7 @@ class Canary:
 
     @asynccontextmanager
     async def _awake(self, seat: Seat, process: WorkerProcess) -> AsyncIterator[None]:
-        """A lent worker has its memory for as long."""
+        """Inside the block a lent worker has its memory."""
         if not seat.lent:
             yield
             return
@@ -244,7 +247,7 @@ class Canary:
 
 
 def _refusal(process: WorkerProcess, versions: VersionSet, failed: FailedCheck) -> WeightsError:
-    """What a set that has not passed is answered with; counts it."""
+    """The error for a set that failed a check; counts it."""
     metrics.SETS_REFUSED.record(check=failed.check)
     log.error("set_refused", worker=process.index, seq=versions.seq, **failed._asdict())
     return WeightsError(
@@ -257,7 +260,7 @@ def _refusal(process: WorkerProcess, versions: VersionSet, failed: FailedCheck) 
 
 
 def _still_there(process: WorkerProcess) -> None:
-    """Raises Unavailable when the worker has died: that is no verdict."""
+    """Raises Unavailable when the worker has died: a lost worker gives no verdict."""
     if process.lost.done():
         raise Unavailable(f"engine worker {process.index} was lost", seen=process.lost.result())
 

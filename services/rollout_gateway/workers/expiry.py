@@ -1,4 +1,4 @@
-"""Ends the leases of a coordinator that is gone for good: its workers serve again."""
+"""Ends the leases of a coordinator that is gone for good, so that its workers serve again."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ log = get_logger(__name__)
 
 
 class Expiry:
-    """Lent workers come back when nobody has listened for as long as their lease may outlast its
-    coordinator. For use on one event loop.
+    """Returns lent workers when no coordinator has listened for as long as their lease may outlast
+    it. For use on one event loop.
     """
 
     def __init__(self, lending: Lending) -> None:
         self._lending = lending
-        self._listeners = 1  # nobody can listen before `start`
+        self._listeners = 1  # no coordinator can listen before `start`
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         lending.on_lent = self.renew
 
     def start(self) -> None:
-        """Whoever leases slots can listen from now on."""
+        """Coordinators can listen from now on."""
         self._listeners -= 1
         self.renew()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside the block the coordinator is there: no lease ends by itself."""
+        """Inside the block the coordinator is connected, and no lease expires."""
         self._listeners += 1
         self.renew()
         try:
@@ -44,7 +44,7 @@ class Expiry:
             self.renew()
 
     def renew(self) -> None:
-        """The time begins anew; it runs while workers are lent and nobody listens."""
+        """Restart the timer; it runs while workers are lent and no coordinator listens."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -53,7 +53,7 @@ class Expiry:
             self._timer = loop.call_later(self._lending.outlasts_s, self._expire)
 
     async def stop(self) -> None:
-        """Ends nothing any more."""
+        """Stop expiry for good."""
         self._listeners += 1
         self.renew()
         await cancel(self._ending)

@@ -1,4 +1,4 @@
-"""Holds one request under way: the router feeds it, the caller reads it."""
+"""Holds one running request: the router feeds it, the caller reads it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from paceline.v1 import trajectory_pb2 as tpb
 
 
 class Generation:
-    """Tokens of one request, over all its tries: each goes on from the tokens of those before.
+    """Tokens of one request over all its tries; each try continues from the tokens of the earlier
+    tries.
 
-    News wait in one merged chunk, so memory is bounded by the request's max_tokens. Those of a
-    reader that waits for them can be told at once (`tell_at_once`), without a turn of the event
-    loop and a task's wake-up for each.
+    Unread output waits in one merged chunk, so memory is bounded by the request's max_tokens.
+    `tell_at_once` hands output to a waiting reader directly. That saves a turn of the event loop
+    and a task's wake-up per chunk.
     """
 
     def __init__(
@@ -29,28 +30,29 @@ class Generation:
         self.request = request
         self.pinned = worker_index  # None: the router may choose
         self.worker_index = worker_index if worker_index is not None else 0
-        # when its worker is lost and no other serves: wait for the new one, else end at once
+        # when the worker is lost and no other worker serves: True waits for a new worker, False
+        # ends
         self.rerun = rerun
         self.queued_s = time.perf_counter()
-        self.ended_s = 0.0  # when its last chunk came; 0 before
-        self.tries = 0  # how often its worker was lost
+        self.ended_s = 0.0  # time of the last chunk; 0 before it
+        self.tries = 0  # number of lost workers
         self._counted = False  # a try has ended
         self.speculation = SpeculationStats()
-        """Of the tries that have ended, at the end of the whole request."""
+        """Statistics of the ended tries; complete at the end of the request."""
         self._smallest_gap = math.inf
         self._first_token_s = 0.0
         self.whole = pb.TokenChunk(request_id=request.request_id)
-        self.finished = False  # the last chunk has come
+        self.finished = False  # the last chunk has arrived
         self._news = pb.TokenChunk(request_id=request.request_id)
         self._wake = asyncio.Event()
-        self._awaited = False  # the reader has everything so far and waits for more
+        self._awaited = False  # the reader waits and has no unread output
         self._at_once: Callable[[pb.TokenChunk], bool] | None = None
-        self._defect: Exception | None = None  # raised where news were told at once
+        self._defect: Exception | None = None  # error of a direct reader, raised in `chunks`
 
     @property
     def time_per_output_token_s(self) -> float | None:
-        """Mean seconds of a token after the first, as the gateway saw them; None before the end or
-        without any.
+        """Mean seconds per token after the first, measured by the gateway; None before the end or
+        with a single token.
         """
         count = len(self.whole.token_ids) - 1
         if not self.finished or count < 1:
@@ -58,10 +60,13 @@ class Generation:
         return max(self.ended_s - self.queued_s - self.whole.time_to_first_token_s, 0.0) / count
 
     def accept(self, chunk: pb.TokenChunk) -> None:
-        """Take news from the worker. Log-probs that are not finite end the request: nothing could
-        be trained on it, and no answer be trusted.
+        """Take a chunk from the worker.
+
+        Log-probs that are not finite end the request with DataLoss: its tokens can be neither
+        trained on nor trusted.
         """
-        if not math.isfinite(sum(chunk.behavior_logprobs)):  # of 32 bits each: none overflows
+        # of 32 bits each, so the sum cannot overflow
+        if not math.isfinite(sum(chunk.behavior_logprobs)):
             metrics.NOT_FINITE.record()
             self.fail("the engine gave a log-prob that is no finite number", DataLoss)
         elif not self.finished:
@@ -75,17 +80,17 @@ class Generation:
             self._push(chunk)
 
     def suspended(self, chunk: pb.TokenChunk) -> None:
-        """The engine has ended it before its end, and says what it had; the next try goes on from
-        there, under whatever weights serve then.
+        """Take the last chunk of a try that the engine ended early. The next try continues from its
+        tokens, under the weights that then serve.
         """
         self._count(chunk)
         for name in ("finish_reason", "speculation", "smallest_gap", "time_to_first_token_s"):
-            chunk.ClearField(name)  # those of the whole request come with its end
+            chunk.ClearField(name)  # the request's final chunk carries these totals
         self.accept(chunk)
         self._goes_on()
 
     def lost(self) -> None:
-        """The worker is gone; the next try goes on from the tokens that it had told."""
+        """Record the loss of the worker; the next try continues from the tokens received."""
         self.tries += 1
         self._goes_on()
 
@@ -101,13 +106,13 @@ class Generation:
         self._first_token_s = self._first_token_s or chunk.time_to_first_token_s
 
     def _counters_to(self, chunk: pb.TokenChunk) -> None:
-        """Counters of the whole request instead of those of its last try."""
+        """Replace the last try's counters by the whole request's."""
         chunk.speculation.CopyFrom(stats_to_proto(self.speculation))
         chunk.smallest_gap = self._smallest_gap
         chunk.time_to_first_token_s = self._first_token_s
 
     def fail(self, message: str, kind: type[PacelineError] = InternalError) -> None:
-        """End with FINISH_REASON_ERROR, unless it has ended."""
+        """End with FINISH_REASON_ERROR, unless the request has ended."""
         if not self.finished:
             text = f"{kind.reason}: {message}"
             self._push(
@@ -119,16 +124,18 @@ class Generation:
             )
 
     def tell_at_once(self, take: Callable[[pb.TokenChunk], bool] | None) -> None:
-        """While the reader of `chunks` waits, `take` gets news before it, as they come; not the
-        last ones. What it answers with False goes to the reader, what it raises is raised there.
-        None: no longer.
+        """While the reader of `chunks` waits, pass chunks to `take` first, except the last chunk.
+
+        A chunk for which `take` returns False goes to the reader. An exception of `take` is raised
+        in `chunks`. None removes the direct reader.
         """
         self._at_once = take
 
     async def chunks(self) -> AsyncIterator[pb.TokenChunk]:
-        """News as they come, merged while the reader is slow; the last one has finish_reason.
+        """Yield chunks as they arrive, merged while the reader is slow. The last chunk has
+        finish_reason.
 
-        Raises what a reader at once has raised.
+        Raises the exception of a direct reader.
         """
         while True:
             self._awaited = not self._wake.is_set()
@@ -143,7 +150,7 @@ class Generation:
 
     def _push(self, chunk: pb.TokenChunk) -> None:
         if self.whole.prompt_scores:
-            chunk.ClearField("prompt_scores")  # a try that goes on tells them again
+            chunk.ClearField("prompt_scores")  # a later try sends these again
         self.whole.MergeFrom(chunk)
         if chunk.finish_reason:
             self.finished, self.ended_s = True, time.perf_counter()
@@ -156,6 +163,6 @@ class Generation:
     def _took(self, take: Callable[[pb.TokenChunk], bool], chunk: pb.TokenChunk) -> bool:
         try:
             return take(chunk)
-        except Exception as error:  # noqa: BLE001 - of one request; who feeds them all goes on
+        except Exception as error:  # noqa: BLE001 - one request must not stop the feed of all
             self._defect = error
             return False

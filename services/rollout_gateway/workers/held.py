@@ -1,4 +1,4 @@
-"""Requests that wait while every worker that may answer them is lent out."""
+"""Holds requests while every worker that may answer them is lent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from paceline.services.rollout_gateway.workers.generation import Generation
 
 
 class HeldRequests:
-    """At most `wait_s` seconds each; then they end as unavailable. Those that only one worker may
-    answer, the samples of a RunTasks call, wait until it is back: the call has a deadline of its
-    own. For use on one event loop.
+    """Holds each request for at most `wait_s` seconds, then ends it as Unavailable.
+
+    Pinned requests, the samples of a RunTasks call, wait for their worker without this limit, since
+    the call has its own deadline. For use on one event loop.
     """
 
     def __init__(self, wait_s: float) -> None:
@@ -22,7 +23,7 @@ class HeldRequests:
         return len(self._held)
 
     def add(self, generation: Generation) -> None:
-        """Keep a request until somebody takes it."""
+        """Hold a request until it is taken."""
         timer = None
         if generation.pinned is None:
             loop = asyncio.get_running_loop()
@@ -30,14 +31,14 @@ class HeldRequests:
         self._held[generation.request.request_id] = generation, timer
 
     def take(self, generation: Generation) -> bool:
-        """Whether the request waited here; now it does not."""
+        """Remove the request; returns whether it was held."""
         found = self._held.pop(generation.request.request_id, None)
         if found is not None and found[1] is not None:
             found[1].cancel()
         return found is not None
 
     def take_all(self) -> list[Generation]:
-        """All that wait, the oldest first."""
+        """Remove all held requests, oldest first."""
         return [one for one, _ in list(self._held.values()) if self.take(one)]
 
     def _late(self, generation: Generation) -> None:

@@ -1,4 +1,4 @@
-"""Starts a worker for each place, and replaces those that are lost or do not start."""
+"""Starts a worker for each place, and replaces workers that are lost or fail to start."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
-"""Wait before a lost worker is replaced; it doubles while the replacement keeps dying."""
+"""Bounds of the wait before a restart; the wait doubles while the replacement keeps failing."""
 STARTS_BEFORE_GIVING_UP = 3
-"""Failed starts in a row after which requests waiting for that worker fail (the starts go on)."""
+"""Failed starts in a row after which the requests of that worker fail; restarts continue."""
 
 log = get_logger(__name__)
 
 
 class Routing(Protocol):
-    """What becomes of requests while their workers come and go."""
+    """Callbacks for the requests as workers start and end."""
 
     async def equip(self, seat: Seat, process: WorkerProcess) -> None:
-        """What a worker that is ready gets before its first request; an exception ends it."""
+        """Prepare a ready worker before its first request; an exception ends the worker."""
         ...
 
     def serves(self, seat: Seat) -> None:
-        """The place has a worker that takes requests."""
+        """The place has a worker that accepts requests."""
         ...
 
     def tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
-        """News of the worker in this place."""
+        """The worker in this place has sent tokens."""
         ...
 
     def lost(self, seat: Seat) -> None:
-        """The worker in this place is gone."""
+        """The worker in this place is lost."""
         ...
 
     def fail(self, seat: Seat, message: str, kind: type[PacelineError]) -> None:
-        """Requests of this place end with such an error: none has started there for long."""
+        """End the requests of this place with an error after repeated failed starts."""
         ...
 
 
 class WorkerKeeper:
-    """Workers in their places. Use on one event loop: start, stop."""
+    """Keeps a worker in each place. Use on one event loop: start, stop."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class WorkerKeeper:
         seats: Sequence[Seat],
         routing: Routing,
     ) -> None:
-        """`local`: ends with `stop`; `rows`: None where nobody reads hidden states."""
+        """`local`: closed by `stop`. `rows`: None when no consumer reads hidden states."""
         self._local = local
         self._ready_s = config.ready_deadline_s
         self._rows = rows
@@ -71,27 +71,28 @@ class WorkerKeeper:
         self._routing = routing
         self._keepers: list[asyncio.Task[None]] = []
         self.ready = pb.WorkerReady()
-        """Facts of the engine, from the worker that was ready last."""
+        """The engine's properties, from the worker that became ready last."""
 
     async def start(self) -> None:
-        """Start a worker in each place; returns when all serve, but for those that wait until what
-        serves, and is damaged, is pushed again. Raises what the first failing one says; call `stop`
-        then.
+        """Start a worker in each place; returns when all serve.
+
+        A worker that finds the serving set damaged may start later, after the next push. Raises the
+        first start's error; the caller then calls `stop`.
         """
         found = await asyncio.gather(*(self._start_first(seat) for seat in self._seats))
         late = [error for error in found if error is not None]
-        if late and not self.ready.ListFields():  # none serves
+        if late and not self.ready.ListFields():  # no worker serves
             raise late[0]
         self._keepers = [
             background(self._keep(seat), f"keeper of worker {seat.index}") for seat in self._seats
         ]
 
     async def stop_keeping(self) -> None:
-        """No worker is replaced any more."""
+        """Stop replacing workers."""
         await cancel(*self._keepers)
 
     async def stop(self) -> None:
-        """End workers with Shutdown."""
+        """Shut the workers down."""
         there = [seat.process for seat in self._seats if seat.process is not None]
         await asyncio.gather(*(process.stop() for process in there))
         for seat in self._seats:
@@ -99,7 +100,9 @@ class WorkerKeeper:
         await self._local.close()
 
     async def _start_first(self, seat: Seat) -> PacelineError | None:
-        """What keeps the worker from starting that may be mended while others serve."""
+        """A start error that a push can repair while other workers serve; None after a successful
+        start.
+        """
         try:
             await self._start_worker(seat)
         except DataLoss as error:
@@ -108,7 +111,7 @@ class WorkerKeeper:
         return None
 
     async def _start_worker(self, seat: Seat) -> None:
-        """A worker that serves the committed versions."""
+        """Start a worker that serves the committed versions."""
         process = WorkerProcess(
             seat.index,
             self._local.make(seat.index, seat.number),
@@ -127,7 +130,7 @@ class WorkerKeeper:
         self._routing.serves(seat)
 
     def _check_rows(self, ready: pb.WorkerReady) -> None:
-        """Raises ConfigError when the ring was cut for other rows than the engine's."""
+        """Raises ConfigError when the engine's row layout differs from the ring's."""
         declared = wire.rows_from(ready)
         if self._rows is not None and declared != self._rows.layout:
             raise ConfigError(
@@ -135,7 +138,7 @@ class WorkerKeeper:
             )
 
     async def _keep(self, seat: Seat) -> None:
-        """Replace the worker whenever it is lost or could not start."""
+        """Replace the worker whenever it is lost or fails to start."""
         while True:
             process = seat.process
             reason = await asyncio.shield(process.lost) if process is not None else ""

@@ -1,7 +1,7 @@
-"""Lends the workers' slots to trainers and takes them back, as the coordinator's leases say.
+"""Lends the workers' slots to trainers and takes them back, under the coordinator's leases.
 
-A worker that is lent out gets no request and has given its memory back. Its requests end first, or
-are suspended and go on elsewhere; where all workers are lent they wait.
+A lent worker gets no requests and has released its memory. Its requests end first, or are suspended
+and continue on another worker. When all workers are lent, requests wait.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import write_whole
 
 DRAIN_S = 5.0
-"""Seconds that the requests of a worker have to end before it is lent out, where nobody says."""
+"""Default seconds that a worker's requests get to end before the slot is lent."""
 MOST_DRAIN_S = 3600.0
 
 OUTLASTS_S = 30.0
-"""Seconds that a lease is good without its coordinator, where that does not say: one that was
-killed is back sooner.
-"""
+"""Default seconds that a lease outlasts its coordinator; a killed coordinator is back sooner."""
 MOST_OUTLASTS_S = 7 * 86_400.0
 
 log = get_logger(__name__)
 
 
 class Loans:
-    """Which workers are lent out; requests are the router's."""
+    """Tracks the lent workers. The router owns their requests."""
 
     def __init__(
         self,
@@ -52,37 +50,39 @@ class Loans:
         deadline_s: float,
         place: Callable[[Generation], None],
     ) -> None:
-        """deadline_s: of a worker's answer; place: finds a request its worker."""
+        """deadline_s: maximum time of a worker's answer. place: finds a worker for a request."""
         self._seats = seats
         self._held = held
         self._deadline_s = deadline_s
         self._place = place
         self.on_return: Callable[[WorkerProcess], Awaitable[None]] | None = None
-        """Awaited when a lent worker comes back: takes its memory and checks what it serves."""
+        """Awaited when a lent worker returns: restores its memory and checks its version set."""
 
     @property
     def lent(self) -> list[int]:
-        """Workers that have given their memory back."""
+        """Indices of the workers that have released their memory."""
         return [seat.index for seat in self._seats if seat.lent]
 
     def numbers(self, workers: Iterable[int]) -> list[int]:
-        """Of workers among all of the run, as spans have them."""
+        """Numbers of these workers within the run, as spans show them."""
         return [self._seats[index].number for index in workers]
 
     def keep(self, workers: Iterable[int]) -> None:
-        """These give their memory back as soon as they start, and get no request."""
+        """Mark workers as lent before they start: they release their memory at once and get no
+        requests.
+        """
         for index in workers:
             self._seats[index].released = self._seats[index].lent = True
 
     def release(self, index: int) -> None:
-        """No request goes to the worker any more: to others, or it waits. Idempotent."""
+        """Send no more requests to the worker; its unsent requests move or wait. Idempotent."""
         self._seats[index].released = True
         for generation in self._seats[index].take_unsent():
             self._place(generation)
 
     async def _drain(self, seat: Seat, drain_s: float) -> None:
-        """Returns when no request runs there: they get `drain_s` seconds to end, then they are
-        suspended. Raises DeadlineExceeded when they do not stop.
+        """Wait until the worker has no request: `drain_s` seconds to end, then suspension. Raises
+        DeadlineExceeded when they do not stop.
         """
         if await seat.idle_within(drain_s):
             return
@@ -96,11 +96,12 @@ class Loans:
             )
 
     async def lend(self, index: int, drain_s: float = DRAIN_S) -> int:
-        """Have a worker give its memory back; returns bytes, 0 where it keeps it.
+        """Have a worker release its memory; returns the bytes, 0 if the engine cannot release
+        memory.
 
-        Its requests get `drain_s` seconds to end; then they are suspended, and go on from their
-        tokens on another worker, or here when it is back. Raises DeadlineExceeded when they do not
-        stop, and what the worker says.
+        Its requests get `drain_s` seconds to end. Then they are suspended and continue from their
+        tokens on another worker, or here after the worker's return. Raises DeadlineExceeded when
+        they do not stop, and the worker's errors.
         """
         self.release(index)
         seat = self._seats[index]
@@ -112,11 +113,11 @@ class Loans:
         try:
             return await self.free(seat.process) if seat.process is not None else 0
         except Unavailable:
-            return 0  # lost; the next one gives its memory back before it serves
+            return 0  # lost; its replacement releases its memory before it serves
 
     async def follow(self, seat: Seat, process: WorkerProcess, *, away: bool) -> bool:
-        """Has a worker that starts give its memory back while its seat is lent, and take its memory
-        again when the seat returns. Returns whether the memory is away now.
+        """Match a starting worker's memory to its seat: release it while the seat is lent, restore
+        it after the return. `away` and the result: whether the memory is released.
         """
         lent = seat.lent
         if lent and not away:
@@ -126,34 +127,37 @@ class Loans:
         return lent
 
     async def free(self, process: WorkerProcess) -> int:
-        """A worker gives its memory back; returns bytes, 0 where it keeps it."""
+        """Have a worker release its memory; returns the bytes, 0 if the engine cannot release
+        memory.
+        """
         if Capability.RELEASE_MEMORY not in process.ready.capabilities:
             return 0
         command = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
         return (await process.ask(command, self._deadline_s)).done.released_bytes
 
     def spare(self, index: int) -> None:
-        """The worker has nothing to do: it is released, and a trainer may ask for it."""
+        """Release an idle worker and offer its slot to trainers."""
         self._seats[index].spare = True
         self.release(index)
 
     def keep_spare(self) -> None:
-        """Spare workers that no trainer has asked for get requests again."""
+        """Return spare workers that no trainer has taken to service."""
         for seat in self._seats:
             if seat.spare:
                 seat.spare = seat.released = False
         self._place_held()
 
     async def wake(self, process: WorkerProcess) -> None:
-        """A worker that has given its memory back takes it again. Raises what it says."""
+        """Have a worker restore its memory. Raises the worker's errors."""
         if Capability.RELEASE_MEMORY in process.ready.capabilities:
             command = pb.WorkerCommand(resume_memory=pb.ResumeMemory())
             await process.ask(command, self._deadline_s)
 
     async def take_back(self) -> list[int]:
-        """All released workers have their memory and get requests again; returns which they were.
+        """Restore the memory of all released workers and send them requests again; returns their
+        indices.
 
-        One that cannot is replaced.
+        A worker that fails is replaced.
         """
         back = [seat for seat in self._seats if seat.released]
         await asyncio.gather(*(self._return(seat) for seat in back))
@@ -163,7 +167,7 @@ class Loans:
         return [seat.index for seat in back]
 
     def _place_held(self) -> None:
-        """Requests that wait look for a worker again."""
+        """Place the held requests again."""
         for generation in self._held.take_all():
             self._place(generation)
 
@@ -177,16 +181,16 @@ class Loans:
         except PacelineError as error:
             log.error("a lent worker does not come back; it is replaced", error=str(error))
             process.kill()
-            # Nothing is sent to it any more; its keeper starts another.
+            # Wait for its end, so that no request is sent to it; its keeper starts another worker.
             await asyncio.shield(process.lost)
 
 
 class Lending:
-    """One lease after the other: what an older one still asks for is refused."""
+    """Serialises the leases: commands of an older lease are refused."""
 
     def __init__(self, loans: Loans, workers: int, guard: EpochGuard, file: Path | None) -> None:
-        """guard: of its own, since a push under the lease before stays welcome. `file`: keeps which
-        workers are lent out over a restart; None forgets it.
+        """guard: separate from the weights' guard, since a push under the previous lease stays
+        valid. `file`: keeps the lent workers over a restart; None keeps nothing.
         """
         self._loans = loans
         self._file = file
@@ -197,10 +201,10 @@ class Lending:
         """Seconds that leases outlast their coordinator; None while no worker is lent."""
         self.epoch = 0  # of the newest lease
         self.on_lent: Callable[[], None] = lambda: None
-        """Called when workers were lent."""
+        """Called when lent workers change."""
 
     def take_up(self) -> None:
-        """What was lent when the process before this one ended is lent still. Before workers start.
+        """Restore the leases of the previous process. Call before workers start.
 
         Raises DataLoss when the file is damaged.
         """
@@ -236,11 +240,11 @@ class Lending:
         drain_s: float = DRAIN_S,
         outlasts_s: float = OUTLASTS_S,
     ) -> dict[int, int]:
-        """Bytes that each of the workers has given back, under a new lease of its slots.
+        """Lend workers under a new lease of their slots; returns the released bytes by worker.
 
-        drain_s: see Loans.lend; outlasts_s: for how long the lease is good without its coordinator.
-        Raises StaleEpoch, InvalidInput for a worker that is not there, ResourceExhausted on a full
-        disk, and what Loans.lend does.
+        drain_s: see Loans.lend. outlasts_s: seconds that the lease outlasts its coordinator. Raises
+        StaleEpoch, InvalidInput for an index out of range, ResourceExhausted on a full disk, and
+        the errors of Loans.lend.
         """
         wanted = sorted(set(workers))
         if unknown := [index for index in wanted if index >= self._workers]:
@@ -266,7 +270,7 @@ class Lending:
         return dict(zip(wanted, freed, strict=True))
 
     async def resume(self, context: CommandContext) -> list[int]:
-        """The workers that had been lent out and serve again. Raises StaleEpoch, and
+        """Take all lent workers back; returns their indices. Raises StaleEpoch, and
         ResourceExhausted on a full disk.
         """
         async with self._turn:
@@ -279,7 +283,9 @@ class Lending:
         return back
 
     async def expire(self, due: Callable[[], bool]) -> list[int]:
-        """Ends all leases without a command if that is still `due`; the workers that come back."""
+        """End all leases without a command if `due` still returns True; returns the returned
+        workers.
+        """
         async with self._turn:
             if not due():
                 return []

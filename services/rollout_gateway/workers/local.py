@@ -1,4 +1,4 @@
-"""Runs engine workers on this host: for each a process, its socket, its ring."""
+"""Runs engine workers on this host, each with a process, a socket and a ring."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 
 OnEvent = Callable[[pb.WorkerEvent, RowArray | None], None]
-"""Takes an event and its hidden rows; None where nobody reads rows."""
+"""Takes an event and its hidden rows; None when no consumer reads rows."""
 STOP_GRACE_S = 5.0
 LAST_WORDS_S = 0.02
 LAST_WORDS = 1000
@@ -45,7 +45,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Size of each worker's ring and what its rows hold."""
+    """Size of each worker's ring and the content of its rows."""
 
     rows: int
     layout: RowLayout
@@ -70,7 +70,7 @@ class LocalWorker:
         heartbeat_s: float = LIMIT_S,
     ) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How the process ended, in words, once it has."""
+        """Description of the process's end, set once it has ended."""
         self._spec = spec
         self._forker = forker
         self._ring = ring
@@ -87,7 +87,7 @@ class LocalWorker:
         return self._process.pid if self._process else 0
 
     async def start(self, on_event: OnEvent, deadline_s: float) -> None:
-        """Returns when the process runs; an event says when it serves. Raises Unavailable,
+        """Return when the process runs; a later event reports readiness. Raises Unavailable,
         DeadlineExceeded.
         """
         index = self._spec.worker_index
@@ -108,12 +108,12 @@ class LocalWorker:
         self._watching = background(self._watch(process, socket), f"watch of worker {index}")
 
     def send(self, command: bytes) -> None:
-        """Sends without waiting; a process that is gone gets nothing."""
+        """Send without waiting; commands to a lost process are dropped."""
         if self._socket is not None:
             self._socket.send(command)
 
     def expect_end(self) -> None:
-        """The process was told to end: its silence means nothing from now on."""
+        """Ignore silence from now on, because the process was ordered to end."""
         self._heartbeat.expect_end()
 
     def kill(self) -> None:
@@ -125,7 +125,7 @@ class LocalWorker:
         """Kills the process if it still runs, and frees its socket and ring."""
         self.kill()
         if self._process is not None:
-            with suppress(TimeoutError):  # who would tell of its end may be stopped
+            with suppress(TimeoutError):  # the forker that reports the end may be stopped
                 async with asyncio.timeout(STOP_GRACE_S):
                     await self._process.wait()
         await cancel(self._watching)
@@ -136,7 +136,7 @@ class LocalWorker:
             self._ring.seal()
 
     def _take(self, message: bytes) -> None:
-        # An event that raises ends the worker: unheard, it would hold its requests for ever.
+        # An event that raises ends the worker. Otherwise its requests would wait for ever.
         try:
             event, rows = pb.WorkerEvent.FromString(message), None
             if self._ring is not None and event.HasField("tokens"):
@@ -152,7 +152,7 @@ class LocalWorker:
 
     async def _watch(self, process: Forked, socket: WorkerSocket) -> None:
         code = await self._heartbeat.outlived(process)
-        for _ in range(LAST_WORDS):  # what it said before it ended is read first
+        for _ in range(LAST_WORDS):  # read the process's last messages first
             before = socket.received
             await asyncio.sleep(LAST_WORDS_S)
             socket.read()
@@ -162,7 +162,7 @@ class LocalWorker:
 
 
 class LocalWorkers:
-    """Makes the workers of this host, each on a place of its own: make, close."""
+    """Makes the workers of this host, each in its own place: make, close."""
 
     def __init__(
         self,
@@ -173,9 +173,9 @@ class LocalWorkers:
         places: int,
         forker: Forker | None = None,
     ) -> None:
-        """`settings`: of the engine's own class; `rows`: None where no hidden states are wanted;
-        `places`: workers that there may be on this host; `forker`: of the engine's modules, begun
-        already; it ends with `close`.
+        """`settings`: of the engine's own class. `rows`: None when no hidden states are needed.
+        `places`: maximum workers on this host. `forker`: an already started forker of the engine's
+        modules; `close` ends it.
         """
         self._config = config
         self._places = places
@@ -190,8 +190,8 @@ class LocalWorkers:
         self._context: zmq.Context[Any] = zmq.Context()
 
     def make(self, index: int, place: int) -> LocalWorker:
-        """A worker that is to be started. `place`: its number on this host, which chooses core and
-        GPU.
+        """Make a worker that has not started. `place`: its number on this host, which selects its
+        cores and GPU.
         """
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=socket_directory()))
@@ -213,7 +213,7 @@ class LocalWorkers:
         )
 
     async def close(self) -> None:
-        """Ends what workers are forked from, and with it what is left of them."""
+        """End the forker and its remaining processes."""
         await self._forker.close()
         self._context.destroy(linger=0)
         if self._directory is not None:

@@ -1,7 +1,7 @@
-"""Reports what engines do as metrics and span attributes, under the same names for every engine.
+"""Reports engine activity as metrics and span attributes, under the same names for every engine.
 
-docs/metrics.md lists the names. Requests are counted when they end, workers when somebody looks: at
-the end of every RunTasks, for GetStatus, and when Prometheus asks.
+docs/metrics.md lists the names. A request counts when it ends. Workers are polled at the end of
+every RunTasks, for GetStatus, and at a Prometheus scrape.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
 STAGES = tuple(one.name.removesuffix("_s") for one in fields(RoundSplit) if one.name.endswith("_s"))
-"""Parts of a round whose seconds are told."""
+"""Stages of a round with a measured time."""
 
 log = get_logger(__name__)
 
 
 class EngineMetrics:
-    """Instruments of one gateway; `engine` is the kind and labels every point."""
+    """Instruments of one gateway. `engine` is the engine kind and labels every point."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
         self._lives: dict[int, _Life] = {}
         self.split = RoundSplit()
-        """Where the rounds of all workers went, up to the last look; not changed in place."""
+        """Sum of the rounds of all workers up to the last poll; not changed in place."""
 
     def ended(self, generation: Generation) -> None:
-        """A request has ended."""
+        """Record an ended request."""
         whole, engine = generation.whole, self._engine
         if not whole.token_ids or generation.request.probe:
             return
@@ -57,9 +57,9 @@ class EngineMetrics:
             metrics.DRAFTS_ACCEPTED.record(taken, engine=engine, position=position)
 
     def look(self, ready: pb.WorkerReady, health: pb.WorkerHealth) -> None:
-        """What a worker says of itself now; only what has come since the last look is counted.
+        """Record a worker's health: only growth since the last poll counts.
 
-        A process begins with counters of 0. Answers that overtake each other count once.
+        A process begins with counters of 0. Answers that arrive out of order count once.
         """
         life = self._lives.get(ready.worker_index)
         if life is None or life.pid != ready.pid:
@@ -99,7 +99,7 @@ class EngineMetrics:
                 metrics.ROWS_LEFT_OUT.record(new, engine=self._engine, reason=reason)
 
     def _drafts(self, life: _Life, told: tpb.SpeculationStats) -> None:
-        """Of all sequences, also of those that run."""
+        """Counts of all sequences, running sequences included."""
         names = [one.name for one in fields(SpeculationStats) if one.type == "int"]
         new: dict[str, Any] = {
             name: int(life.grown(getattr(told, name), "drafts", name)) for name in names
@@ -193,20 +193,20 @@ class EngineMetrics:
 
 @dataclass(slots=True)
 class _Life:
-    """One process of a worker: its counters as they were last seen."""
+    """One process of a worker, with its last counters."""
 
     pid: int
     seen: dict[tuple[int | str, ...], float] = field(default_factory=dict)
 
     def grown(self, value: float, *key: int | str) -> float:
-        """What a counter has grown by since the last look; 0 for an older answer."""
+        """Growth of a counter since the last poll; 0 for an older answer."""
         new = max(value - self.seen.get(key, 0), 0)
         self.seen[key] = self.seen.get(key, 0) + new
         return new
 
 
 def describe(span: Span, generation: Generation) -> None:
-    """How a request that has ended went, on its span."""
+    """Set an ended request's results on its span."""
     whole = generation.whole
     stats = generation.speculation
     span.set_attribute(names.GEN_AI_OUTPUT_TOKENS, len(whole.token_ids))
@@ -221,10 +221,10 @@ def describe(span: Span, generation: Generation) -> None:
 
 
 def describe_rounds(span: Span, finished: rpb.TasksFinished, split: RoundSplit) -> None:
-    """On the span of a rollout: rounds by arm and the regret since the engines began, the split of
-    rounds since a look.
+    """Set a rollout's results on its span: rounds by arm and regret since the engines' start, and
+    the split of rounds.
 
-    split: of the rounds since the last look before the rollout.
+    split: of the rounds since the last poll before the rollout.
     """
     rounds: dict[str, int] = {}
     for one in finished.arms:

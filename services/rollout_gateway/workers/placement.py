@@ -1,4 +1,4 @@
-"""Picks the worker of a request, and counts what runs in each and since when nothing does."""
+"""Selects the worker of a request, and tracks each worker's requests and idle time."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from paceline.v1 import engine_pb2 as pb
 
 STICKY_FACTOR = 2.0
 STICKY_SLACK = 4
-"""The worker that holds a session's KV cache keeps the session up to FACTOR times the others' mean
+"""The worker with a session's KV cache keeps the session up to FACTOR times the other workers' mean
 load plus SLACK.
 
-A move costs a prefill of the whole conversation; staying costs a share of larger decode rounds,
-whose seconds grow far slower than their rows. So twice the load is still the better place, and a
-few requests on an idle machine are no load. Above that requests would queue there while others have
-room.
+A move costs a prefill of the whole conversation. Staying costs a share of larger decode rounds, and
+their seconds grow far slower than their rows. So twice the load is still the better place, and a
+few requests on an idle machine are no load. Above that limit requests would queue there while other
+workers have room.
 """
 
 
 @dataclass(eq=False)
 class Seat:
-    """A worker's place; the process in it changes with restarts."""
+    """A worker's place; its process changes with restarts."""
 
     index: int
     process: WorkerProcess | None = None  # None while it starts
-    first: int = 0  # number of this gateway's first worker among all of the run
+    first: int = 0  # number of this gateway's first worker within the run
     released: bool = False  # lent out, or about to be: gets no requests
-    spare: bool = False  # released since nothing ran there; no trainer has asked for it yet
-    lent: bool = False  # its process has given its memory back, or does so as soon as it starts
+    spare: bool = False  # released because it was idle; no trainer has taken it yet
+    lent: bool = False  # its process has released its memory, or does so as soon as it starts
     unsent: list[Generation] = field(default_factory=list)
-    live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
-    # requests that go on from their tokens once the engine has ended them: why
+    live: dict[int, Generation] = field(default_factory=dict)  # changed only by the methods below
+    # reason by request, for requests that continue from their tokens once the engine has ended them
     moving: dict[int, str] = field(default_factory=dict)
-    # chunks of a worker whose weights are on trial; None: they go out as they come
+    # chunks of a worker with weights on trial; None: chunks are delivered at once
     withheld: list[pb.TokenChunk] | None = None
     idle_since_s: float | None = field(default_factory=time.monotonic)
-    """time.monotonic() at which its last request ended; None while one is under way."""
+    """time.monotonic() at the end of its last request; None while a request runs."""
     _busy_since_ns: int = 0
     activity: Activity = field(init=False)
-    # told of the next change between idle and busy
+    # completed at the next change between idle and busy
     _watchers: set[asyncio.Future[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Seat:
 
     @property
     def number(self) -> int:
-        """Of its worker among all of the run, as spans have it."""
+        """Number of the worker within the run, as spans show it."""
         return self.first + self.index
 
     def add(self, generation: Generation) -> None:
@@ -72,7 +72,7 @@ class Seat:
         self._rest()
 
     def take_unsent(self) -> list[Generation]:
-        """Take the requests away that no process has seen."""
+        """Remove the unsent requests and return them."""
         waiting, self.unsent = self.unsent, []
         for generation in waiting:
             del self.live[generation.request.request_id]
@@ -80,14 +80,16 @@ class Seat:
         return waiting
 
     def suspend(self, reason: str) -> list[int]:
-        """Requests that the process has; when it ends them they go on from their tokens."""
+        """Mark the sent requests as moving, and return their ids. When the engine ends them they
+        continue from their tokens.
+        """
         unsent = {generation.request.request_id for generation in self.unsent}
         sent = sorted(self.live.keys() - unsent)
         self.moving.update(dict.fromkeys(sent, reason))
         return sent
 
     def clear(self) -> tuple[list[Generation], list[Generation]]:
-        """Take all requests away; returns those that were sent and those that were not."""
+        """Remove all requests; returns the sent and the unsent requests."""
         unsent = {id(generation) for generation in self.unsent}
         sent = [generation for generation in self.live.values() if id(generation) not in unsent]
         waiting, self.unsent, self.live = self.unsent, [], {}
@@ -97,9 +99,9 @@ class Seat:
         return sent, waiting
 
     async def idle_for(self, seconds: float) -> None:
-        """Returns once nothing has run here for so many seconds on end.
+        """Return once the place has been idle for so many seconds in a row.
 
-        Sleeps between the changes; does not poll.
+        Sleeps between changes; does not poll.
         """
         while True:
             left_s = (
@@ -117,7 +119,7 @@ class Seat:
                 self._watchers.discard(change)
 
     async def idle_within(self, seconds: float) -> bool:
-        """Whether all requests here have ended in time."""
+        """Whether all requests here have ended within the seconds."""
         try:
             async with asyncio.timeout(seconds):
                 await self.idle_for(0)
@@ -139,10 +141,10 @@ class Seat:
 
 
 def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
-    """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
-    the least loaded; None while all are released.
+    """Choose the place of a request without a fixed worker. `prefer`, the worker with its prefix in
+    cache, wins unless overloaded; else the least loaded place. None while all are released.
 
-    Places without a process count only when there is no other.
+    Places without a process only count when there is no other.
     """
     there = [seat for seat in seats if not seat.released]
     kept = [seat for seat in there if seat.process is not None] or there

@@ -1,4 +1,4 @@
-"""Asks one worker what counts nowhere, and withholds what it says to others meanwhile."""
+"""Sends the gateway's own probe requests, and withholds a worker's other chunks meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPTS_KEPT, PROMPT_TOKENS_KEPT = 4, 256
 
 
 class Probes:
-    """Requests of the gateway itself, over the places of its workers."""
+    """The gateway's own requests to the workers."""
 
     def __init__(
         self,
@@ -21,19 +21,21 @@ class Probes:
         deliver: Callable[[Seat, Sequence[pb.TokenChunk]], None],
         abort: Callable[[Generation], None],
     ) -> None:
-        """flush: sends what is queued; deliver: gives a worker's news out; abort: ends one."""
+        """flush: sends queued requests. deliver: delivers a worker's chunks. abort: ends a
+        request.
+        """
         self._flush, self._deliver, self._abort = flush, deliver, abort
         self.prompts: deque[list[int]] = deque(maxlen=PROMPTS_KEPT)
         """Ends of the newest prompts."""
 
     def note(self, request: pb.EngineRequest) -> None:
-        """A request of somebody else is on its way."""
+        """Keep the end of a caller's prompt for later probes."""
         self.prompts.append(list(request.prompt_token_ids[-PROMPT_TOKENS_KEPT:]))
 
     async def answers(
         self, seat: Seat, requests: Sequence[pb.EngineRequest]
     ) -> list[pb.TokenChunk]:
-        """Whole answers of the worker in this place, also while it is lent; one that is lost
+        """Whole answers of the worker in this place, also while it is lent. A lost worker gives
         answers with an error.
         """
         probes = [Generation(request, seat.index) for request in requests]
@@ -50,13 +52,13 @@ class Probes:
         return [generation.whole for generation in probes]
 
     def withholds(self, seat: Seat, generation: Generation, chunk: pb.TokenChunk) -> bool:
-        """Whether news wait for a verdict over the weights that they come from."""
+        """Withhold a chunk while its weights are on trial; returns whether it was withheld."""
         if seat.withheld is None or generation.request.probe:
             return False
         seat.withheld.append(chunk)
         return True
 
     def give_out(self, seat: Seat) -> None:
-        """What was withheld goes to whoever waits for it."""
+        """Deliver the withheld chunks."""
         chunks, seat.withheld = seat.withheld or [], None
         self._deliver(seat, chunks)

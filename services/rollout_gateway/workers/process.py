@@ -1,4 +1,4 @@
-"""Talks to one engine worker: commands and their answers, what it serves, whether it is lost."""
+"""Client of one engine worker: its commands and answers, its version set, its loss."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _numbers = itertools.count(1)
 
 
 class WorkerProcess:
-    """One life of one worker. Not reused: a restart makes another."""
+    """One process of one worker. A restart makes a new object."""
 
     def __init__(self, index: int, life: LocalWorker, on_tokens: OnTokens) -> None:
         self.index = index
         self.ready = pb.WorkerReady()
-        self.versions = VersionSet()  # that it serves
+        self.versions = VersionSet()  # served by the worker
         # (target, version, profile) loaded beside the serving set
         self.prepared: set[tuple[int, int, str]] = set()
         self._life = life
         self._on_tokens = on_tokens
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = asyncio.get_running_loop().create_future()
-        self._clocks: list[WorkClock] = []  # of the commands that it has not answered
+        self._clocks: list[WorkClock] = []  # of the unanswered commands
         self.lost = life.ended
 
     def forget(self, target: int, version: int) -> None:
-        """It has a version no longer beside the serving set."""
+        """The worker no longer holds a version beside the serving set."""
         self.prepared = {one for one in self.prepared if one[:2] != (target, version)}
 
     @property
@@ -48,21 +48,21 @@ class WorkerProcess:
 
     @property
     def unanswered(self) -> int:
-        """Commands that it has not answered yet."""
+        """Number of unanswered commands."""
         return len(self._answers)
 
     @property
     def still_s(self) -> float:
         """Seconds that count (WorkClock) since the newest unanswered command; infinite without
-        one.
+        any.
         """
         return min((clock.counted_s for clock in self._clocks), default=inf)
 
     async def start(self, deadline_s: float) -> None:
-        """Spawn and wait until it serves; `deadline_s` counts what the worker uses of the processor
+        """Start the process and wait until it serves. `deadline_s` counts the worker's CPU time
         (WorkClock).
 
-        Raises ConfigError when its settings are refused, Unavailable when it dies,
+        Raises ConfigError when the worker refuses its settings, Unavailable when it dies,
         DeadlineExceeded.
         """
         await self._life.start(self._heard, deadline_s)
@@ -87,10 +87,11 @@ class WorkerProcess:
         self._life.send(command.SerializeToString())
 
     async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:
-        """Send and wait for the answer; `deadline_s` counts what the worker uses of the processor
-        (WorkClock), but for a look at its health, which serves to show that it does not answer.
+        """Send a command and wait for its answer. `deadline_s` counts the worker's CPU time
+        (WorkClock). For GetHealth it is wall time, because that command has to reveal a silent
+        worker.
 
-        Raises what CommandFailed says, Unavailable on loss, DeadlineExceeded.
+        Raises the error of CommandFailed, Unavailable on loss, DeadlineExceeded.
         """
         if self.lost.done():
             raise Unavailable(f"engine worker {self.index} is lost", seen=self.lost.result())
@@ -119,7 +120,7 @@ class WorkerProcess:
     async def _awaited(
         self, command: pb.WorkerCommand, futures: tuple[asyncio.Future[Any], ...], deadline_s: float
     ) -> None:
-        """Returns when one of the futures is done, or at the deadline."""
+        """Return when one of the futures is done, or at the deadline."""
         if command.HasField("get_health"):
             await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             return
@@ -134,7 +135,7 @@ class WorkerProcess:
         return WorkClock(lambda: [self.pid] if self.pid else [])
 
     async def stop(self) -> None:
-        """Shutdown, then kill after STOP_GRACE_S; frees what belongs to it."""
+        """Shut down, then kill after STOP_GRACE_S; frees the worker's resources."""
         if self.pid and not self.lost.done():
             self._life.expect_end()
             self.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
@@ -142,11 +143,11 @@ class WorkerProcess:
         await self.close()
 
     async def close(self) -> None:
-        """Kill what still runs and free what belongs to it."""
+        """Kill the process if it still runs, and free the worker's resources."""
         await self._life.close()
 
     def kill(self) -> None:
-        """End the process at once; `lost` follows."""
+        """Kill the process at once; `lost` follows."""
         self._life.kill()
 
     def _heard(self, event: pb.WorkerEvent, rows: RowArray | None) -> None:

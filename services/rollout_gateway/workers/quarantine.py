@@ -1,4 +1,4 @@
-"""Keeps what an audit of the run found inexact out of all workers, later ones included."""
+"""Disables paths that an audit found inexact, on all workers and on later starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALONE = (PLAIN_PATH, DRAFTED_PATH, REUSED_PATH, SWAPPED_PATH)
 
 
 class Quarantined:
-    """Paths that no worker takes; they only become more."""
+    """Paths that no worker uses; the set only grows."""
 
     def __init__(self, router: Router, command_deadline_s: float) -> None:
         self._router = router
@@ -34,8 +34,8 @@ class Quarantined:
         self.paths: tuple[str, ...] = ()
 
     async def add(self, paths: Iterable[str]) -> list[str]:
-        """Has every worker go without these as well; returns those that the engine cannot go
-        without. Raises InvalidInput for a name that is no path, and what a worker refuses.
+        """Disable paths on every worker; returns the paths that the engine cannot disable. Raises
+        InvalidInput for an invalid path name, and the workers' errors.
         """
         wanted = list(dict.fromkeys(paths))
         for path in wanted:
@@ -47,19 +47,19 @@ class Quarantined:
                 get_logger(__name__).error("path_quarantined", path=path)
                 metrics.QUARANTINED.record(1, path=path)
             for answer in await self._router.ask_all(self._command()):
-                # A worker that is lost is told when it is back.
+                # A lost worker gets the command when it restarts.
                 if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
                     raise answer
         return [path for path in wanted if self._unmet(path)]
 
     async def tell(self, process: WorkerProcess) -> None:
-        """Before the first request of a worker that starts."""
+        """Send the disabled paths to a starting worker, before its first request."""
         if self.paths:
             await process.ask(self._command(), self._deadline_s)
 
     def _unmet(self, path: str) -> bool:
-        """Whether nothing can be turned off. What a commit changes is the coordinator's affair: a
-        swap, and a profile.
+        """Whether the engine cannot disable the path. The coordinator handles a commit's own paths:
+        a swap and a profile.
         """
         profiles = ROUNDED if Capability.PROFILES in self._router.ready.capabilities else ()
         rounding = path.startswith(NUMBERS_PATH)

@@ -1,4 +1,4 @@
-"""Estimates what the choice of arms has cost."""
+"""Estimates the cost of the bandit's choices of arms."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from paceline.v1 import engine_pb2 as pb
 
 
 def regret(arms: Iterable[pb.ArmStats]) -> float:
-    """Share of tokens per second lost to arms other than the best one in hindsight; 0 to 1, 0
+    """Share of tokens per second lost to arms other than the best arm in hindsight; 0 to 1, 0
     without rounds.
 
     Of group g with arms a, n_a rounds and mean m_a tokens/s: sum_a n_a (max m - m_a) / max m,
-    summed over the groups and divided by all their rounds. An estimate: each arm is judged by the
-    mean of its own rounds, though those had other batch sizes and contexts than the others', and
-    the mean covers the window while rounds count since the start. An arm that the window holds no
-    round of is left out.
+    summed over the groups and divided by all their rounds.
+
+    This is an estimate. Each arm is judged by the mean of its own rounds, although their batch
+    sizes and contexts differ from other arms'. The mean covers the window, while rounds count since
+    the start. An arm without a round in the window is left out.
     """
     groups: dict[int, list[pb.ArmStats]] = {}
     for one in arms:

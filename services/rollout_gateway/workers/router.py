@@ -1,7 +1,7 @@
-"""Sends requests to the engine workers and gives their tokens out.
+"""Sends requests to the engine workers and delivers their tokens.
 
-The requests of a lost worker go on from the tokens they had told on its replacement, or on another
-worker. What requests mean (sessions, rewards) is not known here.
+When a worker is lost, its requests continue from the tokens received, on its replacement or another
+worker. Sessions and rewards are outside the router.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class Router:
         reclaim_after_s: float,
         first: int = 0,
     ) -> None:
-        """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
-        after which `traffic` reports it; first: the first worker's number within the run; local:
-        see WorkerKeeper.
+        """wait_s: maximum wait of a request while all workers are lent, seconds. reclaim_after_s:
+        wait after which `traffic` reports it. first: the first worker's number within the run.
+        local: see WorkerKeeper.
         """
         self._config = config
         self._on_rows = on_rows
-        self._on_discard = on_discard  # rows of a request whose next try gives them again
+        # discards a request's rows, because its next try sends them again
+        self._on_discard = on_discard
         self._seats = [Seat(i, first=first) for i in range(count)]
         self.keeper = WorkerKeeper(local, config, rows, self._seats, self)
         self._flushing = False
@@ -61,14 +62,14 @@ class Router:
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
         self.orders: Callable[[], object] = lambda: None
-        """Compared before and after `on_ready`: whatever every worker has to obey now."""
+        """Orders for every worker, compared before and after `on_ready`."""
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
         self.probes = Probes(self._flush, self._deliver_all, self.abort)
 
     @property
     def ready(self) -> pb.WorkerReady:
-        """Facts of the engine, from the worker that was ready last."""
+        """The engine's properties, from the worker that became ready last."""
         return self.keeper.ready
 
     @property
@@ -81,8 +82,10 @@ class Router:
         return [seat.process for seat in self._seats if seat.process is not None]
 
     async def start(self) -> None:
-        """Start all workers; returns when all serve, but for those that wait until what serves,
-        and is damaged, is pushed again. Raises what the first failing one says.
+        """Start all workers; returns when all serve.
+
+        A worker that finds the serving set damaged may start later, after the next push. Raises the
+        first start's error.
         """
         try:
             await self.keeper.start()
@@ -91,7 +94,7 @@ class Router:
             raise
 
     async def stop(self) -> None:
-        """End requests with an error and workers with Shutdown."""
+        """End requests with an error, and shut the workers down."""
         await self.keeper.stop_keeping()
         for seat in self._seats:
             self.fail(seat, "the gateway is stopping")
@@ -107,11 +110,12 @@ class Router:
         prefer: int | None = None,
         rerun: bool = True,
     ) -> Generation:
-        """Queue a request: on `worker` only, else on `prefer` unless that one is gone, released or
+        """Queue a request: on `worker` only, else on `prefer` unless it is gone, released or
         overloaded.
 
-        Else on the least loaded; see placement.choose. It waits while none of these may serve.
-        rerun False: it ends as unavailable when its worker is lost and no other serves.
+        Otherwise the least loaded worker gets it; see placement.choose. The request waits while
+        none of these workers serves. rerun False: it ends as unavailable when its worker is lost
+        and no other worker serves.
         """
         generation = Generation(request, worker, rerun=rerun)
         self.probes.note(request)
@@ -141,7 +145,8 @@ class Router:
         processes: Iterable[WorkerProcess] | None = None,
         deadline_s: float | None = None,
     ) -> list[Any]:
-        """Ask workers at once (default: all that serve); answers or exceptions, in their order.
+        """Send a command to workers in parallel (default: all serving workers). Returns answers or
+        exceptions, in their order.
 
         deadline_s: of each answer; None is engine.command_deadline_s.
         """
@@ -156,19 +161,19 @@ class Router:
         )
 
     async def commit(self, process: WorkerProcess, commit: pb.CommitWeights) -> None:
-        """Have a worker serve a set. Requests that it ends for it go on under the new policy.
-
-        Raises what WorkerProcess.ask does.
+        """Have a worker serve a set. Requests that it ends for the commit continue under the new
+        policy. Raises the errors of WorkerProcess.ask.
         """
         if commit.mode == pb.PAUSE_MODE_ABORT:
-            # Nothing is sent between this and the command: what is sent later is not ended.
+            # No request is sent between this call and the command, since the commit ends no later
+            # request.
             self._seats[process.index].suspend("commit")
         command = pb.WorkerCommand(commit_weights=commit)
         await process.ask(command, self._config.command_deadline_s)
 
     async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
-        """Load and statistics by worker; those that do not answer are left out. What they learned
-        goes round.
+        """Load and statistics by worker, without the workers that do not answer. Also records them
+        as metrics.
 
         deadline_s: of each answer; None is engine.command_deadline_s.
         """
@@ -187,7 +192,7 @@ class Router:
         return found
 
     async def idle_for(self, index: int, seconds: float) -> None:
-        """Returns once the worker has had no request for so many seconds on end."""
+        """Return once the worker has had no request for so many seconds in a row."""
         await self._seats[index].idle_for(seconds)
 
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
@@ -216,7 +221,7 @@ class Router:
                 seat.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
     async def equip(self, seat: Seat, process: WorkerProcess) -> None:
-        """See Routing. Orders that come meanwhile reach the worker, too."""
+        """See Routing. Repeats until no order has changed meanwhile."""
         given, away = object(), False
         while given != (now := (self.orders(), seat.lent)):
             given = now
@@ -241,7 +246,7 @@ class Router:
             metrics.TOKENS.record(told)
 
     def _deliver(self, seat: Seat, chunk: pb.TokenChunk) -> int:
-        """Gives out news of one request; how many tokens of them have a reader."""
+        """Deliver a chunk of one request; returns the number of tokens with a reader."""
         request_id = chunk.request_id
         generation = seat.live.get(request_id)
         if generation is None:
@@ -258,7 +263,7 @@ class Router:
         return len(chunk.token_ids)
 
     def _leaves(self, seat: Seat, generation: Generation) -> None:
-        """A request has ended, or goes on wherever there is a place."""
+        """A request has left its worker: it has ended, or continues on another place."""
         request_id = generation.request.request_id
         reason = seat.moving.pop(request_id, None)
         seat.end(request_id)
@@ -281,7 +286,7 @@ class Router:
                 generation.fail(
                     f"the engine worker was lost {generation.tries} times under this request"
                 )
-            elif generation.request.probe:  # meant for this one worker
+            elif generation.request.probe:  # bound to this one worker
                 generation.fail("the engine worker was lost", Unavailable)
             elif not generation.rerun and not self.processes():
                 generation.fail("the engine is starting again; try later", Unavailable)

@@ -1,5 +1,5 @@
-"""The gateway's end of an engine worker's socket: messages are given out in the turn of the event
-loop that reads them, without a future and a task's wake-up for each.
+"""The gateway's end of an engine worker's socket. It delivers messages in the event loop turn that
+reads them, without a future or a task's wake-up.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ class WorkerSocket:
     def __init__(
         self, context: zmq.Context[Any], address: str, on_message: Callable[[bytes], None]
     ) -> None:
-        """What `on_message` raises is raised by nobody here: the event loop logs it, and goes on
-        with the next message.
+        """The event loop logs an exception of `on_message`, and reading continues with the next
+        message.
         """
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # commands wait here while the worker is busy
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # commands queue here while the worker is busy
         self._socket.bind(address)
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self.read)
         self.received = 0
-        """Messages so far."""
+        """Messages received so far."""
 
     def send(self, message: bytes) -> None:
-        """Send without waiting; a worker that is gone gets nothing."""
+        """Send without waiting; messages to a lost worker are dropped."""
         with suppress(zmq.Again):
             self._socket.send(message, zmq.NOBLOCK)
-        # Its descriptor tells of the first of the messages that wait, and sending may have taken
-        # that note away.
+        # The descriptor signals only the first waiting message, and sending may have cleared that
+        # signal.
         self._loop.call_soon(self.read)
 
     def read(self) -> None:
-        """Give out one message, and the next in the next turn of the event loop: a worker that is
-        faster than what becomes of its news must not keep everything else waiting.
+        """Deliver one message, and schedule the next read in the next turn of the event loop. A
+        fast worker must not starve the rest of the loop.
         """
         if self._socket.closed:
             return
@@ -54,7 +54,7 @@ class WorkerSocket:
         self._on_message(message)
 
     def close(self) -> None:
-        """Nothing is sent or given out any more."""
+        """Stop sending and delivering."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()

@@ -1,4 +1,4 @@
-"""Notices that requests of callers wait because workers are lent out, and tells whoever listens."""
+"""Notices that callers' requests wait because workers are lent, and notifies the listeners."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from paceline.services.rollout_gateway.workers.placement import Seat
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Requests wait that a lent worker could answer."""
+    """A report that requests wait for lent workers."""
 
     requests: int
-    workers: tuple[int, ...]  # that are lent out, or released
+    workers: tuple[int, ...]  # lent or released workers
 
 
 class WaitingTraffic:
-    """Told of every change of requests, it tells once when somebody waits for `after_s` seconds on
-    end, and again only after nobody waited. For use on one event loop.
+    """Notifies its listeners once when requests have waited for `after_s` seconds in a row, and
+    again only after a time without waiting. For use on one event loop.
 
-    A request waits where no worker may take it, and where its worker has more than it decodes at
-    once. Samples that a step has given to a worker do not count: no other may run them.
+    A request waits when no worker may take it, or when its worker has more requests than it decodes
+    at once. Samples that a step has assigned to a worker do not count, because no other worker may
+    run them.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class WaitingTraffic:
         """`at_once`: requests that a worker decodes at once."""
         self._seats, self._held, self._at_once, self._after_s = seats, held, at_once, after_s
         self._timer: asyncio.TimerHandle | None = None
-        self._now: Waiting | None = None  # as it was told
+        self._now: Waiting | None = None  # the current report
         self._listeners: set[asyncio.Queue[Waiting | None]] = set()
 
     def look(self) -> None:
-        """Requests have come, moved or ended."""
+        """Update after a change of requests."""
         if not self._somebody_waits():
             self._now = None
             if self._timer is not None:
@@ -47,7 +48,7 @@ class WaitingTraffic:
             self._timer = loop.call_later(self._after_s, self._tell)
 
     async def news(self) -> AsyncGenerator[Waiting]:
-        """What was told and still holds, then what is told, until `stop`."""
+        """Yield the current report if it still holds, then every new report until `stop`."""
         told: asyncio.Queue[Waiting | None] = asyncio.Queue()
         if self._now is not None:
             told.put_nowait(self._now)
@@ -59,7 +60,7 @@ class WaitingTraffic:
             self._listeners.discard(told)
 
     def stop(self) -> None:
-        """Ends all `news`."""
+        """End all `news`."""
         for listener in self._listeners:
             listener.put_nowait(None)
         if self._timer is not None:
@@ -67,7 +68,7 @@ class WaitingTraffic:
 
     def _tell(self) -> None:
         self._timer = None
-        if not self._somebody_waits():  # workers are back, of which nobody tells
+        if not self._somebody_waits():  # workers may return without a notice
             return
         released = tuple(seat.index for seat in self._seats if seat.released)
         self._now = Waiting(self._waiting(), released)

@@ -1,4 +1,4 @@
-"""Brings new weights to the engine workers, and keeps the gateway's serving set."""
+"""Loads new weights on the engine workers, and keeps the gateway's serving set."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ log = get_logger(__name__)
 
 
 class WorkerWeights:
-    """WeightHooks of the gateway: fans versions out to the workers; a worker that cannot follow is
-    replaced.
+    """The gateway's WeightHooks: distributes versions to the workers. A worker that cannot follow
+    is replaced.
     """
 
     def __init__(self, router: Router, spool: Spool, canary: CanaryConfig | None = None) -> None:
         self._canary = Canary(router, spool, canary or CanaryConfig())
         self._router = router
         self._spool = spool
-        self._swap = asyncio.Lock()  # a worker that starts never sees half a commit
+        self._swap = asyncio.Lock()  # a starting worker never sees half a commit
         self._head_hashes: dict[int, str] = {}  # policy version -> lm_head hash
         self.versions = spool.serves
-        self._damage = asyncio.Event()  # set, and replaced, when a worker cannot start for it
+        # set, then replaced, when a worker finds the serving set damaged
+        self._damage = asyncio.Event()
 
     def lm_head_hash(self, policy_version: int) -> str:
-        """Hash of the head of a recent policy version; empty when it is not known."""
+        """Hash of the head of a recent policy version; empty for other versions."""
         return self._head_hashes.get(policy_version, "")
 
     async def load_committed(self, process: WorkerProcess) -> None:
-        """Bring a worker that starts to the serving set. Raises DataLoss when that is damaged: it
-        serves no other policy instead.
+        """Load the serving set on a starting worker. Raises DataLoss when the set is damaged, so
+        that the worker serves no other policy instead.
         """
         async with self._swap:
             self._remember(process.versions.policy, process.ready.lm_head_hash)
@@ -60,13 +61,13 @@ class WorkerWeights:
             self._remember(self.versions.policy, self._spooled_hash(self.versions.policy))
 
     async def damaged(self) -> NoReturn:
-        """Raises Unavailable once a worker that starts finds what serves damaged."""
+        """Raises Unavailable once a starting worker finds the serving set damaged."""
         await self._damage.wait()
         raise Unavailable("what serves is damaged", seen="a worker that cannot start")
 
     async def take_memory(self, process: WorkerProcess) -> None:
-        """A lent worker takes its memory again. Raises WeightsError when it then serves another
-        set, and what the worker says.
+        """Restore the memory of a returning worker. Raises WeightsError when it then serves another
+        set, and the worker's errors.
         """
         async with self._swap:
             await self._router.loans.wake(process)
@@ -80,8 +81,8 @@ class WorkerWeights:
                 )
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """Load a version beside the serving one on every worker, a policy under the profile that
-        serves; the first failure fails the push.
+        """Load a version beside the serving version on every worker. A policy is loaded under the
+        serving profile. The first failure fails the push.
         """
         profile = self.versions.profile if target == pb.WEIGHT_TARGET_POLICY else ""
         command = _prepare(target, version, profile, path)
@@ -98,7 +99,7 @@ class WorkerWeights:
                         process.prepared.add((target, version, profile))
                     elif not isinstance(
                         answer, Unavailable
-                    ):  # a lost worker loads what is committed when it is back
+                    ):  # a lost worker loads the committed set when it restarts
                         raise answer
 
     async def on_commit(
@@ -109,11 +110,12 @@ class WorkerWeights:
         *,
         judge: bool | None = None,
     ) -> None:
-        """Serve a set on every worker: on a canary first, then on all others at once; a leased one
-        is no canary. `judge`: whether there is one; None: where there are two workers or more.
+        """Serve a set on every worker: first on a canary, then on all other workers in parallel. A
+        leased worker is no canary. `judge`: whether to use a canary; None: with two or more
+        workers.
 
-        Raises WeightsError when the canary refuses the set, and what the workers say when none
-        could serve it; then nothing has changed.
+        Raises WeightsError when the canary refuses the set, and the workers' error when none could
+        serve it. The serving set is then unchanged.
         """
         about: Attributes = {
             names.SET_SEQ: versions.seq,
@@ -152,7 +154,7 @@ class WorkerWeights:
                         process.kill()
 
     async def on_abort(self, target: int, version: int) -> None:
-        """Forget a prepared version."""
+        """Drop a prepared version."""
         command = pb.WorkerCommand(
             abort_weights=pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version)
         )
@@ -162,7 +164,9 @@ class WorkerWeights:
             await self._router.ask_all(command)
 
     async def _commit_one(self, process: WorkerProcess, versions: VersionSet, mode: int) -> None:
-        """A damaged drafter is left out, loudly: without it the worker is slower, not wrong."""
+        """Commit a set on one worker. A damaged drafter is left out with a warning: the worker is
+        then slower, not wrong.
+        """
         served, policy = process.versions, versions.policy
         if (policy, versions.profile) != (served.policy, served.profile):
             await self._prepare_one(process, pb.WEIGHT_TARGET_POLICY, policy, versions.profile)
@@ -185,7 +189,7 @@ class WorkerWeights:
     async def _prepare_one(
         self, process: WorkerProcess, target: int, version: int, profile: str = ""
     ) -> None:
-        """Raises DataLoss when the version is damaged or gone."""
+        """Load a version on one worker. Raises DataLoss when the version is damaged or gone."""
         if (target, version, profile) in process.prepared:
             return
         await asyncio.to_thread(self._spool.check, target, version)

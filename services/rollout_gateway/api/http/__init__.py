@@ -1,4 +1,4 @@
-"""HTTP over the gateway: OpenAI, Anthropic, sessions, health, metrics.
+"""The gateway over HTTP: OpenAI, Anthropic, sessions, health, metrics.
 
-Owns routes and shapes, nothing that is done.
+The modules own routes and JSON shapes; the gateway does the work.
 """

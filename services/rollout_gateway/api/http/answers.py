@@ -1,7 +1,7 @@
-"""Declares how an API spells its answers, and the form they all come from.
+"""Declares the interface of an API's answers, and the parts shared by all APIs.
 
-A request becomes calls; an `Answers` turns them into JSON, whole or as events. `MessageParts` are
-what a message consists of where an API shows it in pieces.
+A request becomes calls; an `Answers` turns them into JSON, whole or as events. `MessageParts`
+splits a message for APIs that send it in parts.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, 
 from paceline.services.rollout_gateway.sessions.session import Caller
 
 Event = dict[str, Any]
-"""A server-sent event; its `type`, where it has one, is its name as well."""
+"""A server-sent event. Its `type`, if present, is also the event's name."""
 B = TypeVar("B", bound=SampledBody)
 
 
 class Answers(ABC, Generic[B]):
-    """One request in one API's spelling, from its plans to its answer."""
+    """One request in the format of an API, from its plans to its answer."""
 
     prefix = ""
-    """Of the answer's id."""
+    """Prefix of the answer's id."""
     id_headers: tuple[str, ...] = ("x-request-id",)
     end = b""
-    """Bytes that end a stream."""
+    """Bytes at the end of a stream."""
 
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         self.body = body
@@ -48,11 +48,11 @@ class Answers(ABC, Generic[B]):
 
     @abstractmethod
     async def plans(self) -> list[Plan]:
-        """What to generate. Raises InvalidInput for what is not served."""
+        """The generations of the request. Raises InvalidInput for an unsupported request."""
 
     @abstractmethod
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+        """The answer of a request without streaming."""
 
     def _asked(self, count: int = 1) -> Asked:
         return Asked(
@@ -66,20 +66,20 @@ class Answers(ABC, Generic[B]):
         )
 
     async def _chat(self, read: Callable[[], ChatRequest], count: int = 1) -> list[Plan]:
-        """Plans of the conversation that `read` makes of the body."""
+        """Plans of the conversation that `read` returns."""
         request = await self._gateway.aside.run(self.size, read)
         return await self._gateway.planner.chat(self._asked(count), request)
 
     def first(self) -> Iterable[Event]:
-        """Events before anything is said."""
+        """Events before the first piece."""
         return ()
 
     @abstractmethod
     def piece(self, index: int, call: Call, piece: Piece) -> Iterable[Event]:
-        """Events of one piece; `call` holds it already."""
+        """Events of one piece; `call` already includes it."""
 
     def told(self, index: int, call: Call, piece: Piece) -> bytes:
-        """The same as they are sent."""
+        """The bytes of the events of `piece`."""
         return framed(self.piece(index, call, piece))
 
     @abstractmethod
@@ -88,11 +88,11 @@ class Answers(ABC, Generic[B]):
 
     @abstractmethod
     def failed(self, error: PacelineError) -> Event:
-        """The event of a stream that broke."""
+        """The event of a stream that failed."""
 
 
 def framed(events: Iterable[Event]) -> bytes:
-    """Events as server-sent events spell them."""
+    """Encode events in the format of server-sent events."""
     return b"".join([_framed(event) for event in events])
 
 
@@ -102,16 +102,16 @@ def _framed(event: Event) -> bytes:
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of an answer."""
+    """Token counts of an answer."""
 
     prompt: int
     cached: int  # of the prompt
     said: int
-    thought: int  # of what was said
+    thought: int  # reasoning tokens among the output tokens
 
 
 def usage(calls: Sequence[Call], siblings: int = 1) -> TokenCounts:
-    """Tokens of all calls; a prompt shared by `siblings` choices counts once."""
+    """Sum over all calls; a prompt shared by `siblings` choices counts once."""
     prompt = sum(len(call.plan.prompt) for call in calls) // siblings
     return TokenCounts(
         prompt,
@@ -126,28 +126,28 @@ Kind = Literal["reasoning", "content", "call"]
 
 @dataclass(slots=True)
 class MessagePart:
-    """A stretch of a message that is all of one kind."""
+    """A stretch of a message of a single kind."""
 
     kind: Kind
     index: int
-    call: ToolCallDelta | None  # of a call: its first news
+    call: ToolCallDelta | None  # of a call: its first delta
     text: str = ""  # of a call: its arguments
     status: str = "in_progress"
 
 
 class MessageParts(ABC):
-    """The parts of one message as they grow. One is open at a time; opening the next closes it."""
+    """The growing parts of one message. A single part is open; opening the next part closes it."""
 
     def __init__(self) -> None:
         self.parts: list[MessagePart] = []
         self._open: MessagePart | None = None
 
     def add(self, delta: Delta) -> list[Event]:
-        """Events of what was said."""
+        """Events of a delta."""
         return [event for news in _news(delta) for event in self._grow(*news)]
 
     def end(self, status: str = "completed") -> list[Event]:
-        """Events of the end: the last part gets `status`."""
+        """Events of the end; the last part gets `status`."""
         return self._close(status)
 
     def _close(self, status: str) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Makes the ASGI application: its routes, and what failures look like."""
+"""Makes the ASGI application with its routes and error handlers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = telemetry.get_logger(__name__)
 
 
 def build_app(gateway: Gateway, *, loopback: bool = True) -> Observed:
-    """The ASGI application; `loopback`: it listens there."""
+    """The ASGI application. `loopback`: it listens on a loopback address."""
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         PacelineError: _on_error,
         HTTPException: _on_http,
@@ -40,7 +40,9 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> Observed:
 
 
 def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
-    """Answers preflights of pages from these origins and lets them read the rest."""
+    """Answers preflight requests of pages from these origins, and lets the pages read the
+    answers.
+    """
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -51,7 +53,7 @@ def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
 
 
 def routes() -> list[Route]:
-    """Every path and what handles it."""
+    """Every path and its handler."""
     return [
         Route("/metrics", operators.metrics),
         Route("/openapi.json", openapi.show),
@@ -65,7 +67,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """A path or a method that is not served."""
+    """Answer a path or a method that is not served."""
     assert isinstance(error, HTTPException)
     kinds = {404: "no such path", 405: "the path does not take this method"}
     text = kinds.get(error.status_code, error.detail)
@@ -77,6 +79,6 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    """Our own fault: logged with its traceback, told without it."""
+    """Answer an internal fault: its traceback is logged, not sent."""
     log.error("a request failed", path=request.url.path, exc_info=error)
     return errors.answer(InternalError("the gateway failed; its log says why"), request)

@@ -1,11 +1,11 @@
-"""What a request may hold beyond the fields that are served: one table for each API.
+"""Handles request fields beyond the declared fields, with a table for each API.
 
-A field that no shape declares is refused by name, since an answer would be another than was asked
-for. Two kinds are not: `harmless` ones, which change nothing that a caller could miss in an answer,
-are told in the header x-paceline-ignored; `neutral` ones ask for what happens anyway. Null asks for
-nothing, and so does what is empty.
+An undeclared field is refused by name, because ignoring it would change the meaning of the request.
+There are two exceptions. `harmless` fields do not change the answer in a way that a caller could
+miss; the header x-paceline-ignored lists them. `neutral` fields request the default behaviour. Null
+and empty values request nothing.
 
-Paths are spelled as in errors, without indices: messages[].cache_control.
+Paths have the form of error messages, without indices: messages[].cache_control.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from paceline.errors import InvalidInput
 IGNORED_HEADER = "x-paceline-ignored"
 SHOWN_CHARACTERS = 100
 NOTHING: tuple[Any, ...] = (None, "", [], {})
-"""Values that ask for nothing."""
+"""Values that request nothing."""
 Values = tuple[Any, ...] | None
-"""Values of a field; None: any."""
+"""Allowed values of a field; None: any."""
 
 
 _SCALARS = (str, int, float, type(None))
-"""What most fields hold, told apart quickly: to ask whether a value is a model takes long."""
+"""Types of most fields. They get a quick test first, since the test for a model is slow."""
 
 
 class UnknownField(InvalidInput):
@@ -45,17 +45,17 @@ class UnknownField(InvalidInput):
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """Fields of one API that no shape declares and that are not refused."""
+    """Undeclared fields that an API accepts."""
 
     harmless: Mapping[str, Values] = field(default_factory=dict)
     neutral: Mapping[str, Values] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Parts of messages that a chat template may leave out, and the path of each."""
+    """Parts of messages that a chat template may leave out, with the path of each part."""
 
     def judge(self, body: BaseModel) -> tuple[str, ...]:
-        """Paths of the harmless fields that a body holds, sorted; forgets all it holds beyond.
+        """Sorted paths of a body's harmless fields. Removes all undeclared fields from the body.
 
-        Raises UnknownField for any other.
+        Raises UnknownField for any other undeclared field.
         """
         ignored = set()
         for path, spelled, value in _extras(body, "", ""):
@@ -77,7 +77,7 @@ def _among(value: object, table: Mapping[str, Values], path: str) -> bool:
 
 
 def _extras(value: Any, path: str, spelled: str) -> Iterator[tuple[str, str, Any]]:
-    """(path without indices, with them, value) of every field that no shape declares."""
+    """(path without indices, path with indices, value) of every undeclared field."""
     if isinstance(value, list):
         if value and isinstance(value[0], BaseModel):
             for index, one in enumerate(value):
@@ -98,12 +98,12 @@ def _extras(value: Any, path: str, spelled: str) -> Iterator[tuple[str, str, Any
 
 
 def _any(*paths: str) -> dict[str, Values]:
-    """Each with any value."""
+    """Accept each path with any value."""
     return dict.fromkeys(paths)
 
 
 def _of_gateways(*places: str) -> list[str]:
-    """What LiteLLM adds to each answer, and its callers send back."""
+    """Fields that LiteLLM adds to each answer and its callers send back."""
     return [f"{place}.provider_specific_fields" for place in places]
 
 
@@ -115,7 +115,7 @@ _OF_A_CALLER = _any(
     "prompt_cache_retention",
     "request_id",
 )
-"""Who asks, what is billed, where a cache may be found: nothing of it is in an answer."""
+"""Caller, billing and cache hints: they do not change an answer."""
 _OF_COMPLETIONS = {
     **_OF_A_CALLER,
     **_any(
@@ -147,7 +147,7 @@ _CHAT_MESSAGES = _any(
     "tools[].cache_control",
     "tools[].function.cache_control",
 )
-"""What clients send back with a history, and marks for caches of prompts."""
+"""Fields that clients send back with a history, and marks for prompt caches."""
 _CHAT_PARTS: dict[str, Values] = {
     "messages[].tool_calls[].type": ("function",),
     "add_generation_prompt": (True,),
@@ -163,7 +163,7 @@ _SAMPLED: dict[str, Values] = {
     "return_hidden_states": (False,),
     "response_format.json_schema.strict": (True, False),
 }
-"""vLLM's and SGLang's own parameters at the values that switch them off."""
+"""vLLM's and SGLang's own parameters, at values that disable them."""
 
 COMPLETIONS = Beyond(_OF_COMPLETIONS, _SAMPLED)
 CHAT = Beyond(

@@ -1,7 +1,7 @@
-"""Request bodies: bounded, checked, and what is wrong with them by field. Owns no schema.
+"""Reads and checks request bodies under limits, and reports faults by field.
 
-A body is refused while it arrives where it could hold more than the model reads, or more values
-than can be checked without holding everybody up.
+A body is refused while it arrives if it could exceed the model's context. It is also refused if
+checking its values would delay other requests.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from paceline.services.rollout_gateway.calls.aside import LargeRequests
 
 MAX_BODY_BYTES = 8 << 20
 LEAST_BODY_BYTES, TOKEN_BYTES = 1 << 20, 64
-"""A body may have so many bytes, and so many more for each token that the model reads."""
+"""Maximum bytes of a body: a base, plus bytes for each token of the model's context."""
 MAX_OBJECTS, LEAST_VALUES = 8192, 32_768
-"""Objects in a body at most; other values at most, besides two for each token that the model reads.
+"""Maximum objects in a body, and base of the maximum of other values. Two more values are allowed
+per token of the model's context.
 """
 BODY_DEADLINE_S = 30.0
-"""Seconds until a body is whole."""
+"""Maximum seconds until a body is complete."""
 OUTLINE_BYTES = 64 << 10
-"""Of a body that are outlined at a time, where it is there at once; also what a body may have
-before it counts among the large ones.
-"""
+"""Bytes of a body that are outlined at a time; a body above this size counts as large."""
 SEEN_CHARACTERS = 100
 B = TypeVar("B", bound=OpenShape)
 _SEEN = reprlib.Repr()
@@ -38,7 +37,7 @@ _SEEN.maxstring = _SEEN.maxother = SEEN_CHARACTERS
 
 
 class FieldError(InvalidInput):
-    """A field of the body is wrong."""
+    """A wrong field of the body."""
 
     def __init__(self, field: str, message: str, *, seen: object, allowed: object = None) -> None:
         super().__init__(f"{field}: {message}", seen=seen, allowed=allowed)
@@ -46,21 +45,22 @@ class FieldError(InvalidInput):
 
 
 class Outline:
-    """Counts the values of a JSON text as its bytes come: what it costs is known before it is read.
+    """Counts the values of a JSON text as its bytes arrive, so that its cost is bounded before
+    parsing.
 
-    What stands in texts does not count. Bytes that are no JSON may be counted wrong from where they
-    are none; nobody reads on there.
+    The content of strings does not count. After invalid JSON the counts may be wrong; parsing fails
+    there anyway.
     """
 
     def __init__(self, longest: int) -> None:
-        """`longest`: tokens that the model reads."""
+        """`longest`: tokens of the model's context."""
         self._most_values = LEAST_VALUES + 2 * longest
         self._values = self._objects = 0
         self._in_text = False
         self._escape = b""
 
     def add(self, part: bytes) -> None:
-        """The next bytes. Raises InvalidInput when there are too many values."""
+        """Add the next bytes. Raises InvalidInput above the maximum of values."""
         plain = (self._escape + part).replace(b"\\\\", b"")
         self._escape = b"\\" if plain.endswith(b"\\") else b""
         stretches = plain.removesuffix(self._escape).replace(b'\\"', b"").split(b'"')
@@ -83,17 +83,19 @@ class Outline:
 
 
 def most_bytes(longest: int) -> int:
-    """Of a request at most, for a model that reads `longest` tokens: far more than these need."""
+    """Maximum bytes of a request for a model with `longest` tokens of context, far more than that
+    context needs.
+    """
     return min(LEAST_BODY_BYTES + TOKEN_BYTES * longest, MAX_BODY_BYTES)
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """The body, checked; its size is noted in `request.state.body_bytes`, what of it is ignored in
-    `request.state.ignored`, fields that it spells otherwise than errors do in
-    `request.state.spelled`.
+    """Read and check the body.
 
-    Raises InvalidInput naming the first wrong field, when it is too large or slow, or no JSON by
-    its type; ResourceExhausted when too many large ones are under way.
+    Sets `request.state`: `body_bytes` is its size, `ignored` its ignored fields, `spelled` the
+    names of fields that errors call otherwise. Raises InvalidInput with the first wrong field, when
+    the body is too large, slow or not JSON by its type; ResourceExhausted when too many large
+    bodies are in progress.
     """
     gateway = gateway_of(request)
     raw = await received(request, gateway.router.ready.max_sequence_tokens, gateway.aside)
@@ -107,8 +109,8 @@ async def read(request: Request, kind: type[B]) -> B:
 
 
 def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[str, ...]]:
-    """A body from JSON or from its fields, and what of it is harmless and not served. An empty one
-    has none. Raises FieldError or UnknownField.
+    """Check a body from JSON or from its fields; returns it with its harmless fields that are not
+    served. Empty bytes mean no fields. Raises FieldError or UnknownField.
     """
     try:
         if isinstance(raw, Mapping):
@@ -118,7 +120,7 @@ def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[s
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         given = first.get("input")
-        if isinstance(given, str | bytes):  # of megabytes, nobody spells all
+        if isinstance(given, str | bytes):  # do not spell out megabytes
             given = given[:SEEN_CHARACTERS]
         seen = _SEEN.repr(given)[:SEEN_CHARACTERS]
         raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
@@ -126,13 +128,13 @@ def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[s
 
 
 def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
-    """The same, without what is harmless."""
+    """Check a body without returning its harmless fields."""
     return judged(kind, raw)[0]
 
 
 def _spelled(loc: tuple[Any, ...]) -> str:
-    """messages[0].content; the branch of a union that pydantic tried is left out, and so is a wrong
-    key.
+    """The path of a field, as in messages[0].content. Leaves out a union's branch that pydantic
+    tried, and a wrong key.
     """
     text = ""
     if loc[-1:] == ("[key]",):
@@ -146,7 +148,7 @@ def _spelled(loc: tuple[Any, ...]) -> str:
 
 
 def _check_type(request: Request) -> None:
-    """Refuses what a page's form can send to another site without asking first."""
+    """Refuse media types that a page's form can send to another site without a preflight."""
     media = request.headers.get("content-type", "")
     if media.partition(";")[0].strip().lower() != "application/json":
         raise InvalidInput(
@@ -158,8 +160,8 @@ def _check_type(request: Request) -> None:
 
 
 async def received(request: Request, longest: int, aside: LargeRequests) -> bytes:
-    """The bytes of a body for a model that reads `longest` tokens. Raises InvalidInput when it is
-    too large or slow, ResourceExhausted when too many large ones are under way.
+    """The bytes of a body for a model with `longest` tokens of context. Raises InvalidInput when
+    the body is too large or slow, ResourceExhausted when too many large bodies are in progress.
     """
     most = most_bytes(longest)
     outline, parts, size, held = Outline(longest), [], 0, 0

@@ -1,6 +1,5 @@
-"""Errors as HTTP answers in the shapes of OpenAI and Anthropic.
-
-Owns statuses; the errors are paceline.errors'.
+"""Converts errors to HTTP answers in the formats of OpenAI and Anthropic, with their status
+codes.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
-"""What APIs call the prompt."""
+"""Each path's name of the prompt field."""
 RETRY_STATUSES = (429, 503)
 
 
 def status_of(error: PacelineError) -> tuple[int, str]:
-    """(status, OpenAI's type)"""
+    """(status, OpenAI's error type)"""
     if error.reason in REASONS:
         return REASONS[error.reason]
     return next(
@@ -62,8 +61,8 @@ def status_of(error: PacelineError) -> tuple[int, str]:
 
 
 def openai_error(error: PacelineError, path: str = "") -> dict[str, Any]:
-    """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong. path:
-    of the request, whose prompt has a name of its own.
+    """{"error": {"message", "type", "param", "code"}}; param is the wrong field. path: of the
+    request; it determines the name of the prompt field.
     """
     field = getattr(error, "field", None)
     if field is None:
@@ -80,7 +79,7 @@ def openai_error(error: PacelineError, path: str = "") -> dict[str, Any]:
 
 
 def _checked_field(message: str) -> str | None:
-    """The field that a refusal of request_checks begins with."""
+    """The field at the start of a refusal by calls/checks.py."""
     first = message.partition(" ")[0].rstrip(":")
     return first if first in CHECKED_FIELDS else None
 
@@ -97,7 +96,7 @@ def anthropic_error(error: PacelineError) -> dict[str, Any]:
 
 
 def answer(error: PacelineError, request: Request) -> JSONResponse:
-    """The response, with retry-after (s) where trying again may help."""
+    """The response, with retry-after (s) if a retry may help."""
     status, _ = status_of(error)
     headers = {}
     if status in RETRY_STATUSES:

@@ -1,4 +1,4 @@
-"""Who sent a request. Owns where its key stands and which sessions it may act on."""
+"""Authenticates requests: finds the key of a request and the sessions that it may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.services.rollout_gateway.sessions.registry import Ended
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
 
 CURRENT = "current"
-"""Stands for the session of the key."""
+"""Path segment for the key's own session."""
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -36,7 +36,7 @@ def api_key(request: Request) -> str:
 
 
 async def caller_of(request: Request) -> Caller:
-    """Who asks.
+    """The caller of a request.
 
     Raises InvalidInput (UNAUTHENTICATED), FailedPrecondition for the key of an ended session.
     """
@@ -44,7 +44,7 @@ async def caller_of(request: Request) -> Caller:
 
 
 async def require_token(request: Request) -> None:
-    """Raises InvalidInput for the key of a session: it opens nothing but the session itself."""
+    """Raises InvalidInput for the key of a session, which only gives access to that session."""
     if (await caller_of(request)).session is not None:
         raise InvalidInput(
             "a session's key cannot do this", reason="NOT_ALLOWED", allowed="the gateway's token"
@@ -52,7 +52,7 @@ async def require_token(request: Request) -> None:
 
 
 async def session_of(request: Request) -> Session | Ended:
-    """The session that the path names, open or ended, if the key may act on it.
+    """The session in the path, open or ended, if the key may use it.
 
     Raises InvalidInput, NotFound.
     """
@@ -74,7 +74,9 @@ async def session_of(request: Request) -> Session | Ended:
 
 
 async def exportable_session_of(request: Request) -> Session:
-    """The same, open or ended. Raises FailedPrecondition for one whose turns are kept no longer."""
+    """The session in the path, open or ended. Raises FailedPrecondition when its turns are no
+    longer kept.
+    """
     found = await session_of(request)
     if isinstance(found, Session):
         return found
@@ -89,7 +91,7 @@ async def exportable_session_of(request: Request) -> Session:
 
 
 async def open_session_of(request: Request) -> Session:
-    """The same, if it is open. Raises FailedPrecondition for an ended one."""
+    """The session in the path, if it is open. Raises FailedPrecondition for an ended session."""
     found = await session_of(request)
     if isinstance(found, Ended):
         raise found.error()

@@ -1,4 +1,4 @@
-"""Under which names the model is asked for. Owns the refusal of any other."""
+"""Checks the model name of requests against the served names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.errors import NotFound
 from paceline.services.rollout_gateway.gateway import Gateway
 
 ANY = "*"
-"""Among the names of the configuration: every name is the model's."""
+"""Configured name that accepts every model name."""
 
 
 class ModelNotFound(NotFound):
@@ -19,13 +19,13 @@ class ModelNotFound(NotFound):
 
 
 def model_names(gateway: Gateway) -> Sequence[str]:
-    """The model's own name first, then those of gateway.api.model_names."""
+    """The model's own name first, then the names of gateway.api.model_names."""
     return (gateway.model, *(name for name in gateway.config.api.model_names if name != ANY))
 
 
 def check_model(gateway: Gateway, name: str | None) -> None:
-    """Raises ModelNotFound for a name that is none of the model's; None asks for whatever is
-    served, and the directory that the model came from names it too.
+    """Raises ModelNotFound for any other name than the served names and the configured model
+    directory. None selects the served model.
     """
     names, config = model_names(gateway), gateway.config
     if name is None or name in (config.model, *names) or ANY in config.api.model_names:

@@ -1,7 +1,4 @@
-"""What is seen of every HTTP request: a span below the caller's, counts and seconds by route.
-
-Owns no answer.
-"""
+"""Observes every HTTP request: a span below the caller's span, counts and seconds by route."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from paceline.telemetry import extract, names, span
 
 
 class Observed:
-    """An ASGI application around another."""
+    """An ASGI application around another application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -23,7 +20,7 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 499  # the client went away before there was one
+        status = 499  # the client disconnected before an answer
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -52,7 +49,7 @@ class Observed:
 
 
 def _route(scope: Scope) -> str:
-    """The route's pattern; paths that are none share a name, so that strangers cannot fill the
+    """The route's pattern. Unknown paths share one name, so that strangers cannot flood the
     metrics.
     """
     route = scope.get("route")

@@ -1,4 +1,4 @@
-"""Publishes the operations as an OpenAPI 3.1 document; bodies describe themselves."""
+"""Publishes the operations as an OpenAPI 3.1 document; the schemas of bodies are generated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.services.rollout_gateway.api.http.openapi_answers import ANSWERS, 
 from paceline.services.rollout_gateway.api.http.routes import OPERATIONS, Operation
 
 READ = (400, 401, 403, 404, 409)
-"""Errors of any operation that needs a key."""
+"""Error codes of any operation that needs a key."""
 WRITE = (*READ, 413, 415, 429, 503, 504)
-"""Errors of one that takes a body or makes the model speak."""
+"""Error codes of an operation that takes a body or generates."""
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"api_key": []}]
 SCHEMES = {
     "bearer": {

@@ -1,6 +1,5 @@
-"""JSON schemas of answers, for the published document.
-
-Owns what a client may rely on, not every field there is.
+"""JSON schemas of answers for the published document. They contain the fields that a client may
+rely on, not every field.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ ANY: Schema = {"type": "object"}
 
 
 def optional(schema: Schema) -> Schema:
-    """That, or null."""
+    """The schema, or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def listed(schema: Schema) -> Schema:
-    """A list of these."""
+    """A list of items with the schema."""
     return {"type": "array", "items": schema}
 
 
 def fields(**properties: Schema) -> Schema:
-    """An object that has at least these."""
+    """An object with at least these fields."""
     return {"type": "object", "properties": properties, "required": sorted(properties)}
 
 
@@ -37,7 +36,7 @@ EVENT: Schema = fields(
 
 
 def constant(value: str) -> Schema:
-    """That text."""
+    """A constant text."""
     return {"type": "string", "const": value}
 
 
@@ -46,7 +45,7 @@ def _named(name: str) -> Schema:
 
 
 def _choices(kind: str, **said: Schema) -> Schema:
-    """An answer of several choices."""
+    """An answer with several choices."""
     return fields(
         id=TEXT,
         object=constant(kind),
@@ -135,5 +134,5 @@ ANSWERS: dict[str, Schema] = {
         ]
     },
 }
-"""Schemas by name, as `components.schemas` has them."""
+"""Schemas by name, as in `components.schemas`."""
 FORM = {"name": "form", "in": "query", "schema": {"enum": ["tree", "samples"], "default": "tree"}}

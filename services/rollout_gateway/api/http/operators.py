@@ -1,4 +1,6 @@
-"""Answers what operators and clients ask of the gateway itself: health, metrics, its model."""
+"""Answers the requests of operators and clients about the gateway itself: health, metrics,
+model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_o
 from paceline.services.rollout_gateway.api.http.model_names import check_model, model_names
 
 SCRAPE_DEADLINE_S = 5.0
-"""A worker that answers later shows what it said last; Prometheus itself waits 10 s by default."""
+"""Maximum seconds of a worker's answer to a scrape; a later worker keeps its last values.
+Prometheus itself waits 10 s by default.
+"""
 
 
 async def health(request: Request) -> Response:
@@ -25,7 +29,7 @@ async def health(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The one model, under each of its names."""
+    """The served model, under each of its names."""
     await caller_of(request)
     names = model_names(gateway_of(request))
     return JSONResponse({"object": "list", "data": [_model(request, name) for name in names]})
@@ -46,9 +50,7 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Every instrument of the process in Prometheus text format; workers are asked for what they
-    know now.
-    """
+    """Every instrument of the process in Prometheus text format; polls the workers first."""
     await require_token(request)
     await gateway_of(request).router.healths(SCRAPE_DEADLINE_S)
     return Response(telemetry.prometheus_page(), media_type=telemetry.PROMETHEUS_TYPE)

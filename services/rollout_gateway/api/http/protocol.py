@@ -1,6 +1,5 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on what belongs to no body: the head of a request,
-trailers, and bytes that still come after the answer; and with a way to write a part of a streamed
-body at once.
+"""uvicorn's HTTP/1.1 protocol with two additions. It bounds a request's head, its trailers and late
+bytes after the answer, and it can write a part of a streamed body at once.
 """
 
 from __future__ import annotations
@@ -10,19 +9,22 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of the request line and all headers."""
+"""Maximum bytes of the request line and all headers."""
 MAX_FIELDS = 256
-"""Headers and trailers of a request."""
+"""Maximum headers and trailers of a request."""
 MAX_LATE_BYTES = 16 << 20
-"""Of a body that are thrown away after its answer, so that the client finishes and reads it."""
+"""Maximum bytes of a body that are discarded after its answer, so that the client finishes and
+reads the answer.
+"""
 PARTS, BODY = "paceline.parts", "body"
-"""The ASGI extension, and what of it holds the BodyParts of a request."""
+"""The ASGI extension, and its key for the BodyParts of a request."""
 
 
 class BodyParts:
-    """Writes parts of a streamed body without awaiting anything, between two that went by ASGI's
-    `send`: news of the engine come for many connections in one turn of the event loop, and a
-    coroutine of each, through all layers of an application, costs more than what it writes.
+    """Writes parts of a streamed body synchronously, between two parts sent through ASGI's `send`.
+
+    The engine's chunks for many connections arrive in one turn of the event loop. A coroutine for
+    each, through all layers of an application, would cost more than the write.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -32,19 +34,21 @@ class BodyParts:
         """Whether `write` may be called now: the answer has begun, and its client reads."""
         cycle = self._cycle
         return bool(
-            cycle.chunked_encoding  # only with a head that has been sent, and a body of no length
+            cycle.chunked_encoding  # set only after the head, for a body without a length
             and not cycle.flow.write_paused
             and not cycle.disconnected
             and not cycle.response_complete
         )
 
     def write(self, data: bytes) -> None:
-        """Write one part, not empty: where the client reads, one system call."""
+        """Write one part, not empty: a single system call if the client reads."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection; a client beyond the bounds gets a 400, or where it was answered the end."""
+    """One connection. A client beyond the limits gets a 400, or loses the connection after its
+    answer.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,7 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
         if self._fields > MAX_FIELDS or len(name) + len(value) > MAX_HEAD_BYTES:
-            raise ValueError("too many headers")  # the parser makes it a bad request
+            raise ValueError("too many headers")  # the parser turns it into a bad request
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

@@ -1,6 +1,6 @@
-"""Lists the operations of the HTTP API: who handles each, and how it is published.
+"""Lists the operations of the HTTP API with their handlers and documentation.
 
-The one list: the application's routes and the OpenAPI document come from it.
+The application's routes and the OpenAPI document are both built from this list.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from paceline.services.rollout_gateway.api.http.streaming import Handler, genera
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one path does with one method."""
+    """One method of one path."""
 
     method: str
     path: str
     handler: Handler
     summary: str
-    answer: str  # name of the schema of what it answers
+    answer: str  # name of the answer's schema
     body: type[BaseModel] | None = None
     status: int = 200
     open: bool = False  # needs no key
-    streams: bool = False  # the body may ask for events
+    streams: bool = False  # the body may request events
     query: tuple[Schema, ...] = ()
-    empty: str = ""  # when it answers 204
+    empty: str = ""  # description of the answer 204, if it exists
 
     @property
     def anthropic(self) -> bool:
-        """Whether errors have Anthropic's shape."""
+        """Whether errors have Anthropic's format."""
         return self.path.startswith("/v1/messages")
 
 
 def _speaks(path: str, summary: str, answer: str, kind: type[Any], body: type[Any]) -> Operation:
-    """An operation that makes the model speak."""
+    """An operation that generates."""
     return Operation("post", path, generating(kind, body), summary, answer, body, streams=True)
 
 

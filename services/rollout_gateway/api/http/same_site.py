@@ -1,8 +1,8 @@
-"""Refuses what the page of another site makes a browser send.
+"""Refuses requests that the page of another site makes a browser send.
 
-On loopback whoever reaches the gateway is trusted, and a page that its user has open reaches it
-too: under a name of its own that resolves to loopback (DNS rebinding; the Host is foreign), or by a
-request that needs no preflight (the Origin is foreign, or the body is no JSON: see bodies.py).
+On loopback the gateway trusts every client, and a page in its user's browser can reach it too. Such
+a page may use its own name that resolves to loopback (DNS rebinding): its Host is foreign. Or it
+sends a request without a preflight: its Origin is foreign, or its body is no JSON (see bodies.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.services.rollout_gateway.api.http import errors
 
 
 class SameSite:
-    """An ASGI application around another; `loopback`: nobody beyond this machine is served.
-    `origins`: whose pages may ask; "*" is anybody's.
+    """An ASGI application around another application. `loopback`: the server only listens on this
+    machine. `origins`: sites with access; "*" allows all sites.
     """
 
     def __init__(self, app: ASGIApp, *, loopback: bool, origins: Sequence[str] = ()) -> None:
@@ -42,8 +42,8 @@ class SameSite:
 
 
 def check_site(headers: Headers, *, loopback: bool, origins: Sequence[str] = ()) -> None:
-    """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback or a foreign Origin that is
-    not among the given ones.
+    """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback, or a foreign Origin outside
+    the given origins.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     if loopback and not names_loopback(host):

@@ -1,4 +1,4 @@
-"""Sessions over HTTP. Owns their bodies and who may act on which; what happens is the gateway's."""
+"""Sessions over HTTP: request bodies and access rules. The gateway does the work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OpenBody(StrictShape):
     def assignment(
         self, run_id: str, config: SessionsConfig, step: int = 0, *, open_group: bool = True
     ) -> Assignment:
-        """As a session takes it."""
+        """The assignment of the session."""
         own = self.model_dump(exclude={"claim", "wait_s", "override_sampling"})
         override = self.override_sampling
         if override is None:
@@ -75,7 +75,7 @@ class RewardBody(StrictShape):
     idempotency_key: Name = ""
 
     def grant(self) -> Grant:
-        """As a session takes it."""
+        """The session's Grant."""
         return Grant(**self.model_dump())
 
 
@@ -99,7 +99,7 @@ class FailBody(StrictShape):
 
 
 async def open_session(request: Request) -> Response:
-    """A session of the agent's own, or one with a task of the run."""
+    """Open a session of the agent's own, or a session with a task of the run."""
     await require_token(request)
     body = await bodies.read(request, OpenBody)
     gateway = gateway_of(request)
@@ -116,12 +116,12 @@ def _claim(gateway: Gateway, body: OpenBody) -> Awaitable[tuple[Session, Episode
 
 
 async def show(request: Request) -> Response:
-    """Where a session stands, or how it ended."""
+    """The state of a session, open or ended."""
     return _shown(await session_of(request))
 
 
 async def export(request: Request) -> Response:
-    """The message tree, or what is or would be trained; also of a session that has ended lately."""
+    """The message tree, or the training samples; also of a recently ended session."""
     form = request.query_params.get("form", "tree")
     if form not in ("tree", "samples"):
         raise bodies.FieldError("form", "is unknown", seen=form, allowed="tree, samples")
@@ -130,14 +130,14 @@ async def export(request: Request) -> Response:
 
 
 async def reward(request: Request) -> Response:
-    """A reward of a session or of one of its turns."""
+    """Reward a session or one of its turns."""
     session = await open_session_of(request)
     session.score((await bodies.read(request, RewardBody)).grant())
     return _shown(session)
 
 
 async def complete(request: Request) -> Response:
-    """The agent is done; a repeated call learns how it ended."""
+    """Complete a session; a repeated call returns its final state."""
     found = await session_of(request)
     if isinstance(found, Ended):
         if found.state not in ("final", "unscored"):
@@ -151,7 +151,7 @@ async def complete(request: Request) -> Response:
 
 
 async def abort(request: Request) -> Response:
-    """Give a session up."""
+    """Abort a session."""
     found = await session_of(request)
     if isinstance(found, Session):
         gateway_of(request).agents.finish(found, abort=True)
@@ -159,7 +159,7 @@ async def abort(request: Request) -> Response:
 
 
 async def fail(request: Request) -> Response:
-    """End a session that could not be played to its end."""
+    """End a session that could not be completed."""
     session = await open_session_of(request)
     body = await bodies.read(request, FailBody)
     reason = FailReason(body.reason)
@@ -168,7 +168,7 @@ async def fail(request: Request) -> Response:
 
 
 async def completion_reward(request: Request) -> Response:
-    """By completion alone, for clients that opened no session."""
+    """Reward a completion by its id, for clients that opened no session."""
     caller = await caller_of(request)
     grant = (await bodies.read(request, CompletionRewardBody)).grant()
     session = gateway_of(request).agents.sessions.by_completion(grant.completion_id)

@@ -1,8 +1,7 @@
-"""What bodies of several APIs share: unions that say which field is wrong, JSON values, text parts.
-Owns no body.
+"""Shared parts of several APIs' bodies: unions with precise errors, JSON values, text parts.
 
-A union of plain types would try every branch and report the errors of all of them. These decide by
-one look at the value, so that an error is that of the branch the client meant. Tags are no
+A union of plain types would try every branch and report the errors of all branches. These unions
+choose a branch by a look at the value, so that an error refers to the intended branch. Tags are no
 identifiers: error paths leave them out.
 """
 
@@ -32,19 +31,19 @@ from paceline.v1 import trajectory_pb2 as tpb
 _STRUCTURED = {"json_schema", "regex", "choice", "grammar", "tool_grammar", "free_until"}
 _SPELLED_APART = {"seed", "max_tokens", "stop", "top_logprobs", "prompt_logprobs"} | _STRUCTURED
 _PLAIN = {field.name for field in fields(Sampling)} - _SPELLED_APART
-"""Sampling parameters that bodies spell as they are spelled everywhere."""
+"""Sampling parameters with the same name in bodies and in Sampling."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 1024
-"""Of a conversation at most."""
+"""Maximum messages and tools of a conversation."""
 MAX_ARGUMENTS = 256 << 10
-"""Characters of a tool call's arguments at most: they are read and written again as JSON."""
+"""Maximum characters of a tool call's arguments, which are parsed and written again as JSON."""
 MAX_JSON_DEPTH = 64
-"""Objects and arrays inside each other at most, in values that go on to templates and back to
-clients.
-"""
+"""Maximum nesting of objects and arrays in values that reach templates and clients."""
 
 
 def _published(schema: dict[str, Any], kind: type[Any]) -> None:
-    """Publishes a shape with its fields and its API's harmless ones; others ask for nothing."""
+    """Publish a shape with its fields and its API's harmless fields; other fields may only be
+    empty.
+    """
     schema["additionalProperties"] = {"enum": [*NOTHING]}
     for name, values in kind.beyond.harmless.items():
         if values is None and name.isidentifier():
@@ -59,17 +58,17 @@ def _without(chosen: str, kinds: Mapping[str, str]) -> dict[str, Any]:
 
 
 class OpenShape(BaseModel):
-    """Keeps what it does not declare until `beyond` has judged it."""
+    """Keeps undeclared fields until `beyond` has judged them."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_published)
     beyond: ClassVar[Beyond] = Beyond()
-    """Of a body: what it may hold besides its fields."""
+    """Of a body: its accepted undeclared fields."""
     alone: ClassVar[Mapping[str, str]] = {}
-    """Fields of which a body gives exactly one, with the JSON types they have then."""
+    """Fields of which a body sets exactly one, with their JSON types."""
 
     def unheeded(self) -> Sequence[str]:
-        """Fields of a body that ask for a form of the tools' calls, where nothing holds them to
-        it.
+        """Fields of a body that constrain the form of tool calls, but have no effect without a
+        grammar.
         """
         return ()
 
@@ -82,9 +81,7 @@ class StrictShape(OpenShape):
 
 @dataclass(frozen=True, slots=True)
 class NullIs:
-    """Marks a type whose null counts as a value: clients send null for what their users left
-    open.
-    """
+    """Gives null a value: clients send null for fields that their users left open."""
 
     value: Any
 
@@ -99,8 +96,8 @@ class NullIs:
 
 
 def by_type(default: str = "") -> Discriminator:
-    """Chooses the branch tagged `<type>` by the value's field `type`; `default` where it has
-    none.
+    """Chooses the branch tagged `<type>` by the value's field `type`; `default` without that
+    field.
     """
 
     def tag(value: Any) -> str:
@@ -142,7 +139,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 T = TypeVar("T")
 Several = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first wrong item is told: to find all takes long, and one is shown."""
+"""A list that reports only its first wrong item: finding all wrong items takes long."""
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 """A tool call's arguments as JSON text."""
 JsonValue = Annotated[Any, AfterValidator(_plain)]
@@ -152,14 +149,14 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class TextPart(StrictShape):
-    """A part of a content: text."""
+    """A text part of a content."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class RefusalPart(StrictShape):
-    """What a model said to refuse; counts as text."""
+    """A model's refusal; counts as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -184,11 +181,11 @@ Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Several[Part], Tag("<other>")],
     TEXT_OR_OTHER,
 ]
-"""Text, or parts of it."""
+"""Text, or parts of text."""
 
 
 def within(name: str, *, whole: bool = False) -> Any:
-    """The range of a sampling parameter as pydantic checks it."""
+    """The range of a sampling parameter as a pydantic field."""
     allowed = RANGES[name]
     least = 0 if allowed.or_zero else allowed.low
     return Field(
@@ -208,7 +205,7 @@ TopK = Annotated[
     AfterValidator(lambda count: max(count, 0)),
     NullIs(0),
 ]
-"""-1 and null switch it off as 0 does."""
+"""-1 and null disable top_k, as 0 does."""
 TopLogprobs = Annotated[int, within("top_logprobs", whole=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Off = Annotated[bool, NullIs(False)]
@@ -220,23 +217,23 @@ Stop = Annotated[
     | Annotated[list[str], Field(max_length=MAX_STOPS), Tag("<other>")],
     TEXT_OR_OTHER,
 ]
-"""One text that ends the answer, or several."""
+"""One or several texts that end the answer."""
 
 
 def stop_list(stop: str | list[str] | None) -> list[str]:
-    """One text or several."""
+    """A list of the one or several texts."""
     return [stop] if isinstance(stop, str) else stop or []
 
 
 def joined_text(content: str | list[Any] | None) -> str:
-    """Parts one after the other, with nothing between them."""
+    """The parts' texts, joined without a separator."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
 
 
 class SampledBody(StrictShape):
-    """A body that makes the model speak."""
+    """The body of a request that generates."""
 
     model: str | None = None
     stream: Off = False
@@ -245,7 +242,7 @@ class SampledBody(StrictShape):
     seed: Seed | None = None
 
     def limit(self) -> int | None:
-        """Tokens to generate at most."""
+        """Maximum tokens to generate."""
         raise NotImplementedError
 
     def stops(self) -> Sequence[str]:
@@ -253,34 +250,36 @@ class SampledBody(StrictShape):
         raise NotImplementedError
 
     def json_schema(self) -> str:
-        """The schema that the answer has to match, as JSON; "{}" is any object, "" no demand."""
+        """The schema that the answer has to match, as JSON; "{}" is any object, "" no
+        constraint.
+        """
         return ""
 
     def structure(self) -> dict[str, Any]:
-        """What else the answer has to be: parameters of Sampling."""
+        """Further constraints on the answer, as parameters of Sampling."""
         return {}
 
     def wanted_logprobs(self) -> int | None:
-        """Alternatives per token; None when no log-probs are asked for."""
+        """Alternatives per token; None without requested log-probs."""
         return None
 
     def wanted_prompt_logprobs(self) -> int | None:
-        """Alternatives per token of the prompt; None when its log-probs are not asked for."""
+        """Alternatives per prompt token; None without requested prompt log-probs."""
         return None
 
     def kept_prompt_tokens(self) -> int | None:
-        """Last tokens of the prompt that are read; None: all, -1: as many as fit."""
+        """Last tokens of the prompt to keep; None: all, -1: as many as fit."""
         return None
 
     def with_special_tokens(self) -> bool:
-        """Whether a text prompt gets the tokens that the tokenizer puts around a text (bos)."""
+        """Whether the tokenizer adds its special tokens (bos) around a text prompt."""
         return True
 
     def check(self) -> None:
-        """Raises FieldError for fields that cannot go together or are not served."""
+        """Raises FieldError for fields that exclude each other or are not served."""
 
     def sampling(self, room: int) -> tpb.SamplingParams:
-        """How to draw the first choice with `room` tokens left."""
+        """The sampling of the first choice with `room` tokens left."""
         known = type(self).model_fields.keys() & _PLAIN
         limit = self.limit()
         return tpb.SamplingParams(
@@ -300,10 +299,10 @@ class FunctionShape(StrictShape):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: bool | None = None  # arguments match the parameters; templates do not see it
+    strict: bool | None = None  # arguments match the parameters; templates do not get it
 
     def shown(self) -> dict[str, Any]:
-        """As chat templates read it, and as every API hashes it."""
+        """The form for chat templates, which every API also hashes."""
         about = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {
             "type": "function",
@@ -314,8 +313,10 @@ class FunctionShape(StrictShape):
 def loose_tools(
     tools: Iterable[FunctionShape] | None, strict: str, one_call: str
 ) -> tuple[str, ...]:
-    """What of a request nobody heeds where no grammar holds the calls: `strict`, the path of the
-    field, if a tool has it; `one_call`, if it is a path. Without tools there is nothing to heed.
+    """Fields without effect when no grammar constrains the calls.
+
+    `strict`: path of the field, returned if a tool sets it. `one_call`: path of the field, or "".
+    Without tools the result is empty.
     """
     asked = list(tools or ())
     found = {strict: any(tool.strict for tool in asked), one_call: bool(asked and one_call)}
@@ -323,5 +324,5 @@ def loose_tools(
 
 
 def strict_names(tools: Iterable[FunctionShape]) -> frozenset[str]:
-    """Of the tools whose arguments have to match their schemas."""
+    """Names of the tools with arguments that have to match their schemas."""
     return frozenset(tool.name for tool in tools if tool.strict)

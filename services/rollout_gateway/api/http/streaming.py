@@ -1,4 +1,4 @@
-"""Runs the calls of a request, and answers it at once or as server-sent events."""
+"""Runs the calls of a request, and answers whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from paceline.services.rollout_gateway.api.http.protocol import BODY, PARTS, Bod
 from paceline.services.rollout_gateway.calls.call import Call, Piece
 
 STREAM_QUEUE = 64
-"""Pieces of one answer that wait for a slow client; more wait merged inside their generation."""
+"""Pieces of one answer that wait for a slow client; further pieces wait merged in their generation.
+"""
 Pieces = AsyncGenerator[tuple[int, Piece]]
 """(choice, its next piece)"""
 Handler = Callable[[Request], Awaitable[Response]]
@@ -28,20 +29,20 @@ T = TypeVar("T")
 
 
 class StreamPart(NamedTuple):
-    """Events that leave in one write."""
+    """Events that are sent in one write."""
 
     data: bytes
-    more: bool = True  # others come
+    more: bool = True  # further parts follow
 
     def message(self) -> Message:
-        """As ASGI sends it."""
+        """The ASGI message."""
         return {"type": "http.response.body", "body": self.data, "more_body": self.more}
 
 
 class EventStream(Response):
-    """Server-sent events that end their source when the client goes away.
+    """Server-sent events; their source ends when the client disconnects.
 
-    on_parts: told once the answer has begun, where the server can write events beside `source`.
+    on_parts: called once the answer has begun, if the server can write events beside `source`.
     """
 
     media_type = "text/event-stream"
@@ -59,13 +60,13 @@ class EventStream(Response):
         self._on_parts = on_parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # One task, not a group of them: a chunk passes here some hundred times a request.
+        # One task, not a task group: a request sends hundreds of chunks here.
         sending = asyncio.current_task()
         assert sending is not None
         gone = asyncio.create_task(self._cancel_when_gone(receive, sending))
         try:
             async with aclosing(self._source) as source:
-                # What fails before there is anything to say gets a status of its own.
+                # A failure before the first event gets its own status.
                 part = await anext(source)
                 await send(
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -91,7 +92,7 @@ class EventStream(Response):
 
 
 def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
-    """The handler of a request that makes the model speak."""
+    """The handler of a request that generates."""
 
     async def handle(request: Request) -> Response:
         caller = await caller_of(request)
@@ -121,7 +122,7 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
 
 
 async def _run(calls: Sequence[Call]) -> None:
-    """Every choice; when one fails the others end."""
+    """Run every choice; when one choice fails the other choices end."""
     tasks = [asyncio.create_task(_whole(call)) for call in calls]
     try:
         await asyncio.gather(*tasks)
@@ -137,7 +138,7 @@ async def _whole(call: Call) -> None:
 
 
 async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerator[StreamPart]:
-    """The answer, one part a piece; the last piece leaves with the end of all."""
+    """The answer, one part per piece. The last piece is sent together with the end."""
     began, left = False, len(calls)
     try:
         ending: list[Event] = []
@@ -161,8 +162,8 @@ async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerato
 
 
 def _tell_at_once(calls: Sequence[Call], answers: Answers[Any], parts: BodyParts) -> None:
-    """The events of an answer's only choice are written as its news come; those of several take
-    turns, one piece after the other.
+    """Write the events of a single choice directly as chunks arrive. Several choices take turns,
+    one piece after the other.
     """
     if len(calls) > 1:
         return
@@ -182,7 +183,7 @@ def _refuse(finish: str, error: str) -> None:
 
 
 async def _pieces(calls: Sequence[Call]) -> Pieces:
-    """Pieces of all choices as they come; each of several is drawn in a task of its own."""
+    """Pieces of all choices as they arrive. Each of several choices runs in its own task."""
     if len(calls) == 1:
         async with aclosing(calls[0].pieces(stream=True)) as pieces:
             async for piece in pieces:
@@ -217,9 +218,9 @@ async def _feed(
 
 
 async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
-    """Run until done; cancelled when the client goes away."""
+    """Run until done; cancelled when the client disconnects."""
     work = asyncio.ensure_future(awaited)
-    # The body is read: the next message is the disconnect.
+    # The body has been read, so the next message is the disconnect.
     gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
-"""Headers of an answer that tell what of a request did not happen as it was asked.
+"""Adds headers to an answer that report ignored and overridden parts of the request.
 
-What handlers note in the request's state is told with any answer, an error's too.
+Handlers note these parts in the request's state. Any answer gets the headers, errors too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TOLD = {IGNORED_HEADER: "ignored", OVERRIDDEN_HEADER: "overridden"}
 
 
 class Told:
-    """An ASGI application around another."""
+    """An ASGI application around another application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

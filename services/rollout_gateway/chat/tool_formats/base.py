@@ -12,7 +12,7 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import GrowingT
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules, Vocabulary
 
 IdSource = Callable[[int], str]
-"""Returns that many hexadecimal digits, different ones with every call."""
+"""Returns a random text of that many hexadecimal digits."""
 
 
 class SpelledCall(NamedTuple):
@@ -67,11 +67,11 @@ class ToolFormat(ABC):
     special_tokens: tuple[str, ...]
     """Marks of calls that are special tokens in some tokenizers, so decoding must keep them."""
     markers: tuple[str, ...]
-    """One of these begins calls, anywhere in the content."""
+    """Texts that begin calls, anywhere in the content."""
     at_start: tuple[str, ...] = ()
-    """One of these begins calls if only white space precedes it."""
+    """Texts that begin calls if only white space precedes them."""
     after_calls: tuple[str, ...] = ()
-    """One of these begins calls if only white space separates it from earlier calls."""
+    """Texts that begin calls if only white space separates them from earlier calls."""
 
     @abstractmethod
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:

@@ -109,7 +109,7 @@ class Parameters:
     # ---- grammar
 
     def pieces(self, rules: Rules, tags: Tags) -> Lark:
-        """All arguments in the order of the schema; optional ones may be absent.
+        """All arguments in the order of the schema; optional arguments may be absent.
 
         Raises InvalidInput for a schema that this form cannot enforce.
         """

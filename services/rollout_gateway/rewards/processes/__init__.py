@@ -1,1 +1,1 @@
-"""Child processes that score: child and pool ask, own_rules and reward_model answer."""
+"""Child processes that score: child and pool send requests, own_rules and reward_model answer."""

@@ -1,4 +1,4 @@
-"""Asks, ends and replaces a child process that scores: the gateway's end."""
+"""The gateway's end of a child process that scores: sends requests, ends and replaces the child."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STOPPED = "the gateway's rewards have stopped"
 
 
 class ChildProcess:
-    """Not reused: a restart makes another."""
+    """One child process; a restart makes a new object."""
 
     def __init__(self, lines: LocalChild) -> None:
         self._lines = lines
         self.loaded: set[str] = set()
-        """What its user has made it load."""
+        """Rules that the child has loaded."""
 
     @classmethod
     async def start(
@@ -43,19 +43,19 @@ class ChildProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether its end was seen."""
+        """Whether its end was observed."""
         return self._lines.ended
 
     async def ask(self, request: pipes.Request, deadline_s: float) -> pipes.Answer:
-        """The answer to one request; one at a time.
+        """The answer to one request; one request at a time.
 
-        A child that does not answer in time (DeadlineExceeded), ends or garbles its answer
-        (Unavailable), or whose caller is cancelled, is killed.
+        The child is killed when it does not answer in time (DeadlineExceeded). It is also killed
+        when it ends or sends an invalid answer (Unavailable), and when its caller is cancelled.
         """
         return await self._exchange(pipes.encode(request), deadline_s)
 
     async def close(self) -> None:
-        """Kill it, with what it started, and wait for its end."""
+        """Kill the child and its descendants, and wait for its end."""
         await self._lines.close()
 
     async def _exchange(self, line: bytes, deadline_s: float) -> pipes.Answer:
@@ -68,7 +68,7 @@ class ChildProcess:
 
 
 class ChildPlace:
-    """Where one child lives after another; one caller at a time."""
+    """A place for one child at a time; for one caller at a time."""
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
@@ -82,11 +82,11 @@ class ChildPlace:
 
     @property
     def closed(self) -> bool:
-        """Whether no child will be started any more."""
+        """Whether the place starts no more children."""
         return self._closed
 
     async def living(self, module: str, *arguments: str) -> ChildProcess:
-        """The child, a new one if need be. Raises ConfigError or Unavailable."""
+        """The child, started if necessary. Raises ConfigError or Unavailable."""
         if self._closed:
             raise Unavailable(STOPPED)
         if self._child is None or self._child.ended:
@@ -102,7 +102,7 @@ class ChildPlace:
         return self._child
 
     async def close(self) -> None:
-        """End the child; none is started afterwards."""
+        """End the child and start no more."""
         self._closed = True
         if self._child is not None:
             await self._child.close()

@@ -1,7 +1,7 @@
-"""Scores by users' own rules, in a process of its own.
+"""Scores by users' own rules, in a separate process.
 
-One request at a time: Load finds and builds a rule, Score calls it and checks its answer. Imports
-what the rules import and nothing more.
+One request at a time: Load imports and builds a rule, Score calls it and checks its answer. The
+process imports no more than the rules need.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ALLOWED = (
 
 
 class OwnRule:
-    """One object of the user's class; built once, asked one episode at a time."""
+    """One object of the user's class, built once; scores one episode at a time."""
 
     def __init__(self, path: str, runner: Runner) -> None:
-        """Raises ConfigError when the path names no such class or the class cannot be built."""
+        """Raises ConfigError when the path leads to no such class or the class cannot be built."""
         try:
             rule = import_object(path)()
         except Exception as error:
@@ -46,9 +46,9 @@ class OwnRule:
         self._runner = runner
 
     def score(self, episode: Episode) -> float | None:
-        """What the rule says; a coroutine is run to its end, always on the same event loop.
+        """The rule's score; a coroutine runs to its end, always on the same event loop.
 
-        Raises what the rule raises, TypeError for what is no number.
+        Raises the rule's errors, and TypeError for a value that is no number.
         """
         value = self._rule.score(episode)
         if inspect.isawaitable(value):
@@ -64,7 +64,7 @@ class OwnRules:
         self._rules: dict[str, OwnRule] = {}
 
     def answer(self, request: Request) -> Answer:
-        """Done or Refused, or Rewards. Raises what the rule raises."""
+        """Done or Refused, or Rewards. Raises the rule's errors."""
         if isinstance(request, Load):
             try:
                 if request.path not in self._rules:
@@ -77,7 +77,7 @@ class OwnRules:
 
 
 def number(value: Any) -> float | None:
-    """None, or the number as float: also those of numpy and torch with one element.
+    """None, or the number as float; numpy and torch values with one element count as numbers.
 
     Raises TypeError.
     """

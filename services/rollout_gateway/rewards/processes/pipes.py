@@ -1,8 +1,8 @@
 """Carries messages between the gateway and a child that scores, and runs the child's loop.
 
-A message is a line of JSON: neither side can make the other run anything. Messages come over stdin
-and go over stdout, which the child takes away at once: code that prints writes to stderr, code that
-reads stdin sees its end.
+A message is a line of JSON, so neither side can make the other side run code. Messages use stdin
+and stdout, which the child reserves at once: code that prints then writes to stderr, and code that
+reads stdin gets end of file.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from paceline.services.rollout_gateway.environments.base import Episode
 from paceline.tagged_json import TaggedJson
 
 MAX_BYTES = 64 << 20
-"""Of one message."""
+"""Maximum bytes of one message."""
 MAX_TRACE = 4000
-"""Characters of an exception's text that travel; the end is kept."""
+"""Maximum characters of an exception's text in a message; the end is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Find and build the rule at an import path; answered by Done or Refused."""
+    """Import and build the rule at an import path; answered by Done or Refused."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreEpisodes:
-    """ScoreEpisodes episodes; answered by Rewards or Raised."""
+    """Score episodes; answered by Rewards or Raised."""
 
     path: str  # of the rule; a reward model has none
     episodes: tuple[Episode, ...]
@@ -48,7 +48,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What the gateway is to raise as ConfigError."""
+    """A ConfigError that the gateway raises."""
 
     message: str
     seen: str | None
@@ -66,7 +66,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What went wrong with the request, or with one episode."""
+    """A failure of the request, or of one episode."""
 
     text: str
 
@@ -85,7 +85,7 @@ ANSWERS = TaggedJson[Answer](Done, Refused, Raised, Rewards)
 
 
 def encode(message: Request | Answer) -> bytes:
-    """One line. Raises InvalidInput for one over MAX_BYTES."""
+    """The message as one line. Raises InvalidInput above MAX_BYTES."""
     body = REQUESTS.encode(message) if isinstance(message, Request) else ANSWERS.encode(message)
     line = body + b"\n"
     if len(line) > MAX_BYTES:
@@ -100,7 +100,7 @@ def encode(message: Request | Answer) -> bytes:
 async def receive(reader: asyncio.StreamReader) -> bytes:
     """The line of the child's next answer.
 
-    Raises IncompleteReadError at the end of the stream, DataLoss for one that is too long.
+    Raises IncompleteReadError at the end of the stream, DataLoss for a line that is too long.
     """
     try:
         return await reader.readuntil(b"\n")
@@ -117,8 +117,8 @@ def read(file: BinaryIO) -> Request | None:
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """(requests, answers). Afterwards descriptor 0 is empty and descriptor 1 is stderr.
 
-    The child ends with the gateway (Linux; elsewhere the closed pipe ends it between calls), which
-    ends it itself: an interrupt from the keyboard is not for it.
+    The child dies with the gateway (on Linux; elsewhere the closed pipe ends it between calls). It
+    ignores keyboard interrupts, because the gateway ends it.
     """
     requests, answers = os.dup(0), os.dup(1)  # not inherited by programs that the child starts
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -131,15 +131,15 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def serve(answer: Callable[[Request], Answer], requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer one request after the other until the gateway closes the pipe.
+    """Answer requests until the gateway closes the pipe.
 
-    An exception of `answer` is answered as Raised.
+    An exception of `answer` is sent as Raised.
     """
     tell(answers, Done())
     while (request := read(requests)) is not None:
         try:
             given = answer(request)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a rule raises is the answer
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a rule is the answer
             given = Raised("".join(traceback.format_exception(error))[-MAX_TRACE:])
         tell(answers, given)
 

@@ -1,6 +1,7 @@
-"""Asks children for rules which may block: users' own and the slow path of math_answer.
+"""Pool of children for rules that may block: users' own rules and the slow path of math_answer.
 
-One request at a time per child; more wait. Decides whose fault a failure is.
+A child runs one request at a time; further requests wait. Maps failures to the responsible party:
+rule, settings or infrastructure.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ log = get_logger(__name__)
 
 MODULE = "paceline.services.rollout_gateway.rewards.processes.own_rules"
 START_S = 60.0
-"""Longest start of a child."""
+"""Maximum seconds to start a child."""
 LOAD_S = 120.0
-"""Longest time in which a rule is imported and built."""
+"""Maximum seconds to import and build a rule."""
 LIVES = 2
-"""Children that one question may cost."""
+"""Maximum children used for one request."""
 
 
 class Children:
-    """Up to `count` children, each started when it is first needed."""
+    """Up to `count` children, each started on first use."""
 
     def __init__(self, count: int, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        # Last in, first out: one child serves as long as one is enough.
+        # Last in, first out: a single child serves as long as it suffices.
         self._free: asyncio.LifoQueue[ChildPlace] = asyncio.LifoQueue()
         self._places = [ChildPlace(patient(START_S)) for _ in range(count)]
         for place in self._places:
@@ -47,7 +48,7 @@ class Children:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the children that live."""
+        """Process ids of the live children."""
         return [pid for place in self._places for pid in place.pids]
 
     async def load(self, path: str) -> None:
@@ -58,11 +59,10 @@ class Children:
         await self._ask(path)
 
     async def score(self, path: str, episode: Episode) -> float | None:
-        """What the rule at an import path says; waits for a child as long as others' questions
-        take.
+        """The score of the rule at an import path; waits for a free child.
 
-        Raises Unscored when it raises or takes too long, ConfigError when it cannot be built,
-        Unavailable when children cannot start or end by themselves, one after the other.
+        Raises Unscored when the rule raises or takes too long, and ConfigError when it cannot be
+        built. Raises Unavailable when one child after the other fails to start or dies.
         """
         answer = await self._ask(path, ScoreEpisodes(path, (episode,)))
         if isinstance(answer, Rewards) and not isinstance(reward := answer.values[0], Raised):
@@ -70,7 +70,7 @@ class Children:
         raise Unscored("exception", answer.text if isinstance(answer, Raised) else str(answer))
 
     async def close(self) -> None:
-        """End all children; who waits for one gets Unavailable."""
+        """End all children; waiting callers get Unavailable."""
         await asyncio.gather(*(place.close() for place in self._places))
 
     async def _ask(self, path: str, request: ScoreEpisodes | None = None) -> Answer:
@@ -105,7 +105,7 @@ class Children:
 
 
 class ChildRule:
-    """The rule at an import path, asked in a child."""
+    """The rule at an import path, run in a child."""
 
     def __init__(self, path: str, children: Children) -> None:
         self._path = path
@@ -121,7 +121,7 @@ class ChildRule:
 
 
 async def _load(child: ChildProcess, path: str) -> None:
-    """Raises ConfigError; the child ends with it, so that the next one reads the mended file."""
+    """Raises ConfigError and ends the child, so that the next child reads a corrected file."""
     answer = await child.ask(Load(path), patient(LOAD_S))
     if isinstance(answer, Done):
         return

@@ -1,8 +1,8 @@
-"""Scores texts with a model, in a process of its own whose argument is its settings.
+"""Scores texts with a model, in a separate process with its settings as argument.
 
-A sequence-classification checkpoint. The scalar is its single logit; of two labels that of the one
-called "positive", else that of index 1. Logits are not squashed. Nothing is fetched, no code of the
-checkpoint is run, no pickle is read.
+The model is a sequence-classification checkpoint. The scalar is its single logit; of two labels it
+is the logit of the label "positive", else of index 1. Logits are not squashed. The process
+downloads nothing, runs no code of the checkpoint and reads no pickle.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class RewardModel:
     """Scores texts in batches, in float32 on the CPU."""
 
     def __init__(self, model: str, threads: int, max_tokens: int) -> None:
-        """`max_tokens` of a text are read, or as many as the model has positions.
+        """Texts are cut to `max_tokens`, or to the model's number of positions.
 
         Raises ConfigError.
         """
         torch.set_num_threads(threads)
         try:
-            # Texts keep their end: there is the answer. Special tokens around a text stay.
+            # Keep the end of a text, which has the answer, and the special tokens around it.
             self._tokenizer = AutoTokenizer.from_pretrained(
                 model, local_files_only=True, truncation_side="left"
             )
@@ -59,7 +59,7 @@ class RewardModel:
                 f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED
             ) from error
 
-        if loaded["missing_keys"]:  # transformers would go on with random numbers
+        if loaded["missing_keys"]:  # transformers would continue with random weights
             missing = ", ".join(sorted(loaded["missing_keys"])[:5])
             raise ConfigError(
                 f"the reward model lacks weights: {missing}", seen=model, allowed=ALLOWED
@@ -76,25 +76,25 @@ class RewardModel:
         self._max_tokens = min(max_tokens, positions, self._tokenizer.model_max_length)
 
     def answer(self, request: Request) -> Answer:
-        """A logit for every text that can be read, else why it cannot."""
+        """A logit for every readable text, else the reason."""
         assert isinstance(request, ScoreEpisodes)
         read = [self._try_ids(episode) for episode in request.episodes]
         texts = [ids for ids in read if not isinstance(ids, Raised)]
-        # Without a padding token transformers cannot tell where a text ends: one at a time then.
+        # Without a padding token transformers cannot find a text's end: run one text at a time.
         batches = [texts] if self._pad is not None else [[ids] for ids in texts]
         logits = iter([logit for batch in batches if batch for logit in self._logits(batch)])
         return Rewards(tuple(one if isinstance(one, Raised) else next(logits) for one in read))
 
     def _try_ids(self, episode: Episode) -> list[int] | Raised:
-        """Token ids of an episode, or why there are none."""
+        """Token ids of an episode, or the reason why it has none."""
         try:
             ids = self._ids(episode)
-        except Exception as error:  # noqa: BLE001 - a chat template may raise anything; the other texts are scored
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
             return Raised(f"{type(error).__name__}: {error}")
         return ids or Raised("a text without tokens")
 
     def _ids(self, episode: Episode) -> list[int]:
-        """A conversation under the chat template where both exist, else prompt and response as one
+        """A conversation under the chat template if both exist, else prompt and response as one
         text.
         """
         text: Any = episode.task.prompt + episode.text
@@ -122,7 +122,7 @@ class RewardModel:
 
 
 def scalar_index(config: Any) -> int:
-    """Which logit is the reward. Raises ConfigError for more than two labels."""
+    """Index of the reward's logit. Raises ConfigError for more than two labels."""
     if config.num_labels == 1:
         return 0
     if config.num_labels == 2:

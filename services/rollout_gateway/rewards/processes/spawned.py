@@ -1,6 +1,6 @@
 """Spawns a child process that scores, and carries lines to it and back.
 
-A child is the leader of a process group: what its rules have started ends with it.
+The child leads a process group, so that programs which its rules started end with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.rewards.processes import pipes
 
 LOST = "a child process of the rewards was lost"
 REAP_S = 5.0
-"""Longest wait for the end of a process that was killed."""
+"""Maximum wait for the end of a killed process, in seconds."""
 
 
 class LocalChild:
@@ -38,14 +38,14 @@ class LocalChild:
 
     @property
     def ended(self) -> bool:
-        """Whether the child's end was seen."""
+        """Whether the child's end was observed."""
         return self._process.returncode is not None or self._requests.is_closing()
 
     async def exchange(self, line: bytes, deadline_s: float) -> bytes:
         """Send a line, none when empty, and return the next line; one call at a time.
 
-        A child is killed when it misses the deadline (DeadlineExceeded) or ends (Unavailable), and
-        when its caller is cancelled.
+        The child is killed when it misses the deadline (DeadlineExceeded), when it ends
+        (Unavailable), and when its caller is cancelled.
         """
         answered = False
         try:
@@ -73,7 +73,7 @@ class LocalChild:
         self._requests.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        # A process that the kernel does not let go is not waited for.
+        # Do not wait for a process that the kernel does not release.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REAP_S):
                 await self._process.wait()

@@ -1,1 +1,1 @@
-"""An engine without a model that answers by a script."""
+"""An engine without a model that answers from a script."""

@@ -1,4 +1,4 @@
-"""What the rounds of a script cost: seconds by arm and batch size."""
+"""Costs of a script's rounds: seconds by arm and batch size."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSp
 
 
 def round_cost(spec: ScriptedSpec, arm: str, batch: int) -> float:
-    """Seconds of a round with so many requests."""
+    """Seconds of a round with `batch` requests."""
     table = spec.costs_s.get(arm, {})
     sizes = [size for size in table if size <= batch]
     return table[max(sizes)] if sizes else spec.default_cost_s
 
 
 def drafts_of(arm: str) -> int:
-    """Drafts per row of `<speculator>:<steps>_<topk>_<draft tokens>`, whose first node is the last
-    known token.
+    """Draft tokens per row of the arm `<speculator>:<steps>_<topk>_<draft tokens>`. The first node,
+    the last accepted token, does not count.
     """
     return 0 if arm == OFF else int(arm.rpartition("_")[2]) - 1

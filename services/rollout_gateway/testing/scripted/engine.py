@@ -1,11 +1,11 @@
 """Replays given token ids under a cost table: an engine without model and torch, for tests and
 benches.
 
-It honours the whole engine contract (speculation arms chosen by the bandit, versions, pause modes,
-capture, abort), so that everything above an engine can be tried in milliseconds. A response depends
-on (prompt, seed) alone, never on arm, batch or time (replies.py chooses it, request.py
-gives it out). Seconds come from a cost table (arm, batch size) and pass on an
-injected clock: virtual by default, so that nothing sleeps; `real_time` sleeps them, for benches.
+It fulfils the whole engine contract: speculation arms chosen by the bandit, versions, pause modes,
+capture, abort. So tests of all layers above it take milliseconds. A response depends on (prompt,
+seed) alone, never on arm, batch or time (replies.py selects it, request.py emits it). A round's
+seconds are read from a cost table (arm, batch size) and spent on an injected clock. The clock is
+virtual by default and never sleeps; `real_time` sleeps, for benches.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _CAPABILITIES = frozenset(
 
 
 class ScriptedEngine:
-    """Engine of engines/base.py over a script."""
+    """The Engine of engines/base.py over a script."""
 
     def __init__(self, spec: ScriptedSpec, sink: RowSink | None, clock: Clock) -> None:
         self._spec = spec
@@ -115,7 +115,7 @@ class ScriptedEngine:
 
     @property
     def lm_head_hash(self) -> str:
-        """A name of the policy version, since there are no weights."""
+        """A hash of the policy version, since there are no weights."""
         return hashlib.sha256(f"scripted/{self.versions.policy}".encode()).hexdigest()[:16]
 
     @property
@@ -156,7 +156,7 @@ class ScriptedEngine:
         return [run.sequence.chunk() for run in ended]
 
     def _release(self) -> None:
-        """Forget the running requests that have ended."""
+        """Remove the ended requests from the running batch."""
         ended = [run.sequence for run in self._running if run.sequence.finish is not None]
         self._ended = sum((sequence.speculation for sequence in ended), self._ended)
         self._running = [run for run in self._running if run.sequence.finish is None]
@@ -181,7 +181,7 @@ class ScriptedEngine:
         rows = [run.sequence for run in batch]
         taken = [self._advance(run, arm) for run in batch]
         self._busy_s += cost
-        # A script knows a round's seconds as a whole.
+        # A script only has the total seconds of a round.
         self._split += RoundSplit(rounds=1, nodes=len(batch) * (1 + drafts_of(arm)), forward_s=cost)
         if not any(one.request.probe for one in rows):
             self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
@@ -189,7 +189,7 @@ class ScriptedEngine:
         return [one.chunk() for one in rows if one.request.stream or one.finish is not None]
 
     def _going_on(self, batch: list[ScriptedRun], arm: str) -> list[ScriptedRun]:
-        """Those that may take their tokens of this round."""
+        """The requests that may take their tokens of this round."""
         if not self._spec.ends_with or Path(self._spec.ends_with).exists():
             return batch
         most = 1 + drafts_of(arm)
@@ -207,7 +207,7 @@ class ScriptedEngine:
         self._paused = False
 
     def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
-        """See Engine.prepare_weights; there is nothing to round."""
+        """See Engine.prepare_weights; no weights are rounded."""
         if not path.is_dir():
             raise WeightsError("no such version in the spool", seen=path)
         self._prepared.put(target, version, read_shift(path), check_profile(profile))
@@ -217,8 +217,9 @@ class ScriptedEngine:
         self._prepared.serve(versions)
         for target, shift in changes.items():
             profile = before.profile if target is Target.POLICY else ""
-            self._prepared.put(target, getattr(before, target), None, profile)  # it may serve again
-            # The trainable drafter is the EAGLE one.
+            # the version may serve again
+            self._prepared.put(target, getattr(before, target), None, profile)
+            # The trainable drafter is EAGLE.
             drafter = "eagle" if target is Target.DRAFTER else ""
             arms = {arm for arm in self._spec.arms if arm != OFF and arm.startswith(drafter)}
             self._bandit.renew(arms, target, shift_over(shift, before.drafter))
@@ -232,7 +233,7 @@ class ScriptedEngine:
         self._forced = arm
 
     def quarantine(self, withheld: Withheld) -> None:
-        """See Engine.quarantine; a script reuses nothing."""
+        """See Engine.quarantine; a script reuses no prefix."""
         self._barred = frozenset(withheld.arms)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
@@ -242,7 +243,7 @@ class ScriptedEngine:
         self._memory.resume(tags)
 
     def flush_cache(self) -> None:
-        """See Engine.flush_cache; there is none."""
+        """See Engine.flush_cache; there is no cache."""
         check_idle(len(self._running) + len(self._waiting))
 
     def close(self) -> None:
@@ -267,13 +268,13 @@ class ScriptedEngine:
         return choice.arm, choice.explored
 
     def _advance(self, run: ScriptedRun, arm: str) -> int:
-        """Emit one round's tokens of a request; returns those that the arm accounts for."""
+        """Emit one round's tokens of a request; returns the tokens that count for the arm."""
         sequence = run.sequence
         first = not sequence.tokens
         emitted = self._emit(run, arm)
         if first:
             sequence.first_token_s = self._clock.now() - sequence.enqueued_s
-        # A reply's own pace may exceed what the arm could accept.
+        # A reply's own pace may exceed the arm's longest accepted length.
         taken = min(emitted, 1 + drafts_of(arm))
         sequence.count(arm, drafts_of(arm), taken, trained=speculator_of(arm) not in ("", "ngram"))
         self._tokens += 0 if sequence.request.probe else emitted
@@ -286,7 +287,7 @@ class ScriptedEngine:
         return run.emit(self._wanted(run, arm), DrawnBy(policy, arm, "scripted"), nan=nan)
 
     def _wanted(self, run: ScriptedRun, arm: str) -> int:
-        """Tokens of this round: the reply's own pace, else what the arm accepts."""
+        """Tokens of this round: the reply's own pace, else the arm's accept length."""
         if run.answer.tokens_per_round is not None:
             return run.answer.tokens_per_round
         length = self._spec.accept_lengths.get(arm, 1.0)
@@ -306,9 +307,7 @@ class ScriptedEngine:
 
 
 def scripted_memory(spec: ScriptedSpec) -> EngineMemory:
-    """Bytes that a float32 model of these sizes would have: its head, and a row of keys and values
-    per token.
-    """
+    """Bytes of a float32 model of these sizes: its head, and a row of keys and values per token."""
     sizes = {
         MemoryTag.WEIGHTS: 4 * spec.vocab_size * spec.hidden_size,
         MemoryTag.KV_CACHE: 8 * spec.max_batch * spec.max_sequence_tokens * spec.hidden_size,
@@ -323,5 +322,5 @@ def scripted_memory(spec: ScriptedSpec) -> EngineMemory:
 def build_scripted(
     spec: ScriptedSpec, sink: RowSink | None = None, clock: Clock | None = None
 ) -> ScriptedEngine:
-    """The engine of a script; `clock` replaces the one `real_time` names."""
+    """Build the engine of a script. `clock` replaces the clock that `real_time` selects."""
     return ScriptedEngine(spec, sink, clock or CLOCKS[spec.real_time]())

@@ -1,5 +1,5 @@
-"""Chooses what the scripted engine answers to a prompt: a line by token ids, a reply by text, or a
-draw.
+"""Selects the scripted engine's response to a prompt: a line by token ids, a reply by text, or a
+random draw.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from paceline.services.rollout_gateway.testing.scripted.script import (
 )
 
 TOKENS_PER_CHARACTER = 4
-"""A character of UTF-8 is at most four byte tokens long; tokenizers with larger tokens need fewer.
-"""
+"""A UTF-8 character has at most four byte tokens; tokenizers with larger tokens need fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,12 @@ class ScriptedAnswer:
     """A response and its pace."""
 
     token_ids: tuple[int, ...]  # end token included
-    tokens_per_round: int | None = None  # None: what the round's arm accepts
+    tokens_per_round: int | None = None  # None: the accept length of the round's arm
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A reply whose texts have been encoded."""
+    """A reply with encoded texts."""
 
     pattern: re.Pattern[str]
     answers: tuple[ScriptedAnswer, ...]
@@ -63,7 +62,7 @@ class Script:
         ]
 
     def answer(self, prompt: tuple[int, ...], seed: int) -> ScriptedAnswer:
-        """A line of exactly this prompt, else the first reply whose pattern is found, else a
+        """The line of exactly this prompt, else the first reply with a matching pattern, else a
         draw.
         """
         if self._replies and prompt not in self._prompts:
@@ -74,8 +73,8 @@ class Script:
         return ScriptedAnswer(scripted_response(self._spec, prompt, seed))
 
     def _end_of(self, prompt: tuple[int, ...]) -> str:
-        """The last characters of a prompt, special tokens by their names; only the tokens of these
-        are decoded.
+        """The last characters of a prompt, with special tokens by name. Only the tokens of this
+        window are decoded.
         """
         assert self._tokenizer is not None
         size = self._spec.reply_window_chars

@@ -1,4 +1,4 @@
-"""Follows a request that the scripted engine answers."""
+"""The state of a request in the scripted engine."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from paceline.services.rollout_gateway.testing.scripted.script import scripted_l
 
 @dataclass(eq=False, slots=True)
 class ScriptedRun:
-    """A request being answered."""
+    """A running request."""
 
     sequence: RunningSequence
     answer: ScriptedAnswer
-    rows_written: int = 0  # positions whose rows are out
+    rows_written: int = 0  # positions with written rows
     credit: float = 0.0  # fraction of accepted tokens carried to the next round
     nan_token: int | None = None
 
     @property
     def request(self) -> Request:
-        """What was asked."""
+        """The engine's request."""
         return self.sequence.request
 
     def ends_within(self, tokens: int) -> bool:
-        """Whether so many further tokens would end it."""
+        """Whether `tokens` further tokens would end the response."""
         whole = self.sequence.token_limit
         if not self.request.sampling.ignore_eos:
             whole = min(whole, len(self.answer.token_ids))
         return whole - len(self.sequence.tokens) <= tokens
 
     def emit(self, wanted: int, origin: DrawnBy, *, nan: bool = False) -> int:
-        """At most so many further tokens; returns how many. nan: with
-        log-probs that are none.
+        """Emit at most `wanted` further tokens; returns their number. nan: all log-probs are NaN.
 
-        A response that must go on after its end starts again.
+        A response that must continue after its end starts again.
         """
         sequence, script = self.sequence, self.answer.token_ids
         start, endless = len(sequence.tokens), self.request.sampling.ignore_eos
@@ -59,8 +58,8 @@ class ScriptedRun:
         return taken
 
     def unwritten(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """Tokens and positions whose rows are due: all but the last token, whose state the next
-        round would compute.
+        """Tokens and positions with rows to write. The last token is missing, because the next
+        round would compute its state.
         """
         sequence = np.array((*self.request.prompt, *self.sequence.tokens), dtype=np.uint32)
         start, end = self.rows_written, len(sequence) - 1

@@ -1,4 +1,4 @@
-"""Declares what the scripted engine replays: prompts and responses, costs, clocks, rows."""
+"""Declares the scripted engine's input: prompts and responses, costs, clocks, rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.engines.settings import BatchSettings, Ru
 
 
 class Clock(Protocol):
-    """Seconds, as the engine spends them."""
+    """The engine's time in seconds."""
 
     def now(self) -> float:
         """Seconds since an arbitrary start."""
@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """Time passes only when spent; nothing sleeps."""
+    """Time passes only through `spend`; nothing sleeps."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -43,11 +43,11 @@ class VirtualClock:
 
 
 class RealClock:
-    """Spending sleeps until the next multiple of the seconds, so that work between two rounds does
+    """`spend` sleeps until the next multiple of the seconds, so that work between two rounds does
     not slow the pace.
 
-    For benches. A round that begins in the middle of its time ends early; one that was busy for
-    longer skips a beat.
+    For benches. A round that starts in the middle of its interval ends early; a round that was busy
+    for longer skips a beat.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def next_beat(now: float, last: float, seconds: float) -> float:
 
 
 class Line(BaseModel):
-    """What to answer to one prompt; the seed picks among the responses."""
+    """The responses to one prompt; the seed selects a response."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,14 +78,15 @@ class Line(BaseModel):
 
 
 class Reply(BaseModel):
-    """What to answer to prompts whose text holds a pattern; the seed picks among the texts."""
+    """The replies to prompts whose text matches a pattern; the seed selects a text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # regular expression, searched in the end of the decoded prompt, special tokens by their names
     pattern: str
     texts: tuple[str, ...] = Field(min_length=1)  # encoded by the tokenizer; the end token is added
-    tokens_per_round: int | None = Field(default=None, ge=1)  # None: what the round's arm accepts
+    # None: the accept length of the round's arm
+    tokens_per_round: int | None = Field(default=None, ge=1)
 
     @field_validator("pattern")
     @classmethod
@@ -103,7 +104,7 @@ class ScriptedSpec(BatchSettings, RunValues):
     A prompt without a Line or a Reply gets a response drawn from hash(prompt, seed).
     """
 
-    script: tuple[Line, ...] = ()  # these come first
+    script: tuple[Line, ...] = ()  # precede the replies
     replies: tuple[Reply, ...] = ()  # the first that matches answers
     # End of a prompt in which patterns are searched.
     reply_window_chars: int = Field(default=4096, ge=1)
@@ -121,16 +122,16 @@ class ScriptedSpec(BatchSettings, RunValues):
     )  # arm -> batch size -> seconds of a round; the largest size not above the batch counts
     default_cost_s: float = 1e-3  # of arms without costs
     real_time: bool = False
-    ends_with: str = ""  # a file; no request but a probe ends before it is there
+    ends_with: str = ""  # path of a file; until it exists, only probes end
     fault_token: int | None = None  # a round over a prompt that holds this token raises
     nan_token: int | None = None  # its log-prob is NaN
-    nan_policies: tuple[int, ...] = ()  # versions that give no other log-prob
-    # By drafter version, instead of what accept_lengths says of the arm.
+    nan_policies: tuple[int, ...] = ()  # policy versions that return only NaN log-probs
+    # Accept length by drafter version; overrides accept_lengths.
     drafter_accept_lengths: dict[int, float] = Field(default={})
 
 
 def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """Answer to a prompt that no reply matches, eos included; the oracle of tests."""
+    """Response to a prompt that no reply matches, eos included; the oracle of tests."""
     for line in spec.script:
         if line.prompt == prompt:
             return line.responses[seed % len(line.responses)]
@@ -165,9 +166,9 @@ def scripted_logprob(token_id: int) -> float:
 
 
 def read_script(path: Path) -> dict[str, Any]:
-    """Settings stored as JSON, checked; for the gateway's `engine.script`.
+    """Read settings stored as JSON, for the gateway's `engine.script`.
 
-    Raises InvalidInput naming the file.
+    Raises InvalidInput with the file's path.
     """
     try:
         return ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8")).model_dump(

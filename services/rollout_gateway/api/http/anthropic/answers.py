@@ -1,4 +1,4 @@
-"""Writes messages as Anthropic's API spells them: content blocks, and their events."""
+"""Writes answers in Anthropic's format: content blocks and their events."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ STOP_REASONS = {
     "abort": "end_turn",
 }
 _FIELDS = {"reasoning": "thinking", "content": "text"}
-"""Type of a part's block, and the field that holds what was said."""
+"""Type of a part's block, and the name of its text field."""
 
 
 class ContentBlocks(MessageParts):
-    """The blocks of one message as they grow."""
+    """The growing blocks of one message."""
 
     @property
     def blocks(self) -> list[dict[str, Any]]:
-        """All so far."""
+        """All blocks so far."""
         return [_block(part) for part in self.parts]
 
     def _began(self, part: MessagePart) -> list[Event]:
@@ -52,7 +52,7 @@ class ContentBlocks(MessageParts):
 
 
 class AnthropicAnswers(Answers[MessagesBody]):
-    """`message`, whole and as events."""
+    """The answer `message`, whole and as events."""
 
     prefix = "msg_"
     id_headers = ("x-request-id", "request-id")
@@ -85,9 +85,7 @@ class AnthropicAnswers(Answers[MessagesBody]):
         return anthropic_error(error)
 
     def _message(self) -> dict[str, Any]:
-        """The message before anything is said; what of the prompt was cached is known at the
-        end.
-        """
+        """The message before any output. The count of cached prompt tokens follows at the end."""
         return {
             "id": self.id,
             "type": "message",
@@ -116,7 +114,7 @@ def _block(part: MessagePart) -> dict[str, Any]:
 def input_value(arguments: str) -> Any:
     """A call's arguments as a JSON value.
 
-    What cannot be one, or not be sent, is told as its text in `arguments`.
+    Arguments that are invalid JSON, or cannot be encoded, become a text in `arguments`.
     """
     try:
         value = json.loads(arguments or "{}")
@@ -124,7 +122,7 @@ def input_value(arguments: str) -> Any:
     except (
         ValueError,
         RecursionError,
-    ):  # also half of a surrogate pair, or a number too large to be one
+    ):  # also half of a surrogate pair, or a number out of range
         return {"arguments": arguments.encode("utf-8", "replace").decode()}
     return value
 
@@ -137,7 +135,7 @@ def _stop(call: Call) -> dict[str, Any]:
 
 
 def _usage(call: Call) -> dict[str, Any]:
-    """Input tokens are those that the cache did not have."""
+    """Token counts; input tokens exclude cached tokens."""
     counted = usage([call])
     return {
         "input_tokens": counted.prompt - counted.cached,

@@ -1,4 +1,4 @@
-"""Counts the tokens of a conversation in Anthropic's spelling."""
+"""Counts the tokens of a conversation in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.services.rollout_gateway.api.http.model_names import check_model
 from paceline.services.rollout_gateway.gateway import Gateway
 
 COUNTED_CONTEXTS = 8
-"""A conversation is counted up to so many times what the model reads."""
+"""Longest counted conversation, as a multiple of the model's context."""
 
 
 async def count_tokens(request: Request) -> Response:
-    """Tokens under the chat template; nothing is generated and no session begins."""
+    """Count tokens under the chat template; generates nothing and opens no session."""
     await caller_of(request)
     body, gateway = await bodies.read(request, ConversationBody), gateway_of(request)
     check_model(gateway, body.model)

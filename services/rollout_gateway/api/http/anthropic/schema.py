@@ -1,8 +1,8 @@
-"""Bodies of Anthropic's messages API. Owns which fields and blocks exist, and how blocks become
+"""Bodies of Anthropic's messages API: their fields and blocks, and the conversion of blocks to
 messages.
 
-A history that is sent back has to become the messages that were recorded: an assistant's blocks are
-one Message, a user's tool results are one Message each.
+A history that a client sends back has to become the recorded messages. So an assistant's blocks
+become a single Message, and each tool result of a user becomes its own Message.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from paceline.services.rollout_gateway.chat.messages import (
 from paceline.services.rollout_gateway.engines.sampling import MAX_STOPS
 
 FAILED = "Error: "
-"""Begins the content of a tool result that is marked as an error: chat templates have no other
-place for the mark.
+"""Prefix of a tool result that is marked as an error; chat templates have no other place for the
+mark.
 """
 
 
 class TextBlock(StrictShape):
-    """Text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(StrictShape):
-    """What an assistant thought; its signature is ignored, the gateway signs nothing."""
+    """An assistant's reasoning. Its signature is ignored, because the gateway signs nothing."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingBlock(StrictShape):
-    """Thinking that nobody here can read; it is left out."""
+    """Encrypted reasoning; the gateway cannot read it and leaves it out."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(StrictShape):
-    """A call of an assistant."""
+    """An assistant's call."""
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
@@ -84,7 +84,7 @@ Texts = Annotated[
 
 
 class ToolResultBlock(StrictShape):
-    """What a tool gave back."""
+    """A tool's result."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
@@ -92,7 +92,7 @@ class ToolResultBlock(StrictShape):
     is_error: Off = False
 
     def message(self) -> Message:
-        """As the gateway knows it."""
+        """The gateway's Message."""
         text = joined_text(self.content)
         return Message(
             "tool", FAILED + text if self.is_error else text, tool_call_id=self.tool_use_id
@@ -118,7 +118,7 @@ BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""Types of the blocks that each role may say."""
+"""Block types that each role may use."""
 
 
 class MessageBody(StrictShape):
@@ -128,7 +128,7 @@ class MessageBody(StrictShape):
     content: Blocks
 
     def said(self, index: int) -> list[Message]:
-        """As the gateway knows it; `index` is told in errors.
+        """The gateway's messages; errors show `index`.
 
         Raises FieldError for blocks of another role.
         """
@@ -155,26 +155,28 @@ class MessageBody(StrictShape):
 
 
 class CustomKind(StrictShape):
-    """Tools that Anthropic runs are not served; its field is checked before those of the tool."""
+    """The type of a custom tool, checked before the tool's other fields. Tools that run at
+    Anthropic are not served.
+    """
 
     type: Literal["custom"] | None = None
 
 
 class AnthropicTool(FunctionShape, CustomKind):
-    """A tool with a schema of its own."""
+    """A tool with its own schema."""
 
     parameters: JsonObject = Field(alias="input_schema")
 
 
 class AnthropicToolChoice(StrictShape):
-    """Whether the model may, must or must not use a tool."""
+    """Whether the model may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
     def choice(self) -> ToolChoice:
-        """As the gateway knows it. Raises FieldError for a tool without a name."""
+        """The gateway's ToolChoice. Raises FieldError for a tool without a name."""
         if self.type == "tool":
             if not self.name:
                 raise FieldError(
@@ -192,13 +194,13 @@ class OutputFormat(StrictShape):
 
 
 class OutputConfig(StrictShape):
-    """Where the form of the text stands."""
+    """The format of the text."""
 
     format: OutputFormat | None = None
 
 
 class ConversationBody(StrictShape):
-    """POST /v1/messages/count_tokens, and what a message needs as well."""
+    """POST /v1/messages/count_tokens; also the base of a message request."""
 
     beyond = MESSAGES
     model: str | None = None
@@ -213,7 +215,7 @@ class ConversationBody(StrictShape):
         return loose_tools(self.tools, "tools[].strict", one_call)
 
     def request(self) -> ChatRequest:
-        """As the gateway knows it. Raises FieldError for blocks in the wrong place."""
+        """The gateway's ChatRequest. Raises FieldError for blocks in the wrong place."""
         told = joined_text(self.system)
         messages = [Message("system", told)] if told else []
         for index, one in enumerate(self.messages):
@@ -273,7 +275,7 @@ class MessagesBody(ConversationBody, SampledBody):
 
 
 def _user(blocks: Sequence[Any]) -> Iterator[Message]:
-    """A user's blocks: tool results one by one, the texts between them joined."""
+    """A user's blocks: each tool result by itself, the texts between results joined."""
     texts: list[str] = []
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -299,8 +301,8 @@ def _assistant(blocks: Sequence[Any]) -> Message:
 
 
 def _both(first: Message, second: Message) -> Message:
-    """Assistant messages in a row are one turn: an answer to a prefill may be sent back behind
-    it.
+    """Join consecutive assistant messages into one turn: a client may send an answer back after its
+    prefill.
     """
     calls = first.tool_calls + second.tool_calls
     return Message(

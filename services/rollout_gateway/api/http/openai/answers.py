@@ -1,4 +1,4 @@
-"""Writes completions and chat completions as OpenAI's JSON, whole and streamed."""
+"""Writes completions and chat completions in OpenAI's format, whole and streamed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from paceline.v1 import engine_pb2 as pb
 
 MAX_REQUESTS_PER_CALL = 256
 _TEXT = "\ufffc"
-"""Stands for the text of an event."""
+"""Placeholder for the text of an event."""
 _BROKEN = {"abort": "stop", "error": "stop"}
 B = TypeVar("B", bound=GenerationBody)
 
 
 class _Choices(Answers[B]):
-    """An answer of several choices."""
+    """An answer with several choices."""
 
     objects = ("", "")  # whole, chunk
     end = b"data: [DONE]\n\n"
@@ -49,7 +49,7 @@ class _Choices(Answers[B]):
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         super().__init__(request, body, caller)
         self._started: set[int] = set()
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and behind a text
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after an event's text
         self._detailed = body.wanted_logprobs() is not None or bool(body.return_token_ids)
 
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class _Choices(Answers[B]):
         if content is None or self._detailed or index not in self._started:
             return super().told(index, call, piece)
         if index not in self._around:
-            # Such events of a choice differ in their text alone: the rest is spelled once.
+            # Such events of a choice differ only in their text, so the rest is encoded once.
             one = framed(self.piece(index, call, Piece(piece.chunk, _TEXT)))
             before, _, after = one.rpartition(orjson.dumps(_TEXT))
             self._around[index] = before, after
@@ -84,11 +84,11 @@ class _Choices(Answers[B]):
         return before + orjson.dumps(content) + after
 
     def _once(self, call: Call) -> dict[str, Any]:
-        """What an answer holds once of the prompt that all choices share."""
+        """Fields of the shared prompt, once per answer."""
         return {}
 
     def _of_prompt(self, call: Call) -> dict[str, Any]:
-        """What each choice holds of its prompt."""
+        """Fields of the prompt, in each choice."""
         return {}
 
     def last(self, calls: Sequence[Call]) -> Iterator[Event]:
@@ -116,7 +116,7 @@ class _Choices(Answers[B]):
         *,
         first: bool = True,
     ) -> dict[str, Any]:
-        """A choice, or news of it; first: no others came before."""
+        """A choice, or a chunk of it; first: it is the choice's first chunk."""
         finish_reason = _BROKEN.get(finish, finish) or None
         choice: dict[str, Any] = {
             "index": index,
@@ -139,7 +139,7 @@ class _Choices(Answers[B]):
         return TokenLabels(self._gateway.codec, bool(self.body.return_tokens_as_token_ids))
 
     def _prompt_facts(self, call: Call) -> dict[str, Any]:
-        """prompt_token_ids and prompt_logprobs, where they are asked for."""
+        """prompt_token_ids and prompt_logprobs, as far as requested."""
         facts: dict[str, Any] = {}
         if self.body.return_token_ids:
             facts["prompt_token_ids"] = list(call.plan.prompt)
@@ -151,7 +151,7 @@ class _Choices(Answers[B]):
         return facts
 
     def _prompt_score(self, token: int, score: pb.PromptScore, count: int) -> dict[str, Any]:
-        """By token id as text: the token itself and the `count` most likely ones."""
+        """By token id as text: the token itself and the `count` most likely tokens."""
         top = zip(score.top.token_ids[:count], score.top.logprobs, strict=False)
         ranked = {one: (value, rank) for rank, (one, value) in enumerate(top, 1)}
         ranked.setdefault(token, (score.logprob, score.rank))
@@ -176,7 +176,7 @@ class _Choices(Answers[B]):
 
 
 class CompletionAnswers(_Choices[CompletionBody]):
-    """`text_completion`. With `echo` a choice begins with its prompt."""
+    """The answer `text_completion`. With `echo` a choice begins with its prompt."""
 
     prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
@@ -221,7 +221,7 @@ class CompletionAnswers(_Choices[CompletionBody]):
         return self._prompt_facts(call)
 
     def _echo(self, index: int, call: Call) -> str:
-        """The prompt of a choice as text: as it was given, or what its tokens stand for."""
+        """The prompt of a choice as text: the given text, or the decoded tokens."""
         if index not in self._echoes:
             given = self.body.prompts()[index // self.body.n]
             asked = isinstance(given, str) and not call.plan.cut
@@ -246,7 +246,9 @@ class CompletionAnswers(_Choices[CompletionBody]):
     def _spelled(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[Row]
     ) -> dict[str, Any]:
-        """Log-probs without places; the alternatives both by name, as OpenAI does, and listed."""
+        """Log-probs without offsets; with alternatives both by name, as OpenAI does, and as a
+        list.
+        """
         names, wanted = self._names, bool(self.body.logprobs)
         tops = [names.keyed(token, row) for token, row in zip(tokens, rows, strict=False)]
         found: dict[str, Any] = {
@@ -260,7 +262,7 @@ class CompletionAnswers(_Choices[CompletionBody]):
 
 
 class ChatAnswers(_Choices[ChatBody]):
-    """`chat.completion` and its chunks."""
+    """The answer `chat.completion` and its chunks."""
 
     prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
@@ -292,20 +294,20 @@ class ChatAnswers(_Choices[ChatBody]):
 
 
 def refuse_above(count: int) -> None:
-    """Raises InvalidInput for more generations in one call than are served."""
+    """Raises InvalidInput above the maximum generations of one request."""
     if count > MAX_REQUESTS_PER_CALL:
         raise InvalidInput("prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL)
 
 
 def _behind(prompt: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs of a prompt and of the tokens behind it as those of one text."""
+    """Join the log-probs of a prompt and of the tokens after it."""
     both = {name: prompt[name] + (said[name] or []) for name in prompt if prompt[name] is not None}
     return {**said, **both}
 
 
 def shown(message: Message) -> dict[str, Any]:
-    """A message as OpenAI's chat completions spell it; reasoning_content as DeepSeek and vLLM
-    do.
+    """A message in the format of OpenAI's chat completions, with reasoning_content as in DeepSeek
+    and vLLM.
     """
     body = message.shown()
     if message.tool_calls:

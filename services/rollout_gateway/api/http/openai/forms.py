@@ -1,4 +1,4 @@
-"""What form an answer has to have, as OpenAI's and vLLM's bodies spell it."""
+"""Constraints on an answer's form, in the format of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from paceline.services.rollout_gateway.engines.requests.structures import MAX_CH
 
 
 class SchemaBody(OpenShape):
-    """A schema with a name, as response_format carries it."""
+    """A schema with a name, as response_format contains it."""
 
     json_schema: JsonObject | None = Field(None, alias="schema")
 
 
 class ResponseFormat(OpenShape):
-    """What form the answer has to have."""
+    """The required form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: SchemaBody | None = None
 
     def schema_text(self) -> str:
-        """The schema as JSON text; "{}" is any object, "" no demand."""
+        """The schema as JSON text; "{}" is any object, "" no constraint."""
         if self.type == "text":
             return ""
         named = (
@@ -48,7 +48,7 @@ JsonDemand = Annotated[
 
 
 class StructuredOutputs(StrictShape):
-    """What the answer has to be, as vLLM spells it: one of these."""
+    """The required structure of the answer in vLLM's format: exactly one field is set."""
 
     json_demand: JsonDemand | None = Field(None, alias="json")
     regex: str | None = None
@@ -57,7 +57,7 @@ class StructuredOutputs(StrictShape):
     json_object: bool | None = None
 
     def parameters(self) -> dict[str, Any]:
-        """As Sampling spells them. Raises FieldError unless exactly one is given."""
+        """The parameters of Sampling. Raises FieldError unless exactly one field is set."""
         schema = self.json_demand
         asked = [
             ("json_schema", json.dumps(schema) if isinstance(schema, dict) else schema),

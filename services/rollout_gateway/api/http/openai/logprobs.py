@@ -1,4 +1,4 @@
-"""Spells log-probs of tokens in OpenAI's forms. No token gives way to another of the same text."""
+"""Formats log-probs of tokens as OpenAI does. Tokens with the same text stay separate."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.v1 import engine_pb2 as pb
 
 Row = Sequence[tuple[int, float]]
-"""Most likely tokens at a position with their log-probs, the likeliest first."""
+"""Most likely tokens at a position with their log-probs, the most likely first."""
 
 
 def rows_of(tops: Iterable[pb.TopLogprobs], count: int | None = None) -> list[Row]:
-    """The `count` most likely tokens by position; all that are known for None."""
+    """The `count` most likely tokens by position; None: all recorded tokens."""
     return [list(zip(one.token_ids, one.logprobs, strict=True))[:count] for one in tops]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLabels:
-    """Spells the tokens of one answer."""
+    """Formats the tokens of one answer."""
 
     codec: TextCodec
-    as_ids: bool  # as `token_id:7` wherever a token would be text
+    as_ids: bool  # as `token_id:7` instead of text
 
     def listed(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[Row]
     ) -> list[dict[str, Any]]:
-        """Tokens by position with their alternatives, as chat completions list them; rows: empty
-        without alternatives.
+        """Tokens by position with their alternatives, in the format of chat completions. rows:
+        empty without alternatives.
         """
         return [
             {
@@ -41,7 +41,9 @@ class TokenLabels:
         ]
 
     def name(self, token: int) -> str:
-        """A token as completions spell it: its text, or its bytes where these are no text."""
+        """A token in the format of completions: its text, or its bytes if they are not valid
+        text.
+        """
         if self.as_ids:
             return _by_id(token)
         data = self.codec.token_bytes(token)
@@ -51,8 +53,8 @@ class TokenLabels:
             return "bytes:" + data.decode("ascii", errors="backslashreplace")
 
     def keyed(self, token: int, row: Row) -> dict[str, float]:
-        """Alternatives at the position of a token as completions spell them, by their names. A
-        name that the token or a likelier alternative has gives way to `token_id:7`.
+        """Alternatives at the position of a token by name, in the format of completions. A name
+        that the token or a likelier alternative already has becomes `token_id:7`.
         """
         owners = {self.name(token): token}
         found: dict[str, float] = {}

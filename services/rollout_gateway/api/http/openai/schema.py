@@ -1,7 +1,4 @@
-"""Bodies of the OpenAI-shaped requests.
-
-Owns which fields exist, their types and ranges; others are judged by beyond.py.
-"""
+"""Bodies of OpenAI's requests: their fields, types and ranges. beyond.py handles further fields."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ Bias = Annotated[float, Field(ge=BIAS.low, le=BIAS.high, allow_inf_nan=False)]
 
 
 def _few(bias: object) -> object:
-    """Refuses too many entries before they are looked at one by one."""
+    """Refuse too many entries before each entry is checked."""
     if isinstance(bias, dict) and len(bias) > MAX_BIASED_TOKENS:
         raise PydanticCustomError("too_long", f"more than {MAX_BIASED_TOKENS} entries")
     return bias
@@ -83,17 +80,17 @@ Prompt = Annotated[
     | Annotated[Several[Several[TokenId]], Tag("<id lists>")],
     Discriminator(_prompt_kind),
 ]
-"""One prompt or several, each text or token ids."""
+"""One or several prompts, each text or token ids."""
 
 
 class StreamOptions(StrictShape):
-    """What a stream says besides its choices."""
+    """Options of a stream."""
 
     include_usage: Off = False
 
 
 class GenerationBody(SampledBody):
-    """What both kinds of completion understand."""
+    """Fields of both kinds of completion."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NullIs(1)] = 1
     max_tokens: Limit | None = None
@@ -101,10 +98,10 @@ class GenerationBody(SampledBody):
     min_p: Annotated[float, within("min_p"), NullIs(0.0)] = 0.0
     presence_penalty: Annotated[float, within("presence_penalty"), NullIs(0.0)] = 0.0
     frequency_penalty: Annotated[float, within("frequency_penalty"), NullIs(0.0)] = 0.0
-    # The fields up to return_tokens_as_token_ids that OpenAI lacks have vLLM's names.
+    # From here to return_tokens_as_token_ids, fields that OpenAI lacks have vLLM's names.
     repetition_penalty: Annotated[float, within("repetition_penalty"), NullIs(1.0)] = 1.0
     min_tokens: Annotated[int, within("min_tokens", whole=True), NullIs(0)] = 0
-    # JSON spells the ids as text.
+    # JSON has the ids as text.
     logit_bias: Annotated[dict[BiasedToken, Bias], BeforeValidator(_few)] | None = None
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKENS)
@@ -117,9 +114,9 @@ class GenerationBody(SampledBody):
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: TopLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT_LIMIT)] | None = None
-    ignore_eos: Off = False  # go on after an end token
+    ignore_eos: Off = False  # continue after an end token
     return_token_ids: Off = False  # token_ids in each choice, prompt_token_ids
-    return_tokens_as_token_ids: Off = False  # log-probs spell a token as "token_id:7"
+    return_tokens_as_token_ids: Off = False  # log-probs show a token as "token_id:7"
 
     def limit(self) -> int | None:
         return self.max_tokens
@@ -154,7 +151,7 @@ class GenerationBody(SampledBody):
 
     @property
     def spelled(self) -> dict[str, str]:
-        """Fields that errors name otherwise."""
+        """Fields with another name in errors."""
         demand = self.structured_outputs
         if demand is None or demand.json_demand is None:
             return {}
@@ -170,11 +167,11 @@ class CompletionBody(GenerationBody):
 
     beyond = COMPLETIONS
     prompt: Prompt
-    # 0 with echo or prompt_logprobs: the prompt is scored and nothing generated.
+    # 0 with echo or prompt_logprobs: the prompt is scored and no token is generated.
     max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16
     logprobs: TopLogprobs | None = None
     echo: Off = False
-    add_special_tokens: On = True  # as vLLM: bos before a text, though the text begins with it
+    add_special_tokens: On = True  # as in vLLM: bos before a text, even if the text begins with it
     suffix: str | None = None
     best_of: int | None = None
 
@@ -237,7 +234,7 @@ class ChatMessage(StrictShape):
     name: str | None = None
 
     def message(self) -> Message:
-        """As the gateway knows it."""
+        """The gateway's Message."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         return Message(
             cast("Role", role),
@@ -253,7 +250,7 @@ class ChatMessage(StrictShape):
 
 
 class ToolBody(OpenShape):
-    """A tool; only functions are known."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionShape
@@ -313,7 +310,7 @@ class ChatBody(GenerationBody):
             )
 
     def request(self) -> ChatRequest:
-        """As the gateway knows it."""
+        """The gateway's ChatRequest."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             asked = ToolChoice("named", choice.function.name)

@@ -1,4 +1,4 @@
-"""Tokens of texts and texts of tokens as vLLM spells them; nothing is generated."""
+"""Tokenizes and detokenizes in vLLM's format, without generation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.gateway import Gateway
 
 CONTEXTS = 8
-"""A text is counted, and ids are read, up to so many times what the model reads."""
+"""Longest text or list of ids, as a multiple of the model's context."""
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -41,7 +41,7 @@ class TokenizeBody(StrictShape):
     add_special_tokens: bool = True
 
     def ids(self, gateway: Gateway, longest: int) -> tuple[int, ...]:
-        """Of what was given. Raises InvalidInput for more than `longest`."""
+        """The ids of the text or conversation. Raises InvalidInput above `longest` ids."""
         if self.messages is not None:
             messages = tuple(one.message() for one in self.messages)
             tools = tuple(one.function.shown() for one in self.tools or ())

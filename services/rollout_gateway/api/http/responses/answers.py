@@ -1,6 +1,4 @@
-"""Writes responses as OpenAI's responses API spells them: output items, and the events that build
-them.
-"""
+"""Writes answers in the format of OpenAI's responses API: output items and their events."""
 
 from __future__ import annotations
 
@@ -28,23 +26,23 @@ _ITEMS = {
     "content": ("message", "msg"),
     "call": ("function_call", "fc"),
 }
-"""Type of a part's item, and what its id begins with."""
+"""Type of a part's item, and the prefix of its id."""
 
 
 class OutputItems(MessageParts):
-    """The items of one response as they grow."""
+    """The growing items of one response."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._name = name  # what the ids of the items end in
+        self._name = name  # suffix of the items' ids
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """All so far."""
+        """All items so far."""
         return [self._item(part) for part in self.parts]
 
     def end(self, status: str = "completed") -> list[Event]:
-        """Events of the end; a response that said nothing has an empty message."""
+        """Events of the end; a response without output has an empty message."""
         news = [] if self.parts else self._grow("content", "")
         return news + super().end(status)
 
@@ -86,7 +84,7 @@ class OutputItems(MessageParts):
         return {"type": kind, **self._at(part), "content_index": 0, "part": _content(part)}
 
     def _at(self, part: MessagePart) -> dict[str, Any]:
-        """Where an event belongs."""
+        """The item that an event belongs to."""
         return {"item_id": self._id(part), "output_index": part.index}
 
     def _id(self, part: MessagePart) -> str:
@@ -103,7 +101,7 @@ class OutputItems(MessageParts):
 
 
 class ResponsesAnswers(Answers[ResponsesBody]):
-    """`response`, whole and as events."""
+    """The answer `response`, whole and as events."""
 
     prefix = "resp_"
 
@@ -193,7 +191,7 @@ class ResponsesAnswers(Answers[ResponsesBody]):
 
 
 def _status(call: Call) -> str:
-    """Of the response and of its last item."""
+    """Status of the response and of its last item."""
     return "completed" if call.finish in ("stop", "tool_calls") else "incomplete"
 
 
@@ -214,7 +212,7 @@ def _usage(call: Call) -> dict[str, Any]:
 
 
 def _content(part: MessagePart) -> dict[str, Any]:
-    """What an item that says something holds."""
+    """The content of a reasoning or message item."""
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}

@@ -1,8 +1,8 @@
-"""Bodies of OpenAI's responses API. Owns which fields and items exist; how items are grouped into
-messages is here too.
+"""Bodies of OpenAI's responses API: their fields and items, and the conversion of items to
+messages.
 
-What a model said in one turn are several items (reasoning, message, function calls) and one
-Message: a history that is sent back has to become the messages that were recorded.
+A model's turn has several items (reasoning, message, function calls) but is a single Message. A
+history that a client sends back has to become the recorded messages.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from paceline.services.rollout_gateway.chat.messages import (
 )
 
 NOT_SERVED = ("background", "conversation", "prompt")
-"""Fields that change what a request means; ignoring them would answer another one."""
+"""Fields that change the meaning of a request, so they cannot be ignored."""
 
 
 class MessageItem(StrictShape):
-    """A message; one of an assistant is part of a turn."""
+    """A message; an assistant's message is part of a turn."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -57,7 +57,7 @@ class MessageItem(StrictShape):
 
 
 class CallItem(StrictShape):
-    """A function call of an assistant."""
+    """An assistant's function call."""
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
@@ -66,7 +66,7 @@ class CallItem(StrictShape):
 
 
 class OutputItem(StrictShape):
-    """What a function gave back."""
+    """A function's result."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1)
@@ -80,7 +80,7 @@ class ReasoningText(StrictShape):
 
 
 class ReasoningItem(StrictShape):
-    """What an assistant thought; a summary counts where there is nothing else."""
+    """An assistant's reasoning; a summary is used only without other content."""
 
     type: Literal["reasoning"]
     content: Several[ReasoningText] | None = None
@@ -106,7 +106,9 @@ Items = Annotated[
 
 
 class FunctionKind(StrictShape):
-    """Only functions are known; its field is checked before those of the function."""
+    """The type of a function, checked before the function's other fields. Only functions are
+    supported.
+    """
 
     type: Literal["function"]
 
@@ -122,7 +124,7 @@ class NamedFunctionTool(FunctionKind):
 
 
 class TextFormat(StrictShape):
-    """What form the text has to have."""
+    """The required form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     named: str | None = Field(None, alias="name")
@@ -130,7 +132,7 @@ class TextFormat(StrictShape):
 
 
 class TextConfig(StrictShape):
-    """Where the form of the text stands."""
+    """The format of the text."""
 
     format: TextFormat | None = None
 
@@ -166,7 +168,7 @@ class ResponsesBody(SampledBody):
         return loose_tools(self.tools, "tools[].strict", one_call)
 
     def check(self) -> None:
-        """Raises FieldError for what is not served."""
+        """Raises FieldError for fields that are not served."""
         for field in NOT_SERVED:
             if seen := getattr(self, field):
                 raise FieldError(field, "is not served", seen=str(seen)[:40])
@@ -188,7 +190,9 @@ class ResponsesBody(SampledBody):
         return json.dumps(form.json_schema or {})
 
     def messages(self) -> tuple[Message, ...]:
-        """What the input adds to the conversation. Raises FieldError when that is nothing."""
+        """The messages that the input adds to the conversation. Raises FieldError for an empty
+        input.
+        """
         if isinstance(self.input, str):
             return (Message("user", self.input),)
         if not self.input:
@@ -196,8 +200,8 @@ class ResponsesBody(SampledBody):
         return tuple(grouped(self.input))
 
     def request(self, before: Sequence[Message]) -> ChatRequest:
-        """As the gateway knows it; `before`: what was said up to the previous response, without
-        instructions.
+        """The gateway's ChatRequest. `before`: the conversation up to the previous response,
+        without instructions.
         """
         system = (Message("system", self.instructions),) if self.instructions else ()
         choice = self.tool_choice
@@ -216,14 +220,14 @@ class ResponsesBody(SampledBody):
 
 
 class _Turn:
-    """Items of one turn of an assistant."""
+    """Items of one assistant turn."""
 
     def __init__(self) -> None:
         self.items: list[MessageItem | CallItem | ReasoningItem] = []
 
     def continues(self, item: MessageItem | CallItem | ReasoningItem) -> bool:
-        """Whether the item belongs to this turn: thinking begins one, and so does a message right
-        after another.
+        """Whether the item belongs to this turn. Reasoning begins a turn, and so does a message
+        directly after another message.
         """
         if not self.items or isinstance(item, CallItem):
             return True
@@ -241,7 +245,7 @@ class _Turn:
 
 
 def grouped(items: Sequence[Any]) -> Iterator[Message]:
-    """Items as messages: those that an assistant said in one turn become one."""
+    """Convert items to messages; the items of one assistant turn become one message."""
     turn = _Turn()
     for item in items:
         spoken = isinstance(item, CallItem | ReasoningItem) or (

@@ -1,4 +1,4 @@
-"""Keeps past responses in memory, so that a request can go on from one by its id."""
+"""Keeps past responses in memory, so that a request can continue a response by its id."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from paceline.services.rollout_gateway.sessions.session import Caller
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
-"""Of all stored responses; a conversation counts with every response that ends it."""
+"""Maximum bytes of all stored responses; a conversation counts with each response that ends it."""
 
 OVERHEAD_BYTES = 100
-"""Of a message or a call besides its texts, about."""
+"""Approximate bytes of a message or a call besides its texts."""
 
 
 class UnknownResponse(NotFound):
-    """No response of that id is stored, or not for this caller."""
+    """No response of that id is stored, or the caller may not read it."""
 
     def __init__(self, response_id: str, field: str | None = None) -> None:
         super().__init__("no such response", reason="RESPONSE_NOT_FOUND", seen=response_id[:100])
@@ -36,13 +36,14 @@ class Stored:
     """A response and the conversation that ends with it."""
 
     body: dict[str, Any]
-    messages: tuple[Message, ...]  # without instructions: a later request has its own
-    owner: str  # id of the session whose key asked for it; empty: no session's
-    size: int  # bytes, about
+    # without instructions: a later request sends its own instructions
+    messages: tuple[Message, ...]
+    owner: str  # id of the session whose key requested it; empty: no session
+    size: int  # approximate bytes
 
 
 class PastResponses:
-    """The newest responses. The key of a session finds that session's only."""
+    """The newest responses. The key of a session finds that session's responses only."""
 
     def __init__(self, *, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most = most
@@ -51,7 +52,7 @@ class PastResponses:
         self._bytes = 0
 
     def put(self, body: dict[str, Any], messages: tuple[Message, ...], caller: Caller) -> None:
-        """Remember one; the oldest make room."""
+        """Store a response; the oldest responses make room."""
         size = len(json.dumps(body)) + sum(map(_size, messages))
         entry = Stored(body, messages, caller.queue_key, size)
         self._stored[str(body["id"])] = entry
@@ -61,20 +62,20 @@ class PastResponses:
             self._bytes -= oldest.size
 
     def get(self, response_id: str, caller: Caller, field: str | None = None) -> Stored:
-        """One by its id; `field` is what an error names. Raises UnknownResponse."""
+        """A response by its id; an error shows `field`. Raises UnknownResponse."""
         found = self._stored.get(response_id)
         if found is None or (caller.session is not None and caller.queue_key != found.owner):
             raise UnknownResponse(response_id, field)
         return found
 
     def drop(self, response_id: str, caller: Caller) -> None:
-        """Forget one. Raises UnknownResponse."""
+        """Delete a response. Raises UnknownResponse."""
         self._bytes -= self.get(response_id, caller).size
         del self._stored[response_id]
 
 
 def past_responses(request: Request) -> PastResponses:
-    """Those of the application that serves a request."""
+    """The stored responses of the application."""
     past: PastResponses = request.app.state.past_responses
     return past
 
@@ -86,7 +87,7 @@ async def show(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Forget a stored response."""
+    """Delete a stored response."""
     caller = await caller_of(request)
     response_id = request.path_params["id"]
     past_responses(request).drop(response_id, caller)
