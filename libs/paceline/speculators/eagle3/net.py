@@ -1,8 +1,7 @@
 """Predicts tokens with one layer over fused inner states of the target: EAGLE-3 (Li et al. 2025,
-arXiv 2503.01840).
+arXiv 2503.01840), a network that engine and trainer share.
 
-Engine and trainer share the network. embed_tokens is the target's, by reference. The network has
-its own lm_head over the draft vocabulary.
+embed_tokens is the target's, by reference. lm_head is its own, over the draft vocabulary.
 
 Alignment: row t = (fc of the inner states of token t, embed(token t + 1)), rotary position t; its
 head predicts token t + 2. The first step of a chain reads fc's output; a later step reads the
