@@ -13,7 +13,7 @@ docs: setup ; @$(BIN)/python .ci/docs  ## write the generated pages of docs/ fro
 site: setup ; @$(BIN)/mkdocs build --strict -q && echo site/index.html  ## build the docs site
 release: setup ; @$(BIN)/python .ci/release $(VERSION)  ## turn what is unreleased into a release; VERSION=0.1.0
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
-check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, size budgets
+check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, budgets of size and prose
 test: setup ; @.ci/test  ## every test but the slow ones
 test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts tests/integration/gateway -m sglang  ## tests over the real SGLang, on the CPU
 test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FUNCTION_LINES, FILE_LINES = 60, 400
+PRODUCT_LINES = 63_200  # of code in all of PRODUCT: lower it when the total falls
 ROOTS = ("libs", "services", "benchmarks", "examples")
 PRODUCT = ("libs", "services")
 GENERATED = ("/v1/", "/client/sync/")
@@ -116,7 +117,9 @@ def main() -> int:
                 if isinstance(node, ast.ClassDef):
                     classes.setdefault(node.name, []).append(path)
     found += named_twice(classes)
-    packages["product"] = packages.pop("product", Extent())
+    product = packages["product"] = packages.pop("product", Extent())
+    if product.code > PRODUCT_LINES:
+        found.append(f"product: {product.code:,} lines of code; at most {PRODUCT_LINES:,}")
     for name, one in packages.items():
         mean = one.characters / max(1, one.lines)
         print(f"{name:32} {one.code:7,} lines of code  {mean:5.1f} characters a line")
