@@ -115,7 +115,7 @@ def finish(state: State) -> Decision:
 
 
 def stop_requested(state: State, event: events.StopRequested) -> Decision:
-    """Makes the newest drawn step the last step, and ends a pause."""
+    """Makes the newest step with tasks drawn or being drawn the last step, and ends a pause."""
     last = min(state.settings.total_steps, state.rollouts.begun)
     settings = replace(state.settings, total_steps=last)
     return Decision(replace(state, settings=settings, paused=False))

@@ -57,8 +57,8 @@ class CachedDrafter(NetDrafter[Net]):
     """A speculator with a KV cache (see speculators/base.py for the methods)."""
 
     def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises the errors of DraftNet.read and DraftNet.fresh, and DataLoss if the engine lacks the
-        states that the drafter reads.
+        """Raises the errors of DraftNet.read and fresh, and DataLoss if the engine lacks the states
+        that the drafter reads.
         """
         super().__init__(setup)
         self._layers = setup.layers

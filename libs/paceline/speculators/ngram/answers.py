@@ -119,7 +119,7 @@ class AnswerContexts:
 def likeliest(counts: Counts, topk: int, prior: float = PRIOR) -> list[tuple[int, float]]:
     """The `topk` most frequent tokens with their estimated probabilities, most frequent first.
 
-    Among equal counts, the token that occurred first later is preferred.
+    Among equal counts, the token with the later first occurrence is preferred.
     """
     if not counts:
         return []
@@ -276,7 +276,9 @@ class AnswerStore:
             self.discard(prompt)
 
     def leave(self, prompt: bytes) -> None:
-        """Unregisters a sequence that will be read again from its start; it stays in the counts."""
+        """Unregisters a sequence that will be read again from its start. The prompt's counts are
+        dropped, because the sequence's share of them is unknown.
+        """
         self._stop(prompt)
         self.discard(prompt)
 
