@@ -30,8 +30,8 @@ class KlConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Corrections for tokens drawn with other weights or another arithmetic than those at the step's
-    start (algorithms/corrections.py).
+    """Corrections for tokens drawn with other weights or another arithmetic than the start of the
+    step (algorithms/corrections.py).
     """
 
     weight: Literal["none", "token", "sequence"] = "none"

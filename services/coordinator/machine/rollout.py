@@ -109,8 +109,8 @@ def group_closed(state: State, event: GroupClosed) -> Decision:
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases idle workers and closes the step's groups. While rounds of dynamic sampling are left,
-    groups with equal rewards stay open and are drawn again with other tasks.
+    """Releases idle workers and closes the step's groups. While rounds of dynamic sampling are
+    left, groups with equal rewards stay open and are drawn again with other tasks.
     """
     draw = draw_of(state, event.epoch)
     assert draw is not None  # otherwise the event would be late

@@ -68,8 +68,8 @@ class Stretch:
 
 
 def stretches(seen: Tensor) -> list[Stretch]:
-    """Groups of up to TOGETHER blocks, at least one group. seen bool [N, T]: rows of the context that
-    each block sees, at least one row.
+    """Groups of up to TOGETHER blocks, at least one group. seen bool [N, T]: rows of the context
+    that each block sees, at least one row.
     """
     found = []
     for begin in range(0, max(len(seen), 1), TOGETHER):
