@@ -188,7 +188,8 @@ class Reception:
 
     async def commit(self, versions: VersionSet, mode: int, leased: Collection[int] = ()) -> None:
         """Serves a set: workers first, then versions.json. Serving the present set again has no
-        effect.
+        effect. Raises WeightsError for a part that is not prepared or a seq that does not grow, and
+        the errors of the hooks.
         """
         async with self._writer:
             if versions != self._spool.serving:

@@ -90,7 +90,7 @@ def _all_to_engine(state: State) -> State:
 
 
 def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
-    """Takes back the engine's slots."""
+    """Takes back the engine's slots. Raises MachineError for an evaluation that is not due."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
     state = free_slots(state, held_by(state, Holder.ENGINE))
