@@ -1,8 +1,8 @@
 """Sends facts over ZeroMQ PUB/SUB, numbered per run, and detects gaps. Facts confer no rights.
 
-Frames: topic (run id and a zero byte), traceparent, Facts. All processes of a run share a CURVE key
-pair. Facts are then encrypted, and only holders of the pair can receive them. PUB drops messages
-for a slow or late subscriber; the numbers reveal the gap.
+Frames: topic (run id and a zero byte), traceparent, Facts. With a CURVE key pair, which all
+processes of a run share, facts are encrypted, and only holders of the pair can receive them. PUB
+drops messages for a slow or late subscriber; the numbers reveal the gap.
 """
 
 from __future__ import annotations

@@ -181,7 +181,10 @@ def head_hash_of(parts: Iterable[bytes | bytearray | memoryview]) -> str:
 def safetensors_header(
     layouts: Iterable[TensorLayout], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Header length and JSON header for tensors in this order; a multiple of 8 bytes in size."""
+    """Header length and JSON header for tensors in this order; a multiple of 8 bytes in size.
+
+    Raises InvalidInput for two tensors of one name.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for layout in layouts:

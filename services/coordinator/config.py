@@ -95,7 +95,9 @@ class TaskColumnsConfig(Config):
 
 
 class LaterConfig(Config):
-    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift."""
+    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift of the
+    policy's texts.
+    """
 
     from_step: int = Field(default=0, ge=0)
     """First RL step with these tasks; 0: never."""

@@ -15,7 +15,9 @@ Aggregation = Literal[
 
 
 class KlConfig(Config):
-    """Divergence from the start policy (algorithms/divergences.py)."""
+    """Penalty on the divergence from the policy at the start of training
+    (algorithms/divergences.py).
+    """
 
     coefficient: float = Field(default=0.0, ge=0)
     """Weight of the divergence; 0: none, and no reference model."""
@@ -28,7 +30,9 @@ class KlConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Corrections for tokens of other weights or number formats (algorithms/corrections.py)."""
+    """Corrections for tokens drawn with other weights or another arithmetic than the start of the
+    step (algorithms/corrections.py).
+    """
 
     weight: Literal["none", "token", "sequence"] = "none"
     """Weight of losses: none, or the truncated ratio of the token or of its whole sequence."""

@@ -15,8 +15,8 @@ class PolicyOptimizerConfig(OptimizerConfig):
     """AdamW of the policy, and of a critic."""
 
     moments: Literal["float32", "int8"] = "float32"
-    """Numbers that the two moments are kept in; int8 takes a quarter of the memory, by torchao (the
-    extra `int8`).
+    """Number format of the two moments. int8 takes a quarter of the memory, has no fused kernel and
+    needs torchao (the extra `int8`).
     """
 
 

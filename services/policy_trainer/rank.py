@@ -48,7 +48,9 @@ def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
 
 
 def run(trainer: PolicyTrainer, link: RankLink) -> None:
-    """Handles commands for ever; the parent ends the process."""
+    """Handles commands for ever; the parent ends the process. Raises InternalError for a message
+    that is no command.
+    """
     while True:
         data = link.receive(_WRITTEN_POLL_S if trainer.settle_when_written() else _COMMAND_WAIT_S)
         if data is None:

@@ -104,7 +104,9 @@ class PolicyTrainer:
         self._resumed = False  # resumed, and not yet compared with the served weights
 
     def resume(self) -> None:
-        """Loads the newest intact checkpoint and replays the later steps."""
+        """Loads the newest intact checkpoint and replays the later steps. Raises DataLoss for a
+        checkpoint of another model or trainer.
+        """
         self._report.begins("takes up the newest checkpoint")
         found = find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
         self._damaged = found.damaged

@@ -174,7 +174,7 @@ class SandboxConfig(Config):
 
 
 class ToolServerConfig(Config):
-    """A server of the Model Context Protocol."""
+    """A server of the Model Context Protocol with tools for the model."""
 
     command: tuple[str, ...] = ()
     """Program and its arguments; it speaks the protocol on its standard streams."""

@@ -120,7 +120,7 @@ class Tokens:
 
     @classmethod
     def read(cls, data: Json) -> Tokens:
-        """From a text_completion with token ids and log-probs."""
+        """From a completion with token ids and log-probs. Raises DataLoss for an invalid one."""
         choice = only_choice(data)
         tokens = need(choice, "token_ids", list)
         logprobs = need(need(choice, "logprobs", dict), "token_logprobs", list)

@@ -161,7 +161,7 @@ def abort(session_id: str, key: str = "") -> GatewayCall[SessionInfo]:
 def fail(
     session_id: str, reason: Literal["infra", "data"], message: str = "", key: str = ""
 ) -> GatewayCall[SessionInfo]:
-    """Ends a session that could not be completed."""
+    """Ends a session that could not be completed. Raises InvalidInput for another reason."""
     if reason not in FAIL_REASONS:
         raise InvalidInput(
             "unknown reason of a failure", seen=repr(reason), allowed=", ".join(FAIL_REASONS)

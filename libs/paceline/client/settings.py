@@ -113,7 +113,10 @@ def check_header(value: str, name: str) -> str:
 
 
 def verification(verify: bool | ssl.SSLContext, ca: str | Path | None) -> bool | ssl.SSLContext:
-    """httpx's `verify`: the usual authorities, `ca` alone, a context's authorities, or no check."""
+    """httpx's `verify`: the usual authorities, `ca` alone, a context's authorities, or no check.
+
+    Raises InvalidInput for `ca` without verify=True, or for an invalid file.
+    """
     if ca is None:
         return verify
     if verify is not True:

@@ -45,9 +45,9 @@ async def joined(address: str | None, *, allow_insecure: bool = False) -> AsyncI
     cluster on loopback, which stops at the end of the block. `allow_insecure`: as in the settings
     of a run.
 
-    Raises ConfigError if Ray is not installed, if the cluster runs another version, or if it lacks
-    a token or TLS. Raises Unavailable if no cluster responds, DeadlineExceeded if it responds too
-    late.
+    Raises ConfigError if Ray is not installed, if the cluster runs another version, or if a cluster
+    that other hosts can reach lacks a token or TLS. Raises Unavailable if no cluster responds,
+    DeadlineExceeded if it responds too late.
     """
     require_extra("ray", "--launcher ray")
     alone = address is None or is_loopback(address)

@@ -49,7 +49,7 @@ class _Need:
 
 class ServiceKeeper:
     """The actor of one service. Ray's threads call its methods; the work runs on its own loop. No
-    method is a coroutine, because Ray then calls all methods on one thread.
+    method, public or private, is a coroutine: with one, Ray would call all methods on one thread.
     """
 
     def __init__(self, order: str) -> None:

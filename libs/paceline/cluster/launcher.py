@@ -55,9 +55,10 @@ async def on_cluster(
 ) -> AsyncIterator[_ClusterRun]:
     """Yields a launcher of the run for the block, and releases the run's pools afterwards.
 
-    Raises before any start. ConfigError: no Ray, other versions, too few slots, or a node without
-    the run's directory. Unavailable: no cluster. FailedPrecondition: the run is already on the
-    cluster.
+    Raises before any start. ConfigError: no Ray, other versions, too few slots, a node without the
+    run's directory, or services that cannot reach each other or lack security. Unavailable: no
+    cluster. DeadlineExceeded: other users hold the slots, or a node does not answer.
+    FailedPrecondition: the run is already on the cluster.
     """
     async with joined(address, allow_insecure=run.config.security.allow_insecure) as ray:
         launcher = _ClusterRun(ray, run, on_event)

@@ -36,7 +36,8 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     """The pools of a run with these settings.
 
     In a colocated run, rollouts, policy and drafter take turns on the same slots. If the learner
-    has its own slots, both trainers run on the learner's node.
+    has its own slots, both trainers run on the learner's node. Raises ConfigError for invalid
+    settings.
     """
     found = settings_of_run(files, overrides)
     gateway, coordinator = found["gateway"], found["coordinator"]

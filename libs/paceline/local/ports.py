@@ -90,7 +90,10 @@ def split_address(address: str, setting: str = "address") -> tuple[str, int]:
 
 
 def require_free(address: str, setting: str) -> None:
-    """Raises Unavailable with port and setting if `address` is in use; port 0 is always free."""
+    """Raises Unavailable with port and setting if `address` is in use; port 0 is always free.
+
+    Raises ConfigError if the address cannot be bound for another reason.
+    """
     host, port = split_address(address, setting)
     if port == 0:
         return

@@ -50,7 +50,7 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
     """Requests a signal from the kernel for this process at its parent's death.
 
     Returns False without PACELINE_PARENT_PID, and on systems other than Linux. The setting survives
-    exec. Exits at once if the parent is already gone.
+    exec. Exits at once if the parent is already gone. Raises InternalError if the kernel refuses.
     """
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":

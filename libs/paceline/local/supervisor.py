@@ -107,7 +107,7 @@ class Supervisor:
 
     async def wait_finished(self) -> None:
         """Waits until the service that ends the run exits with status 0. Raises Unavailable if a
-        service fails.
+        service fails, FailedPrecondition before a start.
         """
         if not self._tasks:
             raise FailedPrecondition("nothing was started")

@@ -133,11 +133,12 @@ def as_matrix(profile: Profile, values: Tensor, scales: Tensor) -> QuantisedMatr
 
 
 def quantised(weight: Tensor, profile: Profile) -> QuantisedMatrix:
-    """A matrix [N, K] in the format of `profile`, each element within half a step.
+    """A matrix [N, K] in the format of `profile`, each element rounded by at most half a step.
 
-    A step is the scale for int8; for e4m3 it is 2^-4 of the element (and its scale * 2^-10). Scales
-    have the dtype of `weight`. Needs memory for ROUNDED_AT_ONCE numbers beside the matrix. Raises
-    WeightsError for a scale that is not finite, ConfigError if int8 is chosen without torchao.
+    Half a step is half the scale for int8. For e4m3 it is 2^-4 of the element, plus its scale *
+    2^-10. Scales have the dtype of `weight`. Needs memory for ROUNDED_AT_ONCE numbers beside the
+    matrix. Raises WeightsError for a scale that is not finite, ConfigError if int8 is chosen
+    without torchao.
     """
     values = torch.empty(weight.shape, dtype=getattr(torch, profile.weight_dtype))
     values = values.to(weight.device)

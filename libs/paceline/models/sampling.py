@@ -15,7 +15,7 @@ that wrap:
   noise      = -log(-log(u)),  float64
 Tokens count up from the key, and streams count down. Every number depends on (s, t, v, r) alone, so
 the rest of the batch does not affect the draw. Stream 0 is the target's draw. Other decisions at
-the same position use other streams, because numbers of one stream depend on each other.
+the same position use other streams; in the same stream they would depend on that draw.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class RankGroup:
         `deadline_s`: maximum counted seconds without a message of any rank (WorkClock).
 
         Raises RankLost if a rank ends first, DeadlineExceeded if no rank makes progress. No rank is
-        left running then.
+        left running then. Raises FailedPrecondition if the ranks already run.
         """
         if self._processes:
             raise FailedPrecondition("the ranks run already", seen=self.pids)

@@ -241,7 +241,7 @@ class WatchedRanks(Generic[M]):
         await self._group.end_ranks(0.0)
 
     async def _listen(self) -> None:
-        """Dispatches messages until RankLost."""
+        """Dispatches messages for ever; ends with RankLost, which it raises."""
         while True:
             try:
                 rank, data = await self._group.receive(_IDLE_S)

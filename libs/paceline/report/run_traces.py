@@ -44,7 +44,10 @@ def ended_steps(directory: Path) -> list[EndedStep]:
 
 
 def trace_of(directory: Path, which: str) -> str:
-    """The only trace with an id that begins with `which`."""
+    """The only trace with an id that begins with `which`.
+
+    Raises NotFound without such a trace, InvalidInput for several traces or invalid digits.
+    """
     digits = which.lower()
     if len(digits) < _LEAST_ID or not set(digits) <= set("0123456789abcdef"):
         raise InvalidInput(

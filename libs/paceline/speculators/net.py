@@ -135,7 +135,9 @@ class DraftNet(nn.Module, ABC):
         """Logits [N, V] of draft step + 1, -inf for tokens that it cannot draft."""
 
     def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
-        """Logits [T, V] of drafts 1 .. steps from every position; see chain_states."""
+        """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens that it cannot
+        draft; see chain_states.
+        """
         chain: dict[int, list[Tensor]] = {}
         for step, _, states in self.chain_states(row, steps):
             chain.setdefault(step, []).append(self.draft_logits(step, states))

@@ -45,7 +45,9 @@ class TaskCursor:
         return self._seed
 
     def draw(self, count: int) -> list[Task]:
-        """The next `count` tasks; an epoch's last draw continues into the next epoch."""
+        """The next `count` tasks; an epoch's last draw continues into the next epoch. Raises
+        InvalidInput for a negative count.
+        """
         if count < 0:
             raise InvalidInput(
                 "the count of tasks to draw is negative", seen=count, allowed="0 or more"

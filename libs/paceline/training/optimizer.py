@@ -144,6 +144,6 @@ def _adamw(
     made = AdamW(parameters, **settings, fused=True)
     for parameter in parameters:
         fresh = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        # The fused kernel counts steps where it runs.
+        # The fused kernel counts steps on the device of the parameter, other kernels on the CPU.
         made.state[parameter] = {"step": torch.zeros((), device=parameter.device), **fresh}
     return made

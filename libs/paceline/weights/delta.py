@@ -41,8 +41,8 @@ PIECE_ELEMENTS = 1 << 22
 record (12 bytes an element at most).
 """
 MOST_SHARE = 0.1
-"""Share of changed elements above which no delta is tried; it approaches a sixteenth of the
-content's bytes.
+"""Share of changed elements above which no delta is tried: such a delta takes nearly a sixteenth of
+the content's bytes.
 """
 _GAP_BYTES = 4
 _LEVEL = 1  # the non-zero planes are close to random, so more effort gains nothing

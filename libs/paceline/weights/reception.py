@@ -81,9 +81,7 @@ class Reception:
         self._writer = asyncio.Lock()
         self._at_work = 0
         self.activity = Activity("weights")
-        """What is done with versions now; each part of one that arrives or is written is
-        progress.
-        """
+        """The current work on versions. Each part that arrives or is written counts as progress."""
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
@@ -190,7 +188,8 @@ class Reception:
 
     async def commit(self, versions: VersionSet, mode: int, leased: Collection[int] = ()) -> None:
         """Serves a set: workers first, then versions.json. Serving the present set again has no
-        effect.
+        effect. Raises WeightsError for a part that is not prepared or a seq that does not grow, and
+        the errors of the hooks.
         """
         async with self._writer:
             if versions != self._spool.serving:
@@ -330,7 +329,7 @@ class Reception:
                 )
 
     def _forget_older(self, versions: VersionSet) -> None:
-        """Drops versions below the serving ones, which can no longer be committed as new."""
+        """Drops versions up to the serving ones, since they can no longer be committed as new."""
         self._loaded = {part for part in self._loaded if part[1] > part_version(versions, part[0])}
         for part in [
             part for part in self._receiving if part[1] <= part_version(versions, part[0])

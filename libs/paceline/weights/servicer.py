@@ -68,7 +68,11 @@ class WeightServicer(WeightServiceServicer):
         return self.reception.serving
 
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
-        """Returns the chunks still wanted; allocates the buffer of a new version."""
+        """Returns the chunks still wanted; allocates the buffer of a new version.
+
+        Raises StaleEpoch, InvalidInput for an invalid manifest or target, and the errors of
+        Reception.prepare.
+        """
         manifest = request.manifest
         self._guard.check(request.context, _track_of(manifest.target))
         check_manifest(manifest, max_bytes=self._max_bytes)
@@ -134,7 +138,8 @@ class WeightServicer(WeightServiceServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """Serves a set: workers first, then versions.json. Serving the present set again has no
-        effect.
+        effect. Raises StaleEpoch, InvalidInput for an unknown pause mode, WeightsError for a part
+        that is not prepared or a seq that does not grow, and the errors of the hooks.
         """
         self._guard.check(request.context, Track.LEARNER)
         versions = versions_from_proto(request.versions)

@@ -213,8 +213,9 @@ class Spool:
         nothing.
 
         `buffer` is the whole stream of the manifest; `wrote` is called after each part of it that
-        is on the disk. Raises WeightsError when a different manifest
-        is spooled already, ResourceExhausted when the file cannot be written.
+        is on the disk. Raises InvalidInput for an invalid manifest or a buffer of another length,
+        WeightsError when a different manifest is spooled already, ResourceExhausted when the file
+        cannot be written.
         """
         check_manifest(manifest, max_bytes=len(buffer))
         if len(buffer) != manifest.total_bytes:

@@ -1,4 +1,6 @@
-"""The result of a run's entries at the end of a step, from which a replay can start."""
+"""The result of a run's entries at the end of a step, from which a replay can start. It contains
+everything that decides about later events.
+"""
 
 from __future__ import annotations
 

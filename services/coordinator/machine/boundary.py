@@ -90,7 +90,7 @@ def _all_to_engine(state: State) -> State:
 
 
 def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
-    """Takes back the engine's slots."""
+    """Takes back the engine's slots. Raises MachineError for an evaluation that is not due."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
     state = free_slots(state, held_by(state, Holder.ENGINE))
@@ -115,7 +115,7 @@ def finish(state: State) -> Decision:
 
 
 def stop_requested(state: State, event: events.StopRequested) -> Decision:
-    """Makes the newest drawn step the last step, and ends a pause."""
+    """Makes the newest step with tasks drawn or being drawn the last step, and ends a pause."""
     last = min(state.settings.total_steps, state.rollouts.begun)
     settings = replace(state.settings, total_steps=last)
     return Decision(replace(state, settings=settings, paused=False))

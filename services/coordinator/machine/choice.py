@@ -145,7 +145,7 @@ def due_drafter(state: State) -> int:
 
 
 def _meant(state: State, event: events.DrafterChosen) -> int:
-    """The version meant by an event without one; a pending rollback keeps its version."""
+    """The version that the event selects; without one, a pending rollback keeps its version."""
     if event.version is not None:
         return event.version
     if event.lasting:

@@ -27,8 +27,8 @@ from paceline.trajectory import VersionSet
 
 def serve(state: State) -> Decision:
     """Commits the unanswered set, else the next set, under a new epoch that refuses late answers.
-    It waits for rollouts of a single version and for a worker as canary. The drafter leaves the
-    slots of the next rollouts meanwhile.
+    It waits for rollouts of a single version and for a worker as canary. If the tracks take turns,
+    the drafter leaves the slots of the next rollouts meanwhile.
     """
     if not may_commit(state) or (state.committing is None and not can_judge(state)):
         return Decision(state)

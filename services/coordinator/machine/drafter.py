@@ -81,8 +81,8 @@ def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> D
 
 
 def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
-    """Adds slots that were released during the last change of the lease. Only one change is in
-    progress at a time.
+    """Records the slots that the trainer uses. Slots released meanwhile may join the lease next:
+    only one change of a lease is in progress at a time.
     """
     assert state.lease is not None
     known = state.lease.attached

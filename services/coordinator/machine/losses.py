@@ -67,7 +67,10 @@ def service_back(state: State, event: events.ServiceBack) -> Decision:
 
 
 def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
-    """Continues without the drafter; repeats the policy step."""
+    """Continues without the drafter; repeats the policy step.
+
+    Raises MachineError if the policy does not train.
+    """
     if event.service is Service.DRAFTER_TRAINER:
         return end_lease(state, Cause.PREEMPTED, fence=True)
     if state.learner.phase is not Phase.POLICY:

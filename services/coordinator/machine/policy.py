@@ -37,7 +37,9 @@ def train(state: State) -> Decision:
 
 
 def stepped(state: State, event: PolicyStepped) -> Decision:
-    """Frees the slots during the push. The drafter may lease them until the commit."""
+    """Frees the slots during the push. If trains_during_push, the drafter may lease them until the
+    commit.
+    """
     state = _released(state, event)
     if trains_during_push(state):
         trained = list(state.workers.where(WorkerState.COMPLETED))

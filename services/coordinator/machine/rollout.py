@@ -90,7 +90,10 @@ def suspend(state: State) -> Decision:
 
 
 def share_done(state: State, event: ShareDone) -> Decision:
-    """Releases the slots of a worker without a share of another step, for the drafter's lease."""
+    """Releases the slots of a worker without a share of another step, for the drafter's lease.
+
+    Raises MachineError for an unknown worker.
+    """
     draw = draw_of(state, event.epoch)
     if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
@@ -99,7 +102,10 @@ def share_done(state: State, event: ShareDone) -> Decision:
 
 
 def group_closed(state: State, event: GroupClosed) -> Decision:
-    """Allows the group to be trained before the rest of its step, unless a replacement is due."""
+    """Allows the group to be trained before the rest of its step, unless a replacement is due.
+
+    Raises MachineError for a group outside the round.
+    """
     draw = draw_of(state, event.epoch)
     if draw is None or not draw.places >> event.index & 1:
         raise MachineError(f"GroupClosed(index={event.index})", state.describe())
@@ -109,8 +115,8 @@ def group_closed(state: State, event: GroupClosed) -> Decision:
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases idle workers. Closes all groups of the step, or draws replacements for groups
-    without variance.
+    """Releases idle workers and closes the step's groups. While rounds of dynamic sampling are
+    left, groups with equal rewards stay open and are drawn again with other tasks.
     """
     draw = draw_of(state, event.epoch)
     assert draw is not None  # otherwise the event would be late

@@ -1,5 +1,5 @@
-"""The rules that start a track's next work: RULES, in order. The first rule that changes the state
-is followed.
+"""The rules that start a track's next work: RULES, in order. The first rule with an effect is
+followed.
 """
 
 from __future__ import annotations

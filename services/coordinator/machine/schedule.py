@@ -86,7 +86,7 @@ def next_batch(state: State) -> tuple[Portion, ...]:
         ended = any(draw.step == state.step and draw.finished for draw in draws)
         return (Portion(state.step),) if ended else ()
     if sum((draw.closed & ~draw.taken).bit_count() for draw in draws) < wanted:
-        return ()  # at most events: thousands of groups close singly
+        return ()  # the usual case: thousands of groups close singly
     portions: list[Portion] = []
     for draw in draws:
         groups = _lowest(draw.closed & ~draw.taken, wanted)

@@ -15,7 +15,7 @@ An RL step is one round of each track:
     READY -> ROLLOUT -> READY        IDLE -> PREEMPT -> POLICY -> DRAFTER -> COMMIT -> IDLE
 
 DRAFTER takes no time except in the serial drafter's schedule. In the schedule `sync` the tracks
-take turns. In the other schedules they are several steps apart.
+take turns. In the other schedules they may be one or more steps apart.
 
 Two things have states beside the phases: each worker (WORKER_TRANSITIONS) and the drafter's lease.
 The lease ends before its workers generate again and, on shared slots, before the policy trains.

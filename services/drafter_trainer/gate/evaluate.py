@@ -227,7 +227,8 @@ class MeasuredRows:
 
 
 class GateJob:
-    """Measures frozen drafters on the same rows; `advance` until `done`.
+    """Measures frozen drafters on the same rows; `advance` until `done`, one drafter and piece at a
+    time.
 
     A job may outlive its activation, so it holds the heads of its rows.
     """

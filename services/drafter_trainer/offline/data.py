@@ -280,8 +280,8 @@ class ModelText:
         self._eos = tuple(eos_token_ids)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
-        """Every answer counts whose beginning the template renders the same whatever follows, at
-        least the last.
+        """The tokens of a conversation. An answer counts as the model's if the template renders its
+        beginning independently of later messages. Raises InvalidInput if no answer counts.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if messages[-1]["role"] != "assistant":

@@ -173,7 +173,9 @@ class RowStore:
 
 
 def _placed(row: PackedRow) -> PackedRow:
-    """The row in pinned memory if there is a GPU, so that copies run beside its work."""
+    """The row with the length of the fastest products; in pinned memory if there is a GPU, so that
+    copies run beside its work.
+    """
     if spare := spare_rows(row.states):
         row = row.padded(spare)
     return row.pinned() if torch.cuda.is_available() else row

@@ -56,7 +56,8 @@ def leave_one_out(
     """A_i = r_i - mean(r of the other sessions of i's group), RLOO (arXiv 2402.14740, eq. 7).
 
     All branches of a session are left out of its mean, so only siblings are compared: A_i = n / (n
-    - 1) (r_i - mean) if its branches share a reward. 0 as in group_relative.
+    - 1) (r_i - mean) if its branches share a reward. As in group_relative, a group of equal rewards
+    or of one session gets 0.
     """
     sizes = _sums(weights, groups)
     centred = group_relative(rewards, groups, weights, normalize_std=False)

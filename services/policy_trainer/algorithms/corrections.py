@@ -29,7 +29,7 @@ def correction_weights(
     behavior_logprobs: Float[Tensor, " M"],
     sequences: Int[Tensor, " M"],
 ) -> tuple[Float[Tensor, " M"], Bool[Tensor, " M"]]:
-    """Weight of each token's loss, without gradient, and a mask of tokens with a weight.
+    """Weight of each token's loss, without gradient, and a mask of the kept tokens.
 
     The weight is truncated importance sampling (Ionides 2008): min(rho_t, cap), or the truncated
     product of rho over the sequence. Weight 0 goes to tokens with rho outside the band (masked

@@ -18,8 +18,8 @@ class Clipped:
     settings: AlgorithmConfig
 
     def needs(self) -> Needs:
-        """Requirements of the settings: several updates need log-probs at the step's start, and a
-        divergence needs the reference.
+        """Requirements of the settings: several updates need log-probs at the step's start. A
+        divergence needs the reference; subtracted from the reward, it needs both.
         """
         settings = self.settings
         several = settings.mini_batches * settings.passes > 1

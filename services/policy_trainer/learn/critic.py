@@ -55,8 +55,8 @@ class Critic:
         returns: Float[Tensor, " T"],
         figures: Figures,
     ) -> float:
-        """One update towards the returns. Returns the gradient's norm, NaN if nothing was
-        finite.
+        """One update towards the returns. Returns the gradient's norm before clipping. If loss or
+        gradient is not finite, the norm is not finite and the update is not taken.
         """
         micro_batches = list(self._packer.micro_batches(batch, part.members))
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device_type)

@@ -185,8 +185,8 @@ class Learner:
     def _update(
         self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
     ) -> tuple[float, float]:
-        """Loss and gradient norm before clipping: NaN if either was not finite, 0 if nothing
-        carries gradient.
+        """Loss and gradient norm before clipping. The norm is NaN if the loss is not finite. Both
+        are 0 if nothing carries gradient.
         """
         moving = self._moving(batch, known.advantages)
         if known.proximal_logprobs is None:
@@ -246,7 +246,7 @@ class Learner:
 
     def _move(self, loss: float) -> float:
         """Clips by the global norm and steps. Returns the norm before clipping, NaN if the loss
-        over all ranks is not finite.
+        over all ranks is not finite. With a loss or norm that is not finite, no step is taken.
         """
         if not math.isfinite(loss):
             return math.nan

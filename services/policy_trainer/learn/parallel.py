@@ -40,8 +40,8 @@ def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
 
 
 def _kind_of(device: str) -> str:
-    """The kind of device: "cuda" if every rank has its own GPU, since NCCL rejects a GPU shared by
-    two ranks; else "cpu".
+    """The kind of device. "auto" gives "cuda" if every rank has its own GPU, since NCCL rejects a
+    GPU shared by two ranks; else "cpu". Raises ConfigError for "cuda" with more ranks than GPUs.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     gpus = torch.cuda.device_count()

@@ -50,7 +50,8 @@ class Interactions:
 
     def of(self, task: EpisodeTask) -> Interaction | None:
         """The user that the task's metadata selects, or the only configured user. None ends the
-        dialogue at the model's first answer without a call.
+        dialogue at the model's first answer without a call. Raises InvalidInput for an unknown name
+        or a failing class.
         """
         own = self._class(task.metadata)
         if own is None:

@@ -116,6 +116,6 @@ def _arguments(text: str) -> Any:
         whole = is_whole(json.dumps(found, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from error
-    if not whole:  # programs, servers and templates cannot receive such text
+    if not whole:  # an escaped half pair, which no program, server or template can receive
         raise ToolError("the arguments hold half of a surrogate pair")
     return found

@@ -148,7 +148,9 @@ class Agents:
         return Caller()
 
     async def complete(self, session: Session) -> None:
-        """Completes an agent's session. A claimed task is scored first if it has a rule."""
+        """Completes an agent's session. A claimed task is scored first if it has a rule. Raises
+        DeadlineExceeded if the score takes too long.
+        """
         session.require_open()
         if self.offers.leads(session):
             self.offers.completed(session)

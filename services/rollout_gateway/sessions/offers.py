@@ -100,7 +100,8 @@ class TaskOffers:
         the wait.
 
         `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment; None uses
-        the task's. Raises FailedPrecondition (NO_TASKS_OFFERED) if no task will arrive.
+        the task's. Raises FailedPrecondition (NO_TASKS_OFFERED) if no task will arrive, Unavailable
+        while the gateway stops.
         """
         try:
             async with asyncio.timeout(wait_s):

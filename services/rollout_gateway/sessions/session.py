@@ -150,8 +150,8 @@ class Session:
     def score(self, grant: Grant) -> None:
         """Records a reward. A repetition changes nothing.
 
-        Raises FailedPrecondition for a different second reward or a late one, NotFound for an
-        unknown completion.
+        Raises InvalidInput for a value that is no reward, FailedPrecondition for a different second
+        reward or a late one, NotFound for an unknown completion.
         """
         if not is_reward(grant.value):
             raise InvalidInput(

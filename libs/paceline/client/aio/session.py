@@ -125,7 +125,7 @@ class AsyncSession(SessionCalls):
         """The session so far, in one of two forms.
 
         "tree": every turn with tokens, log-probs, versions and rewards. "samples": the samples for
-        training.
+        training. Raises InvalidInput for another form.
         """
         if form == "tree":
             return await self._wire.ask(calls.export_tree(self.id, self._key))

@@ -124,7 +124,7 @@ class Session(SessionCalls):
         """The session so far, in one of two forms.
 
         "tree": every turn with tokens, log-probs, versions and rewards. "samples": the samples for
-        training.
+        training. Raises InvalidInput for another form.
         """
         if form == "tree":
             return self._wire.ask(calls.export_tree(self.id, self._key))

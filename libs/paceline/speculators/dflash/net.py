@@ -68,7 +68,9 @@ class Stretch:
 
 
 def stretches(seen: Tensor) -> list[Stretch]:
-    """At least one; seen bool [N, T]: which rows of the context each block sees, at least one."""
+    """Groups of up to TOGETHER blocks, at least one group. seen bool [N, T]: rows of the context
+    that each block sees, at least one row.
+    """
     found = []
     for begin in range(0, max(len(seen), 1), TOGETHER):
         part = seen[begin : begin + TOGETHER]

@@ -1,1 +1,1 @@
-"""Drafters of one decoder layer, shared by EAGLE and EAGLE-3."""
+"""Drafters with decoder layers and a KV cache: the shared parts of EAGLE, EAGLE-3 and DFlash."""

@@ -34,8 +34,8 @@ from paceline.speculators.layer.parts import LayerNet
 from paceline.speculators.net_drafter import NetDrafter, logprobs
 
 LAG_ROWS = 8
-"""A slot that lacks more rows than this catches up apart, so that the others do not compute its
-rows' padding.
+"""A slot that lacks more rows than this catches up separately, so that other slots do not compute
+padding for it.
 """
 
 Net = TypeVar("Net", bound=LayerNet)
@@ -43,22 +43,22 @@ Net = TypeVar("Net", bound=LayerNet)
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """R rows of each of B sequences, whose states the target has computed."""
+    """R rows of each of B sequences, with the target's computed states."""
 
     index: Tensor
     """int64 [B, 1]: slots."""
     positions: Tensor
     """int64 [B, R]"""
     states: Tensor
-    """[B R, .]: those that the drafter reads."""
+    """[B R, .]: the states that the drafter reads."""
 
 
 class CachedDrafter(NetDrafter[Net]):
     """A speculator with a KV cache (see speculators/base.py for the methods)."""
 
     def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states
-        to draft from.
+        """Raises the errors of DraftNet.read and fresh, and DataLoss if the engine lacks the states
+        that the drafter reads.
         """
         super().__init__(setup)
         self._layers = setup.layers
@@ -76,7 +76,7 @@ class CachedDrafter(NetDrafter[Net]):
         self._valid = [0] * setup.slots
         self._serve(self._net)
 
-    # ---- what each drafter says of itself
+    # ---- defined by each drafter kind
 
     @abstractmethod
     def _fuse(self, net: Net) -> None:
@@ -86,14 +86,16 @@ class CachedDrafter(NetDrafter[Net]):
     def _feed(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> object:
-        """Fills the cache at rows n - 1 - rows .. n - 2 of every slot from true states."""
+        """Fills the cache at rows n - 1 - rows .. n - 2 of every slot from true states; n is the
+        slot's length.
+        """
 
     # ---- weights
 
     def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of kept states that it drafts from.
+        """Columns of the kept states that the drafter reads.
 
-        Raises DataLoss naming those that are not kept.
+        Raises DataLoss with the missing states.
         """
         return net.reads.columns(self._layers, self._target.config.hidden_size)
 
@@ -104,8 +106,8 @@ class CachedDrafter(NetDrafter[Net]):
         self._net = net
 
     def load_state(self, directory: Path) -> Net:
-        """See NetDrafter.load_state. Keys and values of the old weights stay until rows are
-        rewritten.
+        """See NetDrafter.load_state. Keys and values of the old weights stay until their rows are
+        rewritten. Raises WeightsError if the attention differs from the serving network's.
         """
         net = super().load_state(directory)
         self._columns_of(net)
@@ -118,17 +120,17 @@ class CachedDrafter(NetDrafter[Net]):
     # ---- slots
 
     def free(self, slot: int) -> None:
-        """Forget a slot."""
+        """Clears a slot."""
         self._valid[slot] = 0
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """Copy what is kept of a sequence to another slot."""
+        """Moves the cached rows of a sequence to another slot."""
         self._cache.move(source, destination, length)
         self._valid[destination] = self._valid[source]
         self._valid[source] = 0
 
     def catch_up(self, batch: DraftBatch) -> None:
-        """Slots that lack more than LAG_ROWS rows get them."""
+        """Fills the missing rows of slots that lack more than LAG_ROWS rows."""
         late = [
             (slot, n)
             for slot, n in zip(batch.slots, batch.lengths, strict=True)
@@ -139,16 +141,16 @@ class CachedDrafter(NetDrafter[Net]):
             self._feed(batch, slots, lengths, self._lacking(slots, lengths))
 
     def _lacking(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
-        """Rows with a true state that the cache of some slot has not been given, at most."""
+        """Largest number of rows with true states that a slot's cache lacks."""
         return max(n - 1 - self._valid[slot] for slot, n in zip(slots, lengths, strict=True))
 
     def _known_rows(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> KnownRows:
-        """Rows n - 1 - rows .. n - 2 of every slot, which count as given from now on.
+        """Rows n - 1 - rows .. n - 2 of every slot. From now on they count as filled.
 
-        Slots that lack fewer rows have some again, with the same result: no padding and no masks
-        of padding. A sequence shorter than `rows` repeats row 0 at its front.
+        Slots that lack fewer rows compute some rows again, with the same result. So neither padding
+        nor a mask for padding is needed. A sequence shorter than `rows` repeats row 0 at its front.
         """
         device = self._device
         last = torch.tensor(lengths, device=device) - 2

@@ -1,9 +1,10 @@
 """Keeps the answers to each prompt by their last policy version, and counts contexts for prompts
 being answered.
 
-A kept answer costs 4 bytes a token, a counted answer 200 to 400. So all prompts of an epoch may be
-kept, and a prompt's answers are counted when it is requested again. After Shao et al. 2025 (DAS,
-arXiv 2511.13841), which uses a suffix tree per prompt instead of counts.
+A kept answer takes 4 bytes a token, a counted answer 200 to 400 bytes a token. So the answers to
+all prompts of an epoch may be kept, and they are counted when the prompt is requested again. The
+module follows Shao et al. 2025 (DAS, arXiv 2511.13841), with counts instead of a suffix tree per
+prompt.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 CONTEXTS = (6, 4, 2)
-"""Lengths looked up among all sequences, longest first."""
+"""Context lengths looked up among all sequences, in tokens, longest first."""
 ANSWER_CONTEXTS = (16, 8, 4, 2)
-"""Lengths looked up among the answers to one prompt, longest first; answers to one prompt share
-longer passages.
+"""Context lengths looked up among the answers to one prompt, in tokens, longest first. Answers to
+one prompt share longer passages.
 """
 ANSWERS_FIRST = 4
-"""From this length on, what the answers to the prompt say comes before what all sequences say;
-shorter, the longer of the two contexts decides, since two tokens of a prompt's own are followed by
-chance where the policy is not sure.
+"""From this context length on, the answers to the prompt take precedence over all sequences. Below
+it, the longer of the two contexts decides: after two tokens of the prompt's own answers, the
+continuation is chance if the policy is unsure.
 """
 TABLE_CONTEXTS = 1 << 18
-"""Contexts of all sequences remembered at most; some 300 bytes each."""
+"""Most kept contexts of all sequences; a context takes some 300 bytes."""
 PRIOR = 1.0
-"""Occurrences of "something else" that every context is given, so that one sighting is no
-certainty.
+"""Assumed occurrences of an unseen token after every context, so that a single occurrence does not
+give probability 1.
 """
 
 Counts = dict[int, int]
 
 
 class ContextTable:
-    """Context -> how often each token came next, in all sequences."""
+    """Context -> count of each next token, in all sequences."""
 
     def __init__(self, capacity: int = TABLE_CONTEXTS) -> None:
         self._half = max(capacity // 2, 1)
@@ -57,8 +58,8 @@ class ContextTable:
                     counts[token] = counts.get(token, 0) + 1
 
     def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
-        """Counts after the longest suffix of `context` that occurred, and its length; ({}, 0) when
-        none did.
+        """Counts after the longest suffix of `context` in the table, and its length; ({}, 0) if the
+        table has no suffix.
         """
         for size in CONTEXTS:
             if size <= len(context):
@@ -78,13 +79,13 @@ class ContextTable:
 
 
 class AnswerContexts:
-    """Context -> how often each token came next, in the answers to one prompt; 200 to 400 bytes a
-    token, the less the more the answers are alike.
+    """Context -> count of each next token, in the answers to one prompt. A token takes 200 to 400
+    bytes, less if the answers are similar.
     """
 
     def __init__(self) -> None:
-        # By the hash of the context, which a tuple would hold four times over (a collision of 64
-        # bits is a wrong draft). A token alone came once: most long contexts occur once.
+        # Keys are hashes of contexts: tuples take four times the memory, and a collision of 64
+        # bits only gives a wrong draft. A bare token has count 1, as most long contexts occur once.
         self._next: dict[int, int | Counts] = {}
 
     def learn(self, tokens: list[int], start: int) -> None:
@@ -105,7 +106,7 @@ class AnswerContexts:
                         seen[token] = seen.get(token, 0) + 1
 
     def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
-        """As ContextTable.follow."""
+        """See ContextTable.follow."""
         before = tuple(context[-ANSWER_CONTEXTS[0] :])
         for size in ANSWER_CONTEXTS:
             if size <= len(before):
@@ -116,7 +117,10 @@ class AnswerContexts:
 
 
 def likeliest(counts: Counts, topk: int, prior: float = PRIOR) -> list[tuple[int, float]]:
-    """Tokens and their estimated probability, most frequent first; of equals the newer one."""
+    """The `topk` most frequent tokens with their estimated probabilities, most frequent first.
+
+    Among equal counts, the token with the later first occurrence is preferred.
+    """
     if not counts:
         return []
     total = sum(counts.values()) + prior
@@ -130,9 +134,9 @@ def likeliest(counts: Counts, topk: int, prior: float = PRIOR) -> list[tuple[int
 
 
 def answer_prior(size: int) -> float:
-    """Occurrences of "something else" after a context of `size` tokens of the same prompt's
-    answers: as much as PRIOR after the shortest, and the less the longer, since a long one is
-    seldom there by chance.
+    """Assumed occurrences of an unseen token after a context of `size` tokens of the same prompt's
+    answers. The shortest context gets PRIOR. Longer contexts get less, since a long match is seldom
+    chance.
     """
     return PRIOR * ANSWER_CONTEXTS[-1] / size
 
@@ -272,7 +276,9 @@ class AnswerStore:
             self.discard(prompt)
 
     def leave(self, prompt: bytes) -> None:
-        """Unregisters a sequence that will be read again from its start; it stays in the counts."""
+        """Unregisters a sequence that will be read again from its start. The prompt's counts are
+        dropped, because the sequence's share of them is unknown.
+        """
         self._stop(prompt)
         self.discard(prompt)
 

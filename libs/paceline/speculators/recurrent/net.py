@@ -44,7 +44,7 @@ class NormPair(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What follows in a stack: norm, GELU, matrix [out, in]."""
+    """A layer of a stack: norm, GELU, then a matrix [out, in]."""
 
     norm: NormPair
     matrix: Tensor
@@ -52,20 +52,20 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """Weights of one draft; a cell has G gates of width P, which is D unless told otherwise."""
+    """Weights of one draft. A cell has G gates of width P, by default D."""
 
     proj: Tensor
-    """[G P, H] for the first draft, [G P, D] for others."""
+    """[G P, H] for the first draft, [G P, D] for later drafts."""
     embeds: tuple[Tensor, ...]
-    """[V, P] for each gate, or one for all."""
+    """[V, P] for each gate, or a single table for all gates."""
     norms: tuple[NormPair, ...]
-    """Of the cell."""
+    """The cell's norms."""
     head: Tensor
     """[V, D]"""
     embed_stack: tuple[Layer, ...] = ()
-    """Behind the embedding."""
+    """Layers after the embedding."""
     proj_stack: tuple[Layer, ...] = ()
-    """Behind proj."""
+    """Layers after proj."""
     inner: tuple[Tensor, ...] = ()
     """The cell's matrices between its norms."""
 
@@ -83,7 +83,8 @@ def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is
     subtracted.
 
-    A single weight goes to all of x, a single x to every weight: repeated, its mean is the same.
+    A single weight applies to all of x. A single x is repeated for every weight, which keeps its
+    mean square.
     """
     if x.shape[-1] != len(weight):
         width = max(x.shape[-1], len(weight))
@@ -92,18 +93,18 @@ def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def stacked(x: Tensor, layers: Iterable[Layer]) -> Tensor:
-    """What a stack makes of x [N, width]."""
+    """The output of a stack for x [N, width]."""
     for norm, matrix in layers:
         x = linear(functional.gelu(biased_norm(x, *norm)), matrix)
     return x
 
 
 Chain = tuple[int, ...]
-"""Widths of a stack, from its first to its last."""
+"""Widths of a stack, from the first to the last."""
 
 
 def parse_chain(given: object) -> Chain:
-    """Widths of a number or of a text "4096.2048". Raises ValueError."""
+    """Widths of a number or of a text such as "4096.2048". Raises ValueError for another value."""
     parts = str(given).split(".") if type(given) in (int, str) else [""]
     chain = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in parts)
     if not all(1 <= width <= MAX_COUNT for width in chain):
@@ -112,7 +113,7 @@ def parse_chain(given: object) -> Chain:
 
 
 def read_chain(raw: Mapping[str, Any], key: str) -> str:
-    """A chain of a config.json, as text. Raises InvalidInput naming the key."""
+    """A chain of widths from a config.json, as text. Raises InvalidInput with the key."""
     try:
         return chain_text(parse_chain(raw.get(key)))
     except ValueError as error:
@@ -122,7 +123,7 @@ def read_chain(raw: Mapping[str, Any], key: str) -> str:
 
 
 def chain_text(chain: Chain) -> str:
-    """What `parse_chain` reads."""
+    """The chain as text for `parse_chain`."""
     return ".".join(map(str, chain))
 
 
@@ -131,15 +132,15 @@ class Widths:
     """The three chains of a drafter."""
 
     inner: Chain
-    """Of the state: the first is what a gate or a draft sums up to, the last what the head reads.
+    """Widths of the state: first the width of a gate's or draft's sum, last the head's input width.
     """
     proj: Chain
-    """Of what the state is projected to."""
+    """Widths of the projected state."""
     emb: Chain
-    """Of embeddings: tables have the first."""
+    """Widths of embeddings; the tables have the first width."""
 
     def check(self, method: str) -> None:
-        """Raises InvalidInput naming the first two widths that do not fit."""
+        """Raises InvalidInput with the first pair of widths that does not fit."""
         for (name, width), (other, into), single in _meetings(self, method):
             if width != into and not (single and width == 1):
                 raise InvalidInput(
@@ -153,11 +154,11 @@ Named = tuple[str, int]
 
 
 def _meetings(widths: Widths, method: str) -> Iterator[tuple[Named, Named, bool]]:
-    """What meets what, and whether a single number would do for the first."""
+    """Yields pairs of widths that must agree, and whether the first may also be 1."""
     summed, state = ("inner_dim[0]", widths.inner[0]), ("inner_dim[-1]", widths.inner[-1])
     if method == "sum_lstm":
-        # No stacks there: what stands behind a first width is not read. The embedding is repeated
-        # for the gates, whose sums lie beside each other: a single number would not be one a gate.
+        # sum_lstm has no stacks, so only first and last widths are read. The embedding is repeated
+        # for the gates with adjacent sums: with width 1 it would not have a number per gate.
         proj = ("proj_dim[0]", widths.proj[0])
         yield ("emb_dim[0]", widths.emb[0]), proj, False
         yield proj, state, True

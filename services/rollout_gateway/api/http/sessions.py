@@ -168,7 +168,9 @@ async def fail(request: Request) -> Response:
 
 
 async def completion_reward(request: Request) -> Response:
-    """Reward a completion by its id, for clients that opened no session."""
+    """Reward a completion by its id, for clients that opened no session. Raises NotFound if the
+    caller's session lacks it.
+    """
     caller = await caller_of(request)
     grant = (await bodies.read(request, CompletionRewardBody)).grant()
     session = gateway_of(request).agents.sessions.by_completion(grant.completion_id)

@@ -218,7 +218,7 @@ async def _feed(
 
 
 async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
-    """Run until done; cancelled when the client disconnects."""
+    """Run until done. When the client disconnects, cancels the work and raises Unavailable."""
     work = asyncio.ensure_future(awaited)
     # The body has been read, so the next message is the disconnect.
     gone = asyncio.ensure_future(request.receive())

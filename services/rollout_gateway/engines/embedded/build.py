@@ -82,7 +82,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
 def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> ServedModel:
     """The engine's way of serving policy versions.
 
-    Raises ConfigError.
+    Raises InvalidInput for an unknown profile.
     """
     return ServedModel(
         config,

@@ -1,5 +1,5 @@
 """Writes the hidden rows of cached tokens to the sink, for several rounds at once, from the states
-kept in slots.
+kept in slots. The module sets the dtype and the stamps of rows, and the number of waiting rows.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class Drafters:
     def prepare(self, path: Path) -> DrafterVersion:
         """Load a version of any kind.
 
-        Raises WeightsError, DataLoss, InvalidInput or MissingCapability.
+        Raises WeightsError, DataLoss, InvalidInput or MissingCapability, and ConfigError for a kind
+        that reads states which the engine does not keep.
         """
         kind = self._kind_of(path)
         if kind != self.serving:

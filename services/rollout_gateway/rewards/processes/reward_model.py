@@ -89,7 +89,7 @@ class RewardModel:
         """Token ids of an episode, or the reason why it has none."""
         try:
             ids = self._ids(episode)
-        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; other texts are scored
             return Raised(f"{type(error).__name__}: {error}")
         return ids or Raised("a text without tokens")
 

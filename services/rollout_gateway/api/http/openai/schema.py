@@ -197,7 +197,7 @@ class CompletionBody(GenerationBody):
         return self.add_special_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """One or more prompts, each text or token ids."""
+        """One or more prompts, each text or token ids. Raises FieldError for an empty list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:

@@ -129,7 +129,11 @@ class SchedulerEngine:
         self._plugin.weights.prepare(target, version, path, self._tried)
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
-        """Serve a set of versions; the mode applies only to a change of the policy."""
+        """Serve a set of versions; the mode applies only to a change of the policy.
+
+        Raises the errors of PreparedVersions.changes. Raises RuntimeError when SGLang does not load
+        the weights or keeps old keys and values; the process must then end.
+        """
         plugin = self._plugin
         changes, over = plugin.weights.prepared.changes(versions), plugin.versions.drafter
         retract = Target.POLICY in changes and mode is PauseMode.RETRACT
