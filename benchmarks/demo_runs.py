@@ -117,12 +117,12 @@ class DemoPlan:
 
     @property
     def directory(self) -> Path:
-        """Of the run."""
+        """Directory of the run."""
         return self._folder / f"demo-{self.seed}-1"
 
     @property
     def resumes(self) -> bool:
-        """Whether a part of it was made before."""
+        """Whether an earlier call has begun the run."""
         return (self.directory / "config.toml").is_file()
 
     @property

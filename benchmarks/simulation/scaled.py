@@ -1,7 +1,7 @@
 """Grows the fleet of 8 GPUs to thousands, and makes rows of its runs for `paceline bench scale`.
 
-Weak scaling: 8 groups of 8 samples a slot and step, so that a step stays about as long; 8 slots a
-host. A push takes what the one host takes, and then the tree's time to the others.
+Weak scaling: each slot has 8 groups of 8 samples per step, so a step keeps its length. Each host
+has 8 slots. A push lasts as long as a push to one host, plus the time of a tree to the other hosts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from paceline.services.drafter_trainer.learn.students import Students
 from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.services.drafter_trainer.trainer import DrafterTrainer
-from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle import EagleNet
 from paceline.training.process import join_ranks
 
 
