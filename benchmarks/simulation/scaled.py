@@ -19,15 +19,17 @@ from paceline.local.push_tree import Network, direct_s, tree_s
 from paceline.services.coordinator.machine.settings import Placement, Schedule
 
 ARITY = 2
-"""A host that is slow then holds up a half of the others, in a chain all behind it."""
+"""Children of a host in the tree. A slow host delays half of the other hosts; in a chain it delays
+all hosts behind it.
+"""
 HOST_GPUS = 8
 VERSION_BYTES = 2 * 7_615_488_000
-"""Of Qwen2.5-7B in bfloat16."""
+"""Size of Qwen2.5-7B in bfloat16, bytes."""
 SCHEDULES = {Schedule.SYNC: 0, Schedule.ONE_STEP_OFF: 1, Schedule.FULLY_ASYNC: 2}
-"""With the versions that rollouts may be ahead."""
+"""Schedules, with the maximum lead of rollouts in versions."""
 GROWTH = 1.1
 MOST_REPEATS, SLOT_REPEATS = 16, 512
-"""Few slots are driven several times, since what one run of them takes is a matter of chance."""
+"""Repeats for few slots, because the time of one such run varies by chance."""
 
 
 def scaled(slots: int) -> Fleet:
