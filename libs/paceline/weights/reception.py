@@ -81,9 +81,7 @@ class Reception:
         self._writer = asyncio.Lock()
         self._at_work = 0
         self.activity = Activity("weights")
-        """What is done with versions now; each part of one that arrives or is written is
-        progress.
-        """
+        """Current work on versions; each received or written part is progress."""
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:

@@ -44,7 +44,7 @@ class NormPair(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What follows in a stack: norm, GELU, matrix [out, in]."""
+    """One step of a stack: norm, GELU, matrix [out, in]."""
 
     norm: NormPair
     matrix: Tensor
@@ -59,7 +59,7 @@ class StepWeights:
     embeds: tuple[Tensor, ...]
     """[V, P] for each gate, or one for all."""
     norms: tuple[NormPair, ...]
-    """Of the cell."""
+    """Norms of the cell."""
     head: Tensor
     """[V, D]"""
     embed_stack: tuple[Layer, ...] = ()
@@ -92,7 +92,7 @@ def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def stacked(x: Tensor, layers: Iterable[Layer]) -> Tensor:
-    """What a stack makes of x [N, width]."""
+    """Output of a stack for x [N, width]."""
     for norm, matrix in layers:
         x = linear(functional.gelu(biased_norm(x, *norm)), matrix)
     return x
@@ -122,7 +122,7 @@ def read_chain(raw: Mapping[str, Any], key: str) -> str:
 
 
 def chain_text(chain: Chain) -> str:
-    """What `parse_chain` reads."""
+    """The chain as text, for `parse_chain`."""
     return ".".join(map(str, chain))
 
 
@@ -131,12 +131,13 @@ class Widths:
     """The three chains of a drafter."""
 
     inner: Chain
-    """Of the state: the first is what a gate or a draft sums up to, the last what the head reads.
+    """Widths of the state: the first is the width of gates and drafts, the last is the head's
+    input.
     """
     proj: Chain
-    """Of what the state is projected to."""
+    """Widths of the state's projection."""
     emb: Chain
-    """Of embeddings: tables have the first."""
+    """Widths of the embeddings: the first is that of the tables."""
 
     def check(self, method: str) -> None:
         """Raises InvalidInput naming the first two widths that do not fit."""
@@ -153,11 +154,11 @@ Named = tuple[str, int]
 
 
 def _meetings(widths: Widths, method: str) -> Iterator[tuple[Named, Named, bool]]:
-    """What meets what, and whether a single number would do for the first."""
+    """Yields (first width, second width, whether the first may be 1) for widths that must agree."""
     summed, state = ("inner_dim[0]", widths.inner[0]), ("inner_dim[-1]", widths.inner[-1])
     if method == "sum_lstm":
-        # No stacks there: what stands behind a first width is not read. The embedding is repeated
-        # for the gates, whose sums lie beside each other: a single number would not be one a gate.
+        # This method has no stacks, so only first widths are read. The embedding is repeated for
+        # the gates, whose sums are adjacent, so a single number would not be one per gate.
         proj = ("proj_dim[0]", widths.proj[0])
         yield ("emb_dim[0]", widths.emb[0]), proj, False
         yield proj, state, True
