@@ -33,7 +33,7 @@ def _rounded(profile: str, correction: str) -> tuple[str, ...]:
 
 
 BF16 = "grpo, bfloat16 with TIS"
-"""What an engine that rounds to eight bits is held against."""
+"""Baseline of an engine with eight-bit weights."""
 
 
 def _late(lag: int) -> tuple[str, str]:

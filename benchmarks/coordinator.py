@@ -1,9 +1,9 @@
-"""Measures the coordinator alone: events applied (machine, records, journal, facts) a second, each
-as it comes alone and with all that wait beside it, how long a decision takes, and what it writes.
+"""Measures the coordinator alone: events per second (machine, records, journal, facts), time of a
+decision, and written bytes. Events are applied one by one, and together with all waiting events.
 
-Journal and facts are real: a Redis server as a run starts it, and a subscriber that is a process of
-its own and reads once a second. A decision's latency runs from the event to the subscriber's answer
-to the decision's fact; beside each the same answer to a bare ZeroMQ message of the same size.
+Journal and facts are real: a Redis server as in a run, and a subscriber in another process that
+reads once a second. A decision's latency lasts from the event to the subscriber's answer to the
+decision's fact. It is compared with the answer to a bare ZeroMQ message of the same size.
 """
 
 from __future__ import annotations

@@ -117,12 +117,12 @@ class DemoPlan:
 
     @property
     def directory(self) -> Path:
-        """Of the run."""
+        """Directory of the run."""
         return self._folder / f"demo-{self.seed}-1"
 
     @property
     def resumes(self) -> bool:
-        """Whether a part of it was made before."""
+        """Whether an earlier call has begun the run."""
         return (self.directory / "config.toml").is_file()
 
     @property
@@ -186,8 +186,8 @@ def read_run(directory: Path, seed: int, arm: str) -> DemoRun:
 
 
 async def trained_drafter(made: Path, seed: int, steps: int, tokens: int, *options: str) -> Path:
-    """A drafter trained offline with so many optimiser steps and tokens in all; further
-    make_drafter options.
+    """Trains a drafter offline, with the total numbers of optimiser steps and tokens, and further
+    options of make_drafter.
     """
     if not (made / "model.safetensors").is_file():
         budget = ["--steps", str(max(1, steps)), "--tokens", str(max(1, tokens))]

@@ -26,7 +26,9 @@ _EMS = {
     0.79: "UHNDG&OQ",
     0.86: "w#+<=>^~M",
 }
-"""Advance widths of DejaVu Sans, which is wider than what system-ui is elsewhere; else 1 em."""
+"""Advance widths of DejaVu Sans in em; other characters have 1 em. Other fonts of system-ui are
+narrower.
+"""
 _ADVANCES = {character: width for width, group in _EMS.items() for character in group}
 _FONT = "text{font-family:system-ui,sans-serif}"
 

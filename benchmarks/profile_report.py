@@ -117,7 +117,7 @@ def measure_profile(
 
 
 def matrix_errors(weights: DecoderWeights, exact: DecoderWeights) -> list[MatrixError]:
-    """Of every rounded matrix, in the order of the layers."""
+    """Errors of every rounded matrix, in the order of the layers."""
     found = []
     for index, (layer, whole) in enumerate(zip(weights.layers, exact.layers, strict=True)):
         for name in ("qkv", "output", "gate_up", "down"):

@@ -1,10 +1,11 @@
-"""Every profile of both engines on the demo's policy: what it costs in log-probs and held-out
-accuracy, what it gains in decoding, what an update takes.
+"""Measures every profile of both engines on the demo's policy: log-probs, held-out accuracy,
+decoding speed and the time of an update.
 
 Speed is tokens per second over the same prompts, all profiles in turns, as a ratio to the same
-engine without a profile: the embedded one in --dtype, SGLang in bfloat16. Retention is accuracy
-over that engine's, and their product CloudMatrix's measure of a quantised engine (Zuo et al. 2025,
-arXiv 2506.12708): above 1 a profile pays.
+engine without a profile. That engine uses --dtype if it is embedded, and bfloat16 if it is SGLang.
+Retention is the accuracy as a share of that engine's accuracy. Speed times retention is
+CloudMatrix's measure of a quantised engine (Zuo et al. 2025, arXiv 2506.12708). A profile is worth
+its use if the product is above 1.
 """
 
 from __future__ import annotations

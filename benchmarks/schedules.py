@@ -21,9 +21,9 @@ from paceline.errors import InvalidInput
 
 APART = ("placement=disaggregated", "learner_slots=1")
 NO_EVALUATIONS = ("coordinator.evaluation.every=0", "coordinator.evaluation.probe_every=0")
-"""Between steps: they would be the same pause in every run."""
+"""Evaluations are between steps and would be the same pause in every run."""
 CORRECTED = "policy_trainer.algorithm.correction.weight=token"
-"""Of the arm whose tokens are drawn by weights two versions old."""
+"""Correction for the arm with tokens from weights two versions old."""
 LAGS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 ACCURACY_WITHIN = 0.05
 """Held-out accuracy of a schedule below that of `sync`, at most, by the median of the seeds."""

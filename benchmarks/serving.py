@@ -168,7 +168,7 @@ def _request(prompt: Sequence[int], tokens: int, seed: int = 0) -> pb.EngineRequ
 
 
 async def _prefill_rate(worker: BenchWorker, plan: ServingPlan, vocabulary: int) -> float:
-    """Prompt tokens a second of the largest batch, each answered with one token."""
+    """Prompt tokens per second with the largest batch; each answer has one token."""
     count, rates = max(plan.batches), []
     for number in range(plan.repeats + 1):  # the first warms up
         await worker.forget()

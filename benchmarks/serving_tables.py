@@ -1,4 +1,4 @@
-"""What the serving bench has found of each engine, as rows of its tables."""
+"""Makes tables of the serving bench's results for each engine."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _head(shape: ModelConfig) -> PolicyHead:
 
 
 def _row(shape: ModelConfig, tokens: int, seed: int) -> PackedRow:
-    """Of the samples that fit, one at least, as the store packs it."""
+    """Packs the samples that fit, at least one, as the store does."""
     chosen, room = list[FeatureSample](), tokens
     for one in draw_samples(tokens, seed, shape.hidden_size):
         room -= one.size

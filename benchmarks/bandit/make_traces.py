@@ -357,7 +357,9 @@ def right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def recorded(source: np.random.Generator) -> list[Trace]:
-    """The demo's trained policy and drafter on held-out questions, 16 x 4 responses a step."""
+    """Traces of the demo's trained policy and drafter on held-out questions: 16 questions, 4
+    responses each, per step.
+    """
     questions = [task.prompt for task in read_tasks(demo_folder() / "tasks_heldout.jsonl")]
     steps = [
         record_step(questions[16 * number : 16 * number + 16], 4, 160, number)

@@ -76,8 +76,8 @@ class Fixed:
 
 
 class Truth(Fixed):
-    """Knows true chances, costs and lengths: the most tokens per second, or the rows that will
-    last.
+    """Chooses with the true chances, costs and lengths: by tokens per second, or by the time
+    that tokens of the longest rows save.
     """
 
     def __init__(self, *, stragglers: bool) -> None:

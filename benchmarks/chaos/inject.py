@@ -78,8 +78,8 @@ class Injector:
         )
 
     async def _carry_out(self, fault: Fault) -> float:
-        """Returns the time from which recovery counts: of the fault's begin, of a full disk the
-        time at which it had room again.
+        """Returns the start of the recovery time: the begin of the fault, or for a full disk the
+        time at which it has room again.
         """
         began_s = time.monotonic()
         match fault.kind.action:

@@ -30,7 +30,7 @@ class BranchHistory:
 
     @property
     def sample(self) -> Sample:
-        """Which one of its step it is."""
+        """Step, group and index of the sample."""
         return self.record["step"], self.record["group_id"], self.record["sample_index"]
 
 

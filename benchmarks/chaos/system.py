@@ -143,7 +143,7 @@ class System:
         return await self.happenings.first(matches, at_s, patient(COMMIT_S), what)
 
     async def seen(self, trigger: Trigger, at_s: float, deadline_s: float) -> Happening:
-        """The first time since then that a trigger came."""
+        """The first occurrence of a trigger after `at_s`."""
         return await self.happenings.first(
             lambda one: one.what == trigger, at_s, deadline_s, trigger.value
         )

@@ -1,8 +1,8 @@
 """Judges evidence: was every task trained once, did the right weights serve, are tokens those of a
 run without faults. Shares nothing with the product.
 
-Comparable are samples of a step for which the same weights served in both runs, bit for bit, and in
-which neither run counted a near-tie: there a token may depend on which rows shared its batch.
+Samples of a step are compared if the same weights served in both runs, bit for bit, and neither run
+counted a near-tie. At a near-tie, a token may depend on the other rows of its batch.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from paceline.trajectory import Target, VersionSet
 STEADY, INHERITS, ANEW = "one drafter", "a new one that inherits", "a new one, tried anew"
 EVERY = 2
 SURVIVAL = (0.8, 0.6, 0.45, 0.35, 0.25)
-"""What its trainer says of the drafter and of the one before: any, for the weights are the same."""
+"""Survival of drafts, reported for both drafter versions. The values are arbitrary, because the
+weights are equal.
+"""
 COST_GOAL = 0.99
 
 

@@ -91,7 +91,9 @@ class Extent:
         return workload(held_out_prompts(self.demo, count), count, self.max_tokens)
 
     def spec(self, policy: str, **changes: object) -> EmbeddedSpec:
-        """A policy of the demo, or a directory, under the trained drafter, fp32, all ARMS."""
+        """Engine settings for a policy of the demo, or a directory: the trained drafter, fp32, all
+        ARMS.
+        """
         settings: dict[str, object] = {
             "model_dir": str(self.demo / policy),
             "drafter": str(self.demo / "drafter_trained"),

@@ -1,10 +1,10 @@
-"""Loads a front door: streamed chat completions over HTTP/1.1 with keep-alive, every stream's text
-compared with its script's.
+"""Loads a front door: streamed chat completions over HTTP/1.1 with keep-alive. It compares every
+stream's text with its script.
 
-A process of its own: one JSON line on standard input asks for a run (see Order), one on standard
-output answers it (see summary). A heavy client would measure itself, hence a connection by hand:
-while a stream runs it only looks for the first content and for the last chunk; the events are read
-after the end.
+It is a separate process. One JSON line on standard input requests a run (see Order), and one line
+on standard output is the result (see summary). A heavy client would measure itself, so connections
+are written by hand. During a stream they look only for the first content and for the last chunk.
+The events are parsed after the end.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class TurnRun:
 
     @property
     def later(self) -> list[AnsweredTurn]:
-        """Those with a turn before them."""
+        """Turns after the first turn of their dialogue."""
         return [turn for dialogue in self.dialogues for turn in dialogue[1:]]
 
     @property

@@ -16,12 +16,12 @@ from paceline.streams.journal_line import SlotUse
 
 
 def idle_slot_s(undisturbed: VirtualRun) -> float:
-    """Slot-seconds that engines leave idle while somebody else computes."""
+    """Slot-seconds that engines leave idle while other engines compute."""
     return sum(one.end_s - one.begin_s for one in _idle(undisturbed))
 
 
 def allowed_slot_s(undisturbed: VirtualRun) -> float:
-    """Slot-seconds in which the rules let the drafter train, with every step one of its own."""
+    """Slot-seconds in which the rules let the drafter train; every step is treated alone."""
     fleet = undisturbed.fleet
     found = trains_s = last_s = 0.0
     for one in _idle(undisturbed):

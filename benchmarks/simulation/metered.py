@@ -1,8 +1,8 @@
-"""Has the coordinator's own transitions decide a simulated run, and notes what they cost.
+"""Runs the coordinator's own transitions in a simulated run, and records their cost.
 
-Measured is the CPU time of the thread for all that a coordinator does with an event beside waiting:
-the machine, records, groups, journal entries and snapshots as bytes, facts as bytes, and the groups
-that a batch names. Redis and sockets are not there.
+The cost of an event is the CPU time of the thread. It includes the machine, records, groups, the
+bytes of journal entries, snapshots and facts, and the named groups of a batch. It excludes waits,
+Redis and sockets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grows the fleet of 8 GPUs to thousands, and makes rows of its runs for `paceline bench scale`.
 
-Weak scaling: 8 groups of 8 samples a slot and step, so that a step stays about as long; 8 slots a
-host. A push takes what the one host takes, and then the tree's time to the others.
+Weak scaling: each slot has 8 groups of 8 samples per step, so a step keeps its length. Each host
+has 8 slots. A push lasts as long as a push to one host, plus the time of a tree to the other hosts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from paceline.local.push_tree import Network, direct_s, tree_s
 from paceline.services.coordinator.machine.settings import Placement, Schedule
 
 ARITY = 2
-"""A host that is slow then holds up a half of the others, in a chain all behind it."""
+"""Children of a host in the tree. A slow host delays half of the other hosts; in a chain it delays
+all hosts behind it.
+"""
 HOST_GPUS = 8
 VERSION_BYTES = 2 * 7_615_488_000
-"""Of Qwen2.5-7B in bfloat16."""
+"""Size of Qwen2.5-7B in bfloat16, bytes."""
 SCHEDULES = {Schedule.SYNC: 0, Schedule.ONE_STEP_OFF: 1, Schedule.FULLY_ASYNC: 2}
-"""With the versions that rollouts may be ahead."""
+"""Schedules, with the maximum lead of rollouts in versions."""
 GROWTH = 1.1
 MOST_REPEATS, SLOT_REPEATS = 16, 512
-"""Few slots are driven several times, since what one run of them takes is a matter of chance."""
+"""Repeats for few slots, because the time of one such run varies by chance."""
 
 
 def scaled(slots: int) -> Fleet:

@@ -1,4 +1,4 @@
-"""Makes updates of weights as steps of RL do, and such as change a given share of them."""
+"""Makes updates of weights: by optimiser steps as in RL, or with a share of changed weights."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     target, head = read_config(POLICY), load_policy_head(POLICY, 0)
-    buffer = FeatureBuffer(BufferConfig(samples=500, judged_every=5, judged_samples=40), seed=0)
+    config = BufferConfig(samples=500, judged_every=5)
+    vars(config).update(judged_samples=40)  # a constant of a run
+    buffer = FeatureBuffer(config, seed=0)
     for batch in rows_of_policy("r", 240, length=60):
         buffer.add(sample_from(batch, target))
     learner = DrafterLearner(

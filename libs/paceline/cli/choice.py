@@ -61,10 +61,10 @@ def drafter_line(drafters: pb.DrafterChoice) -> str:
 
 
 async def pause_run(coordinator: Coordinator, console: Console) -> int:
-    """Prints what the run still does until it rests: 0, or 1 when it does not come to that.
+    """Prints the remaining work until the run is paused. Returns 0, or 1 if the run does not pause.
 
-    Raises Unavailable when no coordinator answers, FailedPrecondition when no run goes on or all
-    its steps have begun. Whoever is cancelled waits no longer; the run pauses all the same.
+    Raises Unavailable when no coordinator answers, FailedPrecondition when no run is active or all
+    its steps have begun. A cancelled caller stops waiting; the run pauses nevertheless.
     """
     async with asked(coordinator, "PauseRun", pb.PauseRunRequest()) as (stub, answer):
         console.print(f"the run pauses after {answer.steps} steps", highlight=False)
@@ -90,10 +90,10 @@ def _rests(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
 
 
 async def stop_run(coordinator: Coordinator, console: Console) -> int:
-    """Prints what the run still does until it has ended: 0, or 1 when it failed meanwhile.
+    """Prints the remaining work until the run has ended. Returns 0, or 1 if the run failed.
 
     Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
-    is over. Whoever is cancelled waits no longer; the run ends all the same.
+    is over. A cancelled caller stops waiting; the run ends nevertheless.
     """
     async with asked(coordinator, "StopRun", pb.StopRunRequest()) as (stub, answer):
         console.print(f"the run ends with {answer.total_steps} steps", highlight=False)

@@ -61,7 +61,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A received answer. A streamed one of status 200 has no body here."""
+    """A received answer. A stream with status 200 has an empty body here."""
 
     status: int
     headers: Mapping[str, str]  # names in lower case

@@ -23,7 +23,7 @@ SERVICE_NAME = "paceline.v1.ProgressService"
 AGENTS, REDIS = "agents", "redis"
 """Causes of a wait that are not parts of a service."""
 ASK_S = 2.0
-"""Who has not answered by then is in trouble."""
+"""Maximum time of an answer, seconds; a later service is reported as in trouble."""
 T = TypeVar("T")
 _NOTHING: Mapping[str, int] = {}
 

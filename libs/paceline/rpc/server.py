@@ -17,7 +17,7 @@ from paceline.rpc.server_calls import GuardedCalls
 
 MESSAGE_CAP = 8 << 20
 MOST_TASK_BYTES = MESSAGE_CAP * 7 // 8
-"""Of the texts of the tasks of one call; the rest is for ids, numbers and tags."""
+"""Maximum size of the task texts of one call, bytes; the rest is for ids, numbers and tags."""
 UNARY_CAP_S = 60.0
 _CONCURRENT_CALLS = 4096
 _OPTIONS: list[tuple[str, int]] = [

@@ -166,7 +166,7 @@ def _edges(mask: Tensor) -> list[int]:
     and T.
     """
     first = mask.to(torch.uint8).argmax(dim=1)
-    behind = first.flip(0).cummin(0).values.flip(0)  # first position seen from t on
+    behind = first.flip(0).cummin(0).values.flip(0)  # earliest position read from t on
     edges = [0]
     for place in (behind == torch.arange(len(mask))).nonzero()[:, 0].tolist():
         if place - edges[-1] >= _BLOCK:

@@ -78,7 +78,7 @@ def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:
 
 
 def _bytes_of(rank: int, own: bytes) -> bytes:
-    """That rank's bytes; bytes of the other ranks are ignored."""
+    """Bytes of the source rank; bytes of the other ranks are ignored."""
     size = torch.tensor(len(own))
     dist.broadcast(size, rank)
     data = torch.empty(int(size), dtype=torch.uint8)

@@ -54,12 +54,12 @@ class Judgement:
 
     candidate: float
     serving: float
-    noise: float  # of the paired difference of the lengths
+    noise: float  # noise of the lengths' paired difference
     positions: int
     candidate_speedup: float
     serving_speedup: float
-    speedup_noise: float  # of the paired difference of the speed-ups
-    serving_noise: float  # of the serving drafter's own length
+    speedup_noise: float  # noise of the speed-ups' paired difference
+    serving_noise: float  # noise of the serving drafter's length
     survival: tuple[float, ...]  # of the candidate, by draft
     serving_survival: tuple[float, ...]
     # the candidate's gain in a drafter's own speed, without regard to other arms

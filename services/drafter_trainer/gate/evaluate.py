@@ -177,7 +177,7 @@ def _greedy(logits: Tensor, target: Tensor, there: Tensor, tokens: Tensor) -> tu
 
 
 def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of N sampled drafts: alpha and w, each float64 [N], of logits and log p [N, V]."""
+    """alpha and w of N sampled drafts, each float64 [N], from logits and log p [N, V]."""
     log_q = logits.log_softmax(-1)
     alpha = torch.minimum(target, log_q).exp().sum(-1)
     here = tokens[:, None]

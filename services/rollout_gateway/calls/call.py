@@ -146,12 +146,12 @@ class Call:
 
     @property
     def message(self) -> Message | None:
-        """Of a conversation: the answer so far, a prefill included."""
+        """The answer so far in a conversation, with its prefill."""
         return None if self._parser is None else self._parser.message
 
     @property
     def deltas(self) -> list[Delta]:
-        """Of a conversation: the answer's parts, without a prefill."""
+        """The answer's parts in a conversation, without its prefill."""
         return [] if self._parser is None else self._parser.deltas
 
     @property

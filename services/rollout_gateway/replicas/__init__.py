@@ -1,1 +1,1 @@
-"""Several processes as one gateway: the head that holds its addresses, and its replicas."""
+"""Runs several processes as one gateway: a head with the addresses, and its replicas."""

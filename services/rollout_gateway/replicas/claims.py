@@ -1,4 +1,4 @@
-"""Claims a task of the run for an agent from whichever replica offers one."""
+"""Claims a task of the run for an agent, from any replica that offers one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.services.rollout_gateway.replicas.fleet import Replica
 from paceline.services.rollout_gateway.replicas.routing import SessionRouting
 
 SLICE_S = 0.25
-"""For which a claim waits at one replica, while another one may get a task to offer."""
+"""Maximum wait of a claim at one replica, seconds. Another replica may get a task meanwhile."""
 T = TypeVar("T")
 
 
@@ -21,10 +21,12 @@ async def claim_in_turn(
     at: Callable[[Replica, float], Awaitable[T | None]],
     refusal: Callable[[PacelineError], bool],
 ) -> T | None:
-    """The first task that a replica has; None when none had one within the wait. `at`: claims at a
-    replica for so many seconds; `refusal`: an error that says that it will never offer one.
+    """Returns the first task that a replica offers; None if no replica offers one within the wait.
 
-    Raises a refusal once every replica that is there refuses, and what else a claim raises.
+    `at` claims at a replica, with a wait in seconds. `refusal` returns True for an error of a
+    replica that will never offer a task.
+
+    Raises a refusal when every available replica refuses, and any other error of a claim.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + wait_s
@@ -35,7 +37,7 @@ async def claim_in_turn(
             try:
                 claimed = await at(replica, max(0.0, min(SLICE_S, left_s)))
             except Unavailable:
-                continue  # lost meanwhile; its tasks are offered again when it is back
+                continue  # a lost replica offers its tasks again after its restart
             except PacelineError as error:
                 if not refusal(error):
                     raise

@@ -1,6 +1,6 @@
-"""Starts the replicas of a gateway, watches them and says which of them may be asked.
+"""Starts and watches the replicas of a gateway, and lists the available replicas.
 
-A replica that dies is started again; before anybody asks it, it serves what the others serve.
+A dead replica is restarted. It loads the serving set before it gets requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.v1.replica_pb2_grpc import ReplicaServiceStub
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
 START_GRACE_S = 30.0
-"""Beyond the time that its engine workers have to be ready."""
+"""Time beyond the start limit of the engine workers, seconds."""
 STOP_GRACE_S = 20.0
 MODULE = "paceline.services.rollout_gateway.replicas.process"
 T = TypeVar("T")
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 
 class Replica:
-    """One replica as its head sees it, over all its lives. Make it on the running event loop."""
+    """One replica in the head, across its restarts. Create it on the running event loop."""
 
     def __init__(self, place: ReplicaPlace, config: GatewayConfig) -> None:
         self.place = place
@@ -46,18 +46,18 @@ class Replica:
         self.progress: Any = ProgressServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.http = Passage(place.http_socket)
         self.up = asyncio.Event()
-        """While it serves what the others serve."""
+        """Set while the replica serves the same set as the other replicas."""
 
     def require_up(self) -> None:
-        """Raises Unavailable while it starts."""
+        """Raises Unavailable while the replica starts."""
         if not self.up.is_set():
             raise Unavailable(f"{self.place.name} is starting again", seen=self.place.name)
 
     async def ask(
         self, method: Any, request: Any, deadline_s: float | None, *, starting: bool = False
     ) -> Any:
-        """The answer of a call. Raises Unavailable while it starts, unless it is `starting` that
-        the call belongs to, and what it answers.
+        """Returns the answer of a call. Raises Unavailable while the replica starts, unless the
+        call is part of the start (`starting`), and the errors of the call.
         """
         if not starting:
             self.require_up()
@@ -65,23 +65,23 @@ class Replica:
             return await method(request, timeout=deadline_s)
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Closes the connections."""
         await self.channel.close()
         self.http.close()
 
 
 class ReplicaFleet:
-    """All replicas of one gateway: start, use, stop. On one event loop."""
+    """All replicas of one gateway: start, use, stop. For use on one event loop."""
 
     def __init__(
         self, config: GatewayConfig, places: Sequence[ReplicaPlace], spool: Path, files: Path
     ) -> None:
-        """`files`: directory of what their processes start from, private to this user."""
+        """`files`: directory for the start settings of the processes, private to this user."""
         self._config = config
         self._spool, self._files = spool, files
         self.replicas = [Replica(place, config) for place in places]
         self.on_up: Callable[[Replica], Awaitable[None]] | None = None
-        """Awaited before a replica is asked anything: brings it to what the others serve."""
+        """Awaited before a replica gets requests; it makes the replica load the serving set."""
         health_s = patient(config.engine.ready_deadline_s + START_GRACE_S)
         self._supervisor = Supervisor(
             [self._launch(replica) for replica in self.replicas],
@@ -95,37 +95,37 @@ class ReplicaFleet:
 
     @property
     def ready(self) -> list[Replica]:
-        """Those that may be asked."""
+        """The available replicas."""
         return [replica for replica in self.replicas if replica.up.is_set()]
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id by a replica's name, of those that run."""
+        """Process id of each running replica, by name."""
         return self._supervisor.pids
 
     def of_worker(self, worker: int) -> Replica | None:
-        """Whose a worker of the run is."""
+        """The replica that has a worker of the run."""
         return next((one for one in self.replicas if one.place.holds(worker)), None)
 
     async def start(self) -> None:
-        """Returns when all serve. Raises what keeps one from it, in its last words."""
+        """Returns when all replicas serve. Raises the error of a replica that cannot start."""
         for replica in self.replicas:
             write_place(self._file(replica), replica.place, self._config, self._spool)
         await self._supervisor.start(self._start_s)
 
     async def failed(self) -> None:
-        """Returns never; raises once a replica cannot be kept."""
+        """Never returns; raises when a replica cannot be restarted."""
         await self._supervisor.wait_finished()
         raise Unavailable("a replica of the gateway ended by itself")
 
     def replace(self, replica: Replica) -> None:
-        """Ends one, which is started again."""
+        """Ends one replica, which is then restarted."""
         replica.up.clear()
         if pid := self.pids.get(replica.place.name):
             signal_group(pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ends all."""
+        """Ends all replicas."""
         await self._supervisor.stop(STOP_GRACE_S)
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
@@ -157,7 +157,7 @@ class ReplicaFleet:
 
 
 async def each(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their answers, in order, once all have ended; raises the first failure then."""
+    """Returns all answers, in order, after all have ended. Raises the first failure."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
@@ -166,7 +166,7 @@ async def each(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def refused(answer: object) -> PacelineError | None:
-    """An answer that is a failure of another kind than being away."""
+    """The error of an answer, except that of an unavailable replica; else None."""
     if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
         return answer
     return None

@@ -1,6 +1,6 @@
-"""The HTTP API of a head: reads whose a request is and passes it on, byte for byte, both ways.
+"""The HTTP API of a head: finds the replica of a request and passes bytes in both directions.
 
-Keys, bodies and paths are judged by the replica; here only what has to be known to find it is read.
+The replica checks keys, bodies and paths. The head reads only the fields that select the replica.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paceline.services.rollout_gateway.replicas.routing import SessionRouting
 from paceline.telemetry import PROMETHEUS_TYPE, get_logger, prometheus_page
 
 ALL_S = 10.0
-"""For what is asked of all replicas at once."""
+"""Maximum time of a request to all replicas, seconds."""
 LONGEST = (bodies.MAX_BODY_BYTES - bodies.LEAST_BODY_BYTES) // bodies.TOKEN_BYTES
-"""Tokens that a body may be for, as far as its head knows; a replica knows what its model reads."""
+"""Tokens of context that the head assumes for a body; a replica knows its model's context."""
 _ONE_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade")
 )
 _OWN = _ONE_HOP | {b"date", b"server"}
-"""Headers of an answer that every server writes itself."""
+"""Headers that every server writes itself."""
 _SESSION = re.compile(r"/v1/sessions/([^/]+)(/.*)?")
 _RESPONSE = re.compile(r"/v1/responses/([^/]+)")
 _SPEAKS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -85,7 +85,7 @@ class HeadApp:
         return await _passed_on(request, body, where[-1])
 
     def _where(self, request: Request, path: str, body: bytes) -> Sequence[Replica]:
-        """Where a request belongs; several where only they know."""
+        """Replicas of a request; several if only the replicas know the right one."""
         routing = self._routing
         if (replica := routing.key(api_key(request))) is not None:
             return [replica]
@@ -118,7 +118,7 @@ class HeadApp:
         return claimed or Response(status_code=204)
 
     async def _health(self, request: Request) -> Response:
-        """Of all replicas: 200 while one worker of one serves."""
+        """Health of all replicas: 200 while one worker of one replica serves."""
         pages = [orjson.loads(page) for _, page in await self._all(request)]
         workers = sum(page["workers"] for page in pages)
         model = next((page["model"] for page in pages), "")
@@ -126,8 +126,8 @@ class HeadApp:
         return JSONResponse(body, status_code=200 if workers else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        """Those of all replicas, each under its number, and the head's own; a replica that refuses
-        is the answer.
+        """Metrics of all replicas, each under its number, and of the head. If a replica refuses,
+        its refusal is the answer.
         """
         first = await _passed_on(request, b"", self._routing.next())
         if first.status_code != 200:
@@ -138,7 +138,7 @@ class HeadApp:
         return Response(merged_metrics(pages), media_type=PROMETHEUS_TYPE)
 
     async def _all(self, request: Request) -> list[tuple[Replica, bytes]]:
-        """What every replica that is there answers, whole."""
+        """The whole answers of all available replicas."""
         ready = self._fleet.ready
         answers = await asyncio.gather(
             *(_whole(request, replica) for replica in ready), return_exceptions=True
@@ -153,7 +153,7 @@ class HeadApp:
 
 
 class _PassedOn(Response):
-    """A replica's answer on its way to the client; the replica hears when that goes away."""
+    """A replica's answer on its way to the client; the replica is notified if the client leaves."""
 
     def __init__(self, passage: Passage, answer: ReplicaAnswer, *, bodiless: bool) -> None:
         self.status_code, self.background, self.body = answer.status, None, b""
@@ -161,11 +161,11 @@ class _PassedOn(Response):
         self._passage, self._answer, self._bodiless = passage, answer, bodiless
 
     def close(self) -> None:
-        """Nobody wants it."""
+        """Discards the answer."""
         self._passage.release(self._answer)
 
     async def whole(self) -> bytes:
-        """Its body, all at once."""
+        """The whole body."""
         try:
             return b"".join([part async for part in self._answer.parts()])
         finally:
@@ -199,8 +199,8 @@ async def _cancel_when_gone(receive: Receive, sending: asyncio.Task[Any]) -> Non
 
 
 async def _passed_on(request: Request, body: bytes, replica: Replica) -> _PassedOn:
-    """The answer of a replica, whose body is still to come. Raises Unavailable while it starts,
-    when it is lost, or when the client goes away.
+    """Returns the answer of a replica, without its body. Raises Unavailable while the replica
+    starts, when it is lost, or when the client leaves.
     """
     replica.require_up()
     answer = await unless_gone(request, _asked(request, body, replica))
@@ -226,7 +226,7 @@ async def _whole(request: Request, replica: Replica) -> bytes:
 
 
 def _read(body: bytes) -> Mapping[str, Any]:
-    """The fields of a body; none of what is no JSON object, which the replica refuses."""
+    """The fields of a body; empty for a body that is no JSON object, which the replica refuses."""
     try:
         found = orjson.loads(body)
     except ValueError:

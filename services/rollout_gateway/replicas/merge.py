@@ -1,4 +1,4 @@
-"""Makes one gateway's answers of those of its replicas: workers are numbered on, counts add up."""
+"""Merges the answers of replicas into one: numbers workers over all replicas and adds counts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GATEWAY = "gateway"
 def split_tasks(
     request: rpb.RunTasksRequest, places: Sequence[ReplicaPlace]
 ) -> dict[int, rpb.RunTasksRequest]:
-    """The part of each replica that has any, by its number: neighbouring tasks whole, as many as
-    its share of the workers; the same on every repeat.
+    """The tasks of each replica with a share, by its number. Neighbouring tasks stay whole, in
+    proportion to its workers. A repeated call gets the same split.
     """
     workers, tasks = sum(place.workers for place in places), request.tasks
     parts: dict[int, rpb.RunTasksRequest] = {}
@@ -46,7 +46,7 @@ def check_workers(workers: Iterable[int], places: Sequence[ReplicaPlace]) -> Non
 
 
 def renumbered(news: rpb.RunTasksResponse, place: ReplicaPlace) -> rpb.RunTasksResponse:
-    """News of a replica with its worker's number in the run."""
+    """The message of a replica, with the worker's number in the run."""
     match news.WhichOneof("event"):
         case "sample":
             news.sample.worker_index += place.first_worker
@@ -76,7 +76,7 @@ def finished(parts: Iterable[rpb.TasksFinished]) -> rpb.TasksFinished:
 def status(
     answers: Sequence[tuple[ReplicaPlace, rpb.GetStatusResponse | None]],
 ) -> rpb.GetStatusResponse:
-    """Of all replicas; the workers of one that is away are not ready."""
+    """Status of all replicas; the workers of an unavailable replica are not ready."""
     there = [answer for _, answer in answers if answer is not None]
     workers: list[rpb.WorkerStatus] = []
     for place, answer in answers:
@@ -99,7 +99,7 @@ def status(
 def progress(
     answers: Sequence[tuple[ReplicaPlace, ppb.GetProgressResponse | None]],
 ) -> ppb.GetProgressResponse:
-    """The gateway, then its workers."""
+    """Progress of the gateway, then of its workers."""
     fronts: list[ppb.Part] = []
     workers: list[ppb.Part] = []
     away: list[str] = []
@@ -126,5 +126,5 @@ def progress(
 
 
 def _idle_s(front: ppb.Part) -> tuple[bool, float]:
-    """One that does something comes first, of these the one that got on last."""
+    """Sorts busy parts first, and among them the part with the latest progress."""
     return not front.doing, front.still_s

@@ -1,7 +1,7 @@
-"""Gives steps of open traffic the groups that have closed at any replica: as many as a step asks
-for, the earliest step first.
+"""Assigns closed groups of open traffic to steps, over all replicas: the requested number per step,
+the earliest step first.
 
-One at a time asks the replicas, so that no step gets a group too many.
+One step at a time queries the replicas, so no step gets too many groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAKE_DEADLINE_S = 30.0
 
 @dataclass(eq=False)
 class CollectingGroups:
-    """A step that wants groups."""
+    """A step that needs groups."""
 
     context: CommandContext
     wanted: int
@@ -31,12 +31,12 @@ class CollectingGroups:
 
     @property
     def lacking(self) -> int:
-        """Groups that are still to come."""
+        """Number of missing groups."""
         return self.wanted - sum(self.taken.values())
 
 
 class OpenSteps:
-    """Of one head. Use on one event loop."""
+    """The steps of one head. For use on one event loop."""
 
     def __init__(self, fleet: ReplicaFleet) -> None:
         self._fleet = fleet
@@ -44,8 +44,8 @@ class OpenSteps:
         self._turn = asyncio.Lock()
 
     async def begin(self, request: rpb.RunTasksRequest) -> CollectingGroups:
-        """A step, with what calls before this one have given it. Raises Unavailable when a replica
-        is lost.
+        """A step, with the groups of earlier calls for it. Raises Unavailable when a replica is
+        lost.
         """
         step = CollectingGroups(request.context, request.open_groups)
         async with self._turn:
@@ -54,8 +54,8 @@ class OpenSteps:
         return step
 
     async def collect(self, step: CollectingGroups) -> None:
-        """Returns when a step has what it asks for and every replica knows it; raises Unavailable
-        when one is lost.
+        """Returns when a step has all its groups and every replica has recorded them. Raises
+        Unavailable when a replica is lost.
         """
         self._steps.append(step)
         self._steps.sort(key=lambda one: one.context.step)
@@ -67,11 +67,11 @@ class OpenSteps:
         async with self._turn:
             for number in range(len(self._fleet.replicas)):
                 await self._take(step, number, 0, last=True)
-        for number in range(len(self._fleet.replicas)):  # what waited for a later step
+        for number in range(len(self._fleet.replicas)):  # groups that waited for a later step
             await self._share_out(number)
 
     async def _notice(self) -> None:
-        """Share out what closes at any replica, until cancelled."""
+        """Assigns groups that close at any replica, until cancelled."""
         replicas = self._fleet.replicas
         calls = {
             number: replica.inner.WatchGroups(pb.WatchGroupsRequest())
@@ -82,7 +82,7 @@ class OpenSteps:
                 await self._share_out(number)
 
     async def _share_out(self, number: int) -> None:
-        """What has closed at a replica goes to the steps that want it."""
+        """Assigns the closed groups of a replica to the steps that need groups."""
         async with self._turn:
             for step in [*self._steps]:
                 if step.lacking > 0:

@@ -1,4 +1,4 @@
-"""Joins the metrics pages of several processes, a label telling them apart."""
+"""Joins the metrics pages of several processes, with a label for the process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?P<labels>.*)\})? (
 
 
 def merged_metrics(pages: Mapping[str, bytes]) -> str:
-    """One page in Prometheus's text format: the families of all pages, each described once, every
-    sample with the name of its page as LABEL.
+    """One page in Prometheus's text format. It describes each family once. Every sample has the
+    name of its page as LABEL.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

@@ -1,7 +1,8 @@
-"""HTTP/1.1 to a replica over its unix socket: whole requests out, answers back as they come.
+"""HTTP/1.1 to a replica over its unix socket: sends whole requests and passes answers on as they
+arrive.
 
-What passes is not looked at but for where an answer begins and ends; a streamed answer passes
-chunk by chunk, so a chunk must cost little.
+It parses only the beginning and the end of an answer. A streamed answer passes chunk by chunk, so a
+chunk must be cheap.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from paceline.local.patience import patient
 
 CONNECT_S = 5.0
 REUSED_S = 2.0
-"""An idle connection is used again for so long: less than the server keeps it."""
+"""Maximum idle time of a reused connection, seconds; shorter than the server's limit."""
 KEPT = 64
-"""Idle connections."""
+"""Maximum idle connections."""
 FULL_PARTS = 256
-"""Parts of an answer that wait for the client; then no more are read."""
+"""Parts of an answer that may wait for the client; reading then pauses."""
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ReplicaAnswer(asyncio.Protocol):
-    """One connection, and the answer that comes over it now."""
+    """One connection and its current answer."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -44,7 +45,7 @@ class ReplicaAnswer(asyncio.Protocol):
         self._headed = self._whole = self._lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none of its classes
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
@@ -79,7 +80,7 @@ class ReplicaAnswer(asyncio.Protocol):
         self.reusable = self._parser.should_keep_alive()
 
     def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> None:
-        """Ask; what was answered before is forgotten."""
+        """Sends a request and discards the former answer."""
         self.status, self.headers, self.reusable = 0, [], False
         self._begin()
         lines = [b"%b %b HTTP/1.1" % (method.encode(), target)]
@@ -89,7 +90,7 @@ class ReplicaAnswer(asyncio.Protocol):
         self.transport.write(b"\r\n".join([*lines, b"", body]))
 
     async def head(self) -> None:
-        """Returns once status and headers are there. Raises Unavailable when the replica is lost
+        """Returns when status and headers have arrived. Raises Unavailable if the replica is lost
         before.
         """
         while not self._headed:
@@ -98,7 +99,7 @@ class ReplicaAnswer(asyncio.Protocol):
             await self._wait()
 
     async def parts(self) -> AsyncGenerator[bytes]:
-        """The body as it comes. Raises Unavailable when the replica is lost before its end."""
+        """The body as it arrives. Raises Unavailable if the replica is lost before the end."""
         while True:
             if self._parts:
                 part = b"".join(self._parts)
@@ -125,8 +126,8 @@ class Passage:
         self._idle: list[ReplicaAnswer] = []
 
     async def ask(self, method: str, target: bytes, headers: Headers, body: bytes) -> ReplicaAnswer:
-        """An answer whose body is still to come; `release` it. Raises Unavailable when the replica
-        cannot be reached, or is lost.
+        """Returns an answer without its body; `release` it. Raises Unavailable if the replica
+        cannot be reached or is lost.
         """
         answer = self._reused() or await self._connected()
         answer.send(method, target, headers, body)
@@ -138,8 +139,8 @@ class Passage:
         return answer
 
     def release(self, answer: ReplicaAnswer) -> None:
-        """Nobody reads on: the connection is kept where the answer was whole, else the replica
-        hears that its client has gone.
+        """Ends the use of an answer. The connection is kept after a whole answer; otherwise it is
+        closed, which notifies the replica.
         """
         if answer.reusable and len(self._idle) < KEPT:
             answer.idle_since_s = time.monotonic()
@@ -148,7 +149,7 @@ class Passage:
             answer.transport.abort()
 
     def close(self) -> None:
-        """Ends idle connections."""
+        """Closes idle connections."""
         while self._idle:
             self._idle.pop().transport.abort()
 
@@ -165,6 +166,6 @@ class Passage:
         try:
             async with asyncio.timeout(patient(CONNECT_S)):
                 _, answer = await loop.create_unix_connection(ReplicaAnswer, self._path)
-        except OSError as error:  # TimeoutError too
+        except OSError as error:  # includes TimeoutError
             raise Unavailable("the replica of this request is away", seen=error) from error
         return answer

@@ -1,5 +1,5 @@
-"""`python -m paceline.services.rollout_gateway.replicas.process FILE`: a replica of the gateway,
-started by its head.
+"""Entry of a replica, which its head starts: `python -m
+paceline.services.rollout_gateway.replicas.process FILE`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     place, config = read_place(Path(sys.argv[1]))
 
     async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
-        """Until `stop` is set."""
+        """Serves until `stop` is set."""
         open_many_files()
         async with running(config, place):
             await stop.wait()

@@ -1,4 +1,4 @@
-"""RolloutService of a head: each call goes to the replica whose it is, or to all."""
+"""RolloutService of a head: passes each call to its replica, or to all replicas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HeadServicer(RolloutServiceServicer):
         self._routing = routing
         self._guard = guard
         self._runs = SplitRuns(fleet, weights)
-        self._arm: str | None = None  # as it was forced last, here
+        self._arm: str | None = None  # the last forced arm
 
     async def Generate(
         self, request: rpb.GenerateRequest, context: Any
@@ -104,7 +104,7 @@ class HeadServicer(RolloutServiceServicer):
         return rpb.SetArmResponse()
 
     async def equip(self, replica: Replica) -> None:
-        """What a replica gets, besides weights, before it is asked anything."""
+        """Commands for a restarted replica, besides weights, before it gets requests."""
         if self._arm is not None:
             request = rpb.SetArmRequest(arm=self._arm)
             method = replica.rollout.SetArm
@@ -175,7 +175,7 @@ class HeadServicer(RolloutServiceServicer):
         return merged
 
     async def progress(self, weights: Activity) -> ppb.GetProgressResponse:
-        """What all of them do, and this process with `weights`."""
+        """The progress of all replicas, and of this process with `weights`."""
         request = ppb.GetProgressRequest()
         merged = merge.progress(
             await self._answers("progress", "GetProgress", request, PROGRESS_DEADLINE_S)
@@ -186,7 +186,7 @@ class HeadServicer(RolloutServiceServicer):
     async def _answers(
         self, stub: str, method: str, request: Any, deadline_s: float
     ) -> list[tuple[Any, Any]]:
-        """(place, answer) of every replica; None where it does not answer."""
+        """(place, answer) of every replica; None for a replica without an answer."""
         replicas = self._fleet.replicas
         answers = await asyncio.gather(
             *(
@@ -208,7 +208,7 @@ class HeadServicer(RolloutServiceServicer):
         return await each([_asked(replica, method, request, context) for replica in replicas])
 
     async def _of_session(self, method: str, request: Any, context: Any) -> Any:
-        """The answer of the replica that knows the session."""
+        """The answer of the replica that has the session."""
         return await _first_known(
             self._routing.session(request.session_id), method, request, context
         )
@@ -251,7 +251,7 @@ class HeadServicer(RolloutServiceServicer):
 
 
 def _body(conversation: rpb.Conversation) -> dict[str, Any]:
-    """As a body of chat completions; what is no JSON is refused by the replica."""
+    """The request as a body of chat completions; the replica refuses text that is not JSON."""
     try:
         return {"messages": orjson.loads(conversation.messages_json or "[]")}
     except ValueError:

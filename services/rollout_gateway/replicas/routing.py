@@ -1,5 +1,5 @@
-"""Finds the replica of a request: by the key, the session or the completion that it names, by its
-group, or by how its conversation begins; what names nothing goes to the next one.
+"""Finds the replica of a request: by its key, session, completion or group, or by the beginning of
+its conversation. Other requests go to the replicas in turn.
 """
 
 from __future__ import annotations
@@ -21,42 +21,44 @@ _SPOKEN = ("assistant", "function_call", "reasoning")
 
 
 class SessionRouting:
-    """Of one head."""
+    """Routing of one head."""
 
     def __init__(self, fleet: ReplicaFleet) -> None:
         self._fleet = fleet
         self._turns = itertools.count()
 
     def named(self, name: str) -> Replica:
-        """Whose a name is, which a replica has drawn or a caller has given: a key, a session, a
-        completion (also one of several), a group.
+        """The replica of a name. A replica draws keys, sessions and completions; a caller gives
+        groups.
         """
         replicas = self._fleet.replicas
         return replicas[shard_of(name, len(replicas))]
 
     def key(self, api_key: str) -> Replica | None:
-        """Whose the key of a session is; None for other keys."""
+        """The replica of a session's key; None for other keys."""
         return self.named(api_key) if api_key.startswith(KEY_PREFIX) else None
 
     def completion(self, completion_id: str) -> Replica:
-        """Whose a completion is."""
+        """The replica of a completion, also of one choice among several."""
         return self.named(completion_id.partition(":")[0])
 
     def session(self, session_id: str) -> list[Replica]:
-        """Where a session may be: the name of one that answers a task of the run is the run's, and
-        tells nothing.
+        """Possible replicas of a session. The run chooses the id of a session for its task, so this
+        id does not name a replica.
         """
         if _DRAWN.fullmatch(session_id):
             return [self.named(session_id)]
         return self.in_turn()
 
     def group(self, group_id: str) -> Replica:
-        """Where the siblings of a group are gathered; of a session without siblings the next."""
+        """The replica with the siblings of a group; the next replica for a session without
+        siblings.
+        """
         return self.named(group_id) if group_id else self.next()
 
     def conversation(self, body: Mapping[str, Any]) -> Replica:
-        """Where a conversation without a key goes on: the same for all of its turns, by what was
-        said before the model first spoke.
+        """The replica of a conversation without a key, by the messages before the model's first
+        answer. It is the same for all turns.
         """
         if past := body.get("previous_response_id"):
             return self.named(str(past))
@@ -67,11 +69,13 @@ class SessionRouting:
         return self.named(orjson.dumps(begin).decode())
 
     def next(self) -> Replica:
-        """The next one in turn that may be asked. Raises Unavailable when there is none."""
+        """The next available replica, in turn. Raises Unavailable if there is none."""
         return self.in_turn()[0]
 
     def in_turn(self) -> list[Replica]:
-        """All that may be asked, another one first each time. Raises Unavailable."""
+        """All available replicas, each time with another first one. Raises Unavailable if there is
+        none.
+        """
         if not (ready := self._fleet.ready):
             raise Unavailable("every replica of the gateway is starting again")
         first = next(self._turns) % len(ready)

@@ -40,9 +40,10 @@ log = get_logger(__name__)
 
 
 async def serve(config: GatewayConfig, stop: asyncio.Event, forker: Forker | None = None) -> None:
-    """Serve until `stop` is set and close everything. `forker`: of the workers of one process.
+    """Serves until `stop` is set, then closes everything. `forker`: starts the workers of a gateway
+    with one process.
 
-    Raises ConfigError for settings that cannot work, Unavailable when a replica cannot be kept.
+    Raises ConfigError for invalid settings, and Unavailable when a replica cannot be restarted.
     """
     open_many_files()
     async with running(config, forker) as head:
@@ -52,13 +53,13 @@ async def serve(config: GatewayConfig, stop: asyncio.Event, forker: Forker | Non
 
 
 class Head:
-    """What a running gateway is, in one process or several."""
+    """A running gateway, in one process or several."""
 
     def __init__(self, grpc_port: int, http_port: int, fleet: ReplicaFleet | None = None) -> None:
         self.grpc_port, self.http_port, self.fleet = grpc_port, http_port, fleet
 
     async def failed(self) -> None:
-        """Raises once a replica cannot be kept; never returns."""
+        """Never returns; raises when a replica cannot be restarted."""
         if self.fleet is not None:
             await self.fleet.failed()
         await asyncio.get_running_loop().create_future()
@@ -66,7 +67,7 @@ class Head:
 
 @asynccontextmanager
 async def running(config: GatewayConfig, forker: Forker | None = None) -> AsyncIterator[Head]:
-    """A gateway inside the block."""
+    """Runs a gateway inside the block."""
     if config.replicas == 1:
         async with alone.running(config, forker=forker) as (grpc_port, http_port):
             yield Head(grpc_port, http_port)
@@ -76,7 +77,7 @@ async def running(config: GatewayConfig, forker: Forker | None = None) -> AsyncI
 
 
 async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
-    _ = config.model_dir  # refused before anything starts
+    _ = config.model_dir  # an invalid directory is refused before the start
     check_cores(config, usable_cores())
     files, sockets = (
         Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r-", dir=parent)))
@@ -118,7 +119,7 @@ async def _stop(server: Server, http: alone.HttpServer, task: asyncio.Task[None]
 
 
 async def _take_lost(config: GatewayConfig) -> None:
-    """What a gateway before this one left open is lost, however many replicas that had."""
+    """Marks the open sessions of a former gateway as lost, whatever its number of replicas."""
     if not config.trajectories:
         return
     client = connect(config.redis.durable_url)

@@ -1,4 +1,4 @@
-"""Reads the answers of several streaming calls as one."""
+"""Reads the answers of several streaming calls as one stream."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ async def merged(
     endless: bool = False,
     beside: Iterable[asyncio.Task[None]] = (),
 ) -> AsyncGenerator[tuple[int, Any]]:
-    """Messages of all calls as they come, each with the number of its call, until all have ended.
+    """Messages of all calls in order of arrival, each with the number of its call, until all calls
+    end.
 
-    Raises the first failure, also of a task `beside` them, and Unavailable when one ends that is to
-    be `endless`.
+    Raises the first failure, also of a task in `beside`. Raises Unavailable if a call ends although
+    `endless` is set.
     """
     told: Told = asyncio.Queue()
     readers = [asyncio.create_task(_read(number, call, told)) for number, call in calls.items()]

@@ -1,4 +1,6 @@
-"""RunTasks over all replicas: each gets neighbouring tasks, and their news become one stream."""
+"""RunTasks over all replicas: each replica gets neighbouring tasks, and their messages become one
+stream.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,11 @@ class SplitRuns:
     async def run(
         self, request: rpb.RunTasksRequest, accepted: Callable[[], Awaitable[None]]
     ) -> AsyncGenerator[rpb.RunTasksResponse]:
-        """Samples, groups and shares as the replicas tell of them, then the totals of all.
-        `accepted` is awaited when all have taken their part up.
+        """Samples, groups and shares as the replicas report them, then the totals of all.
+        `accepted` is awaited when all replicas have accepted their parts.
 
-        Raises Unavailable as soon as a replica is lost: those that are left go on, and a repeated
-        call is answered with what has ended meanwhile.
+        Raises Unavailable as soon as a replica is lost. The other replicas continue, and a repeated
+        call gets their results.
         """
         replicas, collecting = self._fleet.replicas, bool(request.open_groups and not request.tasks)
         for replica in replicas:

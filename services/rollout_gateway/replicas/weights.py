@@ -1,7 +1,7 @@
-"""Brings versions of weights to the replicas. Their bytes came once: all load them from one spool.
+"""Distributes versions of weights to the replicas, which load them from one spool.
 
-A set serves on all replicas or on none: one that refuses has it taken back on those before it. One
-that is away gets the serving set when it is back.
+A set serves on all replicas or on none. If one replica refuses it, the replicas before it return to
+the former set. A replica that was away loads the serving set at its return.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class ReplicaWeights:
     def __init__(self, fleet: ReplicaFleet, spool: Spool) -> None:
         self._fleet = fleet
         self._spool = spool
-        self._swap = asyncio.Lock()  # a replica that starts never sees half a commit
+        self._swap = asyncio.Lock()  # a starting replica never gets half a commit
         self.versions = spool.serves
 
     async def bring(self, replica: Replica) -> None:
-        """A replica that has started serves what the others serve."""
+        """Makes a restarted replica serve the current set."""
         async with self._swap:
             mode = epb.PAUSE_MODE_IN_PLACE
             await self._serve(replica, self.versions, mode, (), judge=False, starting=True)
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """Load a version beside the serving one on every replica; the first failure fails the
+        """Loads a version beside the serving one on every replica. The first failure fails the
         push.
         """
         request = pb.LoadVersionRequest(target=target, version=version, path=str(path))  # type: ignore[arg-type]
@@ -55,10 +55,10 @@ class ReplicaWeights:
         self._check(answers)
 
     async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
-        """Serve a set on every replica: on one first, whose worker judges it, then on the others at
-        once.
+        """Serves a set on every replica: first on one, whose canary tests it, then on the other
+        replicas at once.
 
-        Raises what the first one that refuses says; then all serve what they served before.
+        Raises the error of the first replica that refuses; then all replicas serve the former set.
         """
         async with self._swap:
             there = self._canaries(leased)
@@ -76,7 +76,7 @@ class ReplicaWeights:
             self.versions = versions
 
     async def on_abort(self, target: int, version: int) -> None:
-        """Forget a prepared version."""
+        """Discards a prepared version."""
         request = pb.ForgetVersionRequest(target=target, version=version)  # type: ignore[arg-type]
         async with self._swap:
             await each(
@@ -87,8 +87,8 @@ class ReplicaWeights:
             )
 
     async def look_for_damage(self) -> None:
-        """Look at the serving set's files, so that GetVersions tells of what a replica has found
-        damaged.
+        """Checks the serving set's files, so that GetVersions lists damage that a replica has
+        found.
         """
         for target, version in (
             (epb.WEIGHT_TARGET_POLICY, self.versions.policy),
@@ -101,13 +101,13 @@ class ReplicaWeights:
 
     @property
     def _there(self) -> list[Replica]:
-        """Raises Unavailable when no replica is."""
+        """The available replicas. Raises Unavailable if there is none."""
         if not (there := self._fleet.ready):
             raise Unavailable("every replica of the gateway is starting again")
         return there
 
     def _canaries(self, leased: Collection[int]) -> list[Replica]:
-        """Those that are there, one first that has a worker which no trainer has."""
+        """The available replicas. The first one has a worker without a trainer's lease."""
 
         def all_leased(replica: Replica) -> bool:
             place = replica.place
@@ -118,8 +118,8 @@ class ReplicaWeights:
     async def _judged(
         self, there: list[Replica], versions: VersionSet, mode: int, leased: Collection[int]
     ) -> Replica:
-        """The replica that serves the set first. Where its workers were lost under the trial the
-        next one tries it; raises what it says when it refuses, or when there is none left.
+        """Returns the replica that serves the set first. If its workers are lost during the test,
+        the next replica tries. Raises a refusal, and the last loss if no replica is left.
         """
         *before, last = there
         for replica in before:
@@ -157,31 +157,31 @@ class ReplicaWeights:
             deadline_s += self._deadline_s(target, part_version(versions, target))
         try:
             await replica.ask(serve, request, deadline_s, starting=starting)
-        except DeadlineExceeded as error:  # nobody knows what it serves
+        except DeadlineExceeded as error:  # its serving set is unknown
             self._fleet.replace(replica)
             raise Unavailable(f"{replica.place.name} is replaced: {error}") from error
 
     def _deadline_s(self, target: int, version: int) -> float:
-        """For the load of a version: by its bytes and the load of this machine."""
+        """Deadline for the load of a version, by its bytes and the machine's load."""
         manifest = self._spool.manifest(target, version)
         return patient(push_deadline_s(manifest.total_bytes if manifest else 0))
 
     async def _take_back(self, tried: list[Replica]) -> None:
-        """These serve what served before. One that cannot is ended: it loads that when it
-        starts.
+        """Makes these replicas serve the former set. A replica that cannot is ended, and loads that
+        set at its start.
         """
         mode = epb.PAUSE_MODE_IN_PLACE
         for replica in tried:
             try:
                 await self._serve(replica, self.versions, mode, (), judge=False)
             except Unavailable:
-                continue  # it is away, and comes back with it
+                continue  # an unavailable replica loads the set at its return
             except PacelineError as error:
                 log.error("a set cannot be taken back", error=str(error), name=replica.place.name)
                 self._fleet.replace(replica)
 
     def _check(self, answers: Collection[object]) -> None:
-        """Raises what was refused, and Unavailable where nobody has answered."""
+        """Raises the first refusal, and Unavailable if no replica has answered."""
         away = [one for one in answers if isinstance(one, Unavailable)]
         for answer in answers:
             if (error := refused(answer)) is not None:

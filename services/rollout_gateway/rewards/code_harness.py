@@ -232,7 +232,7 @@ def _ask(handle: Handle, action: str, *arguments: Any, **named: Any) -> Any:
 
 
 class Master:
-    """The code from the tests' side."""
+    """Calls the code for the tests and returns its results."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

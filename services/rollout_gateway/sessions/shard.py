@@ -20,13 +20,13 @@ def shard_of(name: str, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which replica of how many this is; a gateway without replicas is its only one."""
+    """Index of a replica and number of replicas; a gateway without replicas has one."""
 
     index: int = 0
     count: int = 1
 
     def holds(self, name: str) -> bool:
-        """Whether a name is this replica's."""
+        """Whether a name belongs to this replica."""
         return self.count == 1 or shard_of(name, self.count) == self.index
 
     def draw(self, make: Callable[[], str]) -> str:

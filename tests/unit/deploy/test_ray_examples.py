@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.cluster.pools import check_room, pools_of
 from paceline.config import SecurityConfig, ServiceConfig, load_config
 from paceline.local.patience import patient
 from paceline.local.services import SERVICES
@@ -26,6 +27,10 @@ from paceline.rpc.security import check_security
 ROOT = Path(__file__).parents[3]
 RAY = ROOT / "examples" / "ray"
 ELSEWHERE = "10.0.0.1:7400"
+RUN = [
+    ROOT / "examples/sglang/qwen2.5-7b-8gpus.toml",
+    ROOT / "examples/asynchronous/16gpus_apart.toml",
+]
 
 # What ray.io/v1 of KubeRay 1.5 to 1.7 says of the fields that the example has: a type, a dict of
 # fields ("!" behind a required one), [of what each is], a set of values, {str: of what}.
@@ -166,10 +171,18 @@ def test_the_job_runs_up_with_settings_of_mounted_files(resources: dict[str, Any
     mounts = {PurePosixPath(one["mountPath"]) for one in head["containers"][0]["volumeMounts"]}
     files = [PurePosixPath(word) for word in words[7::2]]
     assert all(mounts & set(file.parents) for file in files)
-    assert [file.name for file in files] == ["qwen2.5-7b-8gpus.toml", "64gpus.toml", "cluster.toml"]
+    assert [file.name for file in files] == [file.name for file in RUN] + ["cluster.toml"]
+
+
+def test_the_clusters_machines_have_room_for_the_pools_of_the_run(
+    resources: dict[str, Any],
+) -> None:
     gpus = resources["RayCluster"]["spec"]["workerGroupSpecs"][0]
     limits = gpus["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert gpus["replicas"] * int(limits["nvidia.com/gpu"]) == 64
+    nodes = [{"GPU": float(limits["nvidia.com/gpu"])}] * gpus["replicas"]
+    pools = pools_of(RUN, [])
+    assert [pool.asks for pool in pools] == [{}, {"GPU": 8.0}, {"GPU": 8.0}]
+    check_room(pools, nodes)
 
 
 def services(files: list[Path], overrides: list[str] | None = None) -> list[ServiceConfig]:
@@ -197,9 +210,7 @@ def test_the_clusters_settings_suit_every_service_beyond_loopback(
     monkeypatch.setenv("PACELINE_TOKEN", "t")
     text = resources["ConfigMap"]["data"]["cluster.toml"]
     (tmp_path / "cluster.toml").write_text(text)
-    example = ROOT / "examples/sglang"
-    files = [example / "qwen2.5-7b-8gpus.toml", example / "64gpus.toml", tmp_path / "cluster.toml"]
-    for settings in services(files):
+    for settings in services([*RUN, tmp_path / "cluster.toml"]):
         check_beyond_loopback(settings.security)
         assert settings.run.dir.startswith("/shared/")
     held = {one["mountPath"] for one in pods(resources)[0]["containers"][0]["volumeMounts"]}

@@ -26,7 +26,8 @@ def main(directory: Path, collective_s: float) -> None:
     """Rank 0 runs an activation of three times the collectives' deadline, rank 1 follows it."""
     join_ranks("cpu", collective_s, threads=1, seed=0)
     members = on_cpu(2)
-    settings = DrafterTrainerConfig(data_wait_s=3 * collective_s)
+    settings = DrafterTrainerConfig()
+    vars(settings).update(data_wait_s=3 * collective_s)  # a constant of a run
     rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
     rows.add_head(toy_policy().policy_head())
     link = TrainerLink(ScriptedParent())  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ class OpenShape(BaseModel):
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_published)
     beyond: ClassVar[Beyond] = Beyond()
-    """Of a body: its accepted undeclared fields."""
+    """Accepted undeclared fields of a body."""
     alone: ClassVar[Mapping[str, str]] = {}
     """Fields of which a body sets exactly one, with their JSON types."""
 
