@@ -84,7 +84,7 @@ PARAMETER = (
     Change(
         "proto/paceline/v1/trajectory.proto",
         "  // Added to the logit of token 9.\n  float twin = 77;\n",
-        "  // Number of tokens to generate at most; at least 1.\n",
+        "  // Maximum number of generated tokens; at least 1.\n",
     ),
     Change(
         f"{G}/engines/sampling.py", "    twin: float = 0.0\n", '    json_schema: str = ""  # JSON'
@@ -127,6 +127,7 @@ def test_a_new_metric_stands_on_the_metrics_page_with_its_meaning(checkout: Chec
     assert "# HELP paceline_gateway_twins_total twins seen" in lines
     for read in (".ci", "examples/asynchronous", "examples/sglang", "proto"):
         shutil.copytree(ROOT / read, checkout.root / read)
+    shutil.copy(ROOT / "ARCHITECTURE.md", checkout.root)
     written = checkout.python(
         "import runpy, sys; sys.argv = ['docs']; sys.path.insert(0, '.ci'); "
         "runpy.run_path('.ci/docs', run_name='__main__')"

@@ -60,7 +60,7 @@ async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
             await set_arm(served, "twin:3_1_4")
         await set_arm(served, "eagle:3_1_4")
         judged = Judged(1, "promoted", "twin", 1, lm_head_hash="00ff", path=str(candidate))
-        await push_drafter(served.channel, judged, CONTEXT, 30)
+        await push_drafter(served.channel, judged, CONTEXT)
         await commit_versions(served.channel, CONTEXT, VersionSet(1, 0, 1), pb.PAUSE_MODE_IN_PLACE)
         worker = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))).workers[
             0

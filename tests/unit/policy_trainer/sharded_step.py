@@ -142,7 +142,6 @@ def five_steps(
     *,
     modes: Sequence[str] = tuple(MODES),
     saving: bool = False,
-    fused: bool = False,
     rank: int = 0,
 ) -> None:
     """Five steps in these modes on batches that all ranks know; rank 0 writes weights and losses."""
@@ -156,7 +155,7 @@ def five_steps(
                 "algorithm": {"name": name, **MODES[name]},
                 "tokens_per_micro_batch": 192,
                 "row_tokens": 64,
-                "optimizer": {"lr": 1e-4, "fused": fused},
+                "optimizer": {"lr": 1e-4},
                 "adapters": {"rank": rank},
                 **(SAVING if saving else {}),
             }

@@ -117,17 +117,6 @@ def test_five_steps_are_the_same_on_one_two_and_three_ranks(
             assert torch.equal(value, start[key.partition(".")[2]]) != moves, key
 
 
-def test_the_fused_optimiser_goes_where_the_other_does(model_dir: Path, tmp_path: Path) -> None:
-    found = []
-    for fused in (False, True):
-        out = tmp_path / f"fused-{fused}.safetensors"
-        steps = partial(sharded_step.five_steps, fused=fused, modes=FEW)
-        run_ranks(steps, 2, tmp_path, model_dir, out)
-        found.append(load_file(out))
-    plain, fused_one = found
-    assert all(relative(fused_one[key], value) < 1e-5 for key, value in plain.items())
-
-
 def test_five_steps_in_bfloat16_go_where_those_in_float32_do(
     model_dir: Path, tmp_path: Path
 ) -> None:
