@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,13 +38,17 @@ def newest(directory: Path, prefix: str) -> Path:
     return max(found, key=lambda path: int(path.name.removeprefix(prefix)))
 
 
-def kill(pid: int) -> None:
-    """End a service and what it started, and wait until all are gone."""
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for process in processes:
-        process.kill()
+def kill(run: subprocess.Popen[str], lines: list[str], service: str) -> None:
+    """Ends a service with its children and ranks; then no rank is left to write a checkpoint."""
+    ended = psutil.Process(pid_of(lines, service))
+    ranks = running(f"paceline.services.{service}.rank", run.pid)  # children of the forkserver
+    others = [*ended.children(recursive=True), *ranks]
+    for process in (ended, *others):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     # The supervisor reaps the service itself.
-    psutil.wait_procs(processes[1:], timeout=patient(20))
+    _, alive = psutil.wait_procs(others, timeout=patient(20))
+    assert not alive
 
 
 def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> None:
@@ -56,10 +62,10 @@ def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> No
     )
     lines = wait_for(process, "step 3/6")
     checkpoints = tmp_path / "demo-0-1" / "checkpoints"
-    kill(pid_of(lines, "policy_trainer"))
+    kill(process, lines, "policy_trainer")
     policy = newest(checkpoints / "policy", "step-")
     flip(policy / "shards" / "rank-0.safetensors")
-    kill(pid_of(lines, "drafter_trainer"))
+    kill(process, lines, "drafter_trainer")
     drafter = newest(checkpoints / "drafter", "checkpoint-")
     flip(drafter / "state.json")
 
@@ -81,7 +87,7 @@ def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_go
     coordinator, run = pid_of(lines, "coordinator"), tmp_path / "demo-0-1"
     os.kill(coordinator, signal.SIGSTOP)  # what serves now goes on serving
     try:
-        kill(pid_of(lines, "gateway"))
+        kill(process, lines, "gateway")
         for spooled in ("versions.json", "policy-*/model.safetensors"):
             for file in (run / "spool" / "gateway").glob(spooled):
                 flip(file)
