@@ -22,6 +22,8 @@ from paceline.v1.progress_pb2_grpc import (
 SERVICE_NAME = "paceline.v1.ProgressService"
 AGENTS, REDIS = "agents", "redis"
 """Causes of a wait that are not parts of a service."""
+LONGEST_S = 86_400.0
+"""Deadline in seconds of a call under `while_moving`; a server caps a call without a deadline."""
 ASK_S = 2.0
 """Maximum time of an answer, seconds; a later service is reported as in trouble."""
 T = TypeVar("T")
@@ -103,7 +105,7 @@ async def while_moving(call: Awaitable[T], connection: Any, deadline_s: float) -
     as the service reports progress.
 
     Raises what the call raises, and DeadlineExceeded where the service has reported no progress
-    for `deadline_s` seconds; the call is cancelled then.
+    for `deadline_s` seconds; the call is cancelled then. Start the call with timeout=LONGEST_S.
     """
     answering, moved_s = asyncio.ensure_future(call), time.monotonic()
     try:

@@ -161,13 +161,12 @@ async def commit_versions(
     mode: int = PAUSE_MODE_IN_PLACE,
     *,
     leased: Iterable[int] = (),
-    deadline_s: float | None = COMMAND_DEADLINE_S,
+    deadline_s: float = COMMAND_DEADLINE_S,
 ) -> VersionSet:
     """Makes the receiver serve a set, and returns the serving set. Raises WeightsError when a part
     is absent.
 
-    leased: workers on whose slots a trainer computes. deadline_s: None where the caller ends the
-    call.
+    leased: workers on whose slots a trainer computes.
     """
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     request = pb.CommitRequest(

@@ -10,7 +10,7 @@ import grpc
 
 from paceline.config import AddressesConfig, SecurityConfig
 from paceline.rpc import channel, rpc_errors, wait_healthy
-from paceline.rpc.progress import while_moving
+from paceline.rpc.progress import LONGEST_S, while_moving
 from paceline.services.coordinator.machine.state import Service
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest, SavePolicyCheckpointResponse
@@ -59,7 +59,7 @@ class Peers:
         """
         with rpc_errors():
             call: Awaitable[SavePolicyCheckpointResponse] = self.policy.SavePolicyCheckpoint(
-                request
+                request, timeout=LONGEST_S
             )
             return await while_moving(call, self.channels[Service.POLICY_TRAINER], still_s)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
+from types import ModuleType
 
 import pytest
 
@@ -18,6 +20,7 @@ from paceline.rpc.progress import (
     wait_chain,
     while_moving,
 )
+from paceline.services.coordinator.calls import checkpoints, peers, weights
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 
@@ -93,3 +96,11 @@ def test_work_that_goes_on_is_the_progress_of_its_service() -> None:
     reception.show_on(part)
     assert part.doing == "receives weights"
     assert part.still_s < 10.0
+
+
+@pytest.mark.parametrize("module", [peers, checkpoints, weights])
+def test_a_call_that_is_awaited_while_it_moves_is_not_capped_by_its_server(
+    module: ModuleType,
+) -> None:
+    source = inspect.getsource(module)
+    assert source.count("while_moving(") == source.count("=LONGEST_S"), "a server caps at 60 s"
