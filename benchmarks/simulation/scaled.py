@@ -13,9 +13,9 @@ from benchmarks.result import Goal, Row, at_most
 from benchmarks.simulation.fleet import Fleet, gpus
 from benchmarks.simulation.harvest import allowed_slot_s, harvested_slot_s, idle_slot_s
 from benchmarks.simulation.metered import MeteredCoordinator
+from benchmarks.simulation.push_tree import Network, direct_s, tree_s
 from benchmarks.simulation.run import VirtualRun
 from benchmarks.simulation.sections import SchedulePlan
-from paceline.local.push_tree import Network, direct_s, tree_s
 from paceline.services.coordinator.machine.settings import Placement, Schedule
 
 ARITY = 2

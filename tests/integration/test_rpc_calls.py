@@ -16,6 +16,7 @@ from paceline.config import SecurityConfig, TelemetryConfig
 from paceline.errors import PacelineError, StaleEpoch
 from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, Track, channel, error_from_rpc, responses, rpc_errors
+from paceline.rpc.progress import while_moving
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import (
     AbortRequest,
@@ -271,6 +272,19 @@ async def test_a_unary_call_without_a_deadline_gets_the_servers(
         rpc_errors(),
     ):
         await echo[1].unary_unary(f"/{NAME}/One")(b"hang")
+
+
+async def test_a_unary_call_that_is_awaited_while_it_moves_lasts_beyond_the_servers_cap(
+    echo: tuple[Echo, grpc.aio.Channel],
+) -> None:
+    servicer, to = echo
+    awaited = while_moving(lambda timeout: call_one(to, b"hang", timeout), to, patient(20))
+    call = asyncio.ensure_future(awaited)
+    await servicer.entered.wait()
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(servicer.cancelled.wait(), 0.5)
+    call.cancel()
+    await asyncio.wait_for(servicer.cancelled.wait(), patient(5))
 
 
 async def test_a_streaming_call_may_last_beyond_the_servers_cap(

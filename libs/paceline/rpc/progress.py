@@ -23,7 +23,7 @@ SERVICE_NAME = "paceline.v1.ProgressService"
 AGENTS, REDIS = "agents", "redis"
 """Causes of a wait that are not parts of a service."""
 LONGEST_S = 86_400.0
-"""Deadline in seconds of a call under `while_moving`; a server caps a call without a deadline."""
+"""Deadline in seconds of a call under `while_moving`: a server caps a call that has none."""
 ASK_S = 2.0
 """Maximum time of an answer, seconds; a later service is reported as in trouble."""
 T = TypeVar("T")
@@ -100,14 +100,17 @@ async def ask_progress(connection: Any, deadline_s: float = ASK_S) -> pb.GetProg
     return answer
 
 
-async def while_moving(call: Awaitable[T], connection: Any, deadline_s: float) -> T:
+async def while_moving(
+    begin: Callable[[float], Awaitable[T]], connection: Any, deadline_s: float
+) -> T:
     """The answer of a call to the service at the other end of a connection, which may take as long
     as the service reports progress.
 
     Raises what the call raises, and DeadlineExceeded where the service has reported no progress
-    for `deadline_s` seconds; the call is cancelled then. Start the call with timeout=LONGEST_S.
+    for `deadline_s` seconds; the call is cancelled then. `begin` starts
+    the call with the timeout in seconds that it gets.
     """
-    answering, moved_s = asyncio.ensure_future(call), time.monotonic()
+    answering, moved_s = asyncio.ensure_future(begin(LONGEST_S)), time.monotonic()
     try:
         while True:
             left_s = moved_s + deadline_s - time.monotonic()

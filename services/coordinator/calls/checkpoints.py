@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.rpc import rpc_errors
-from paceline.rpc.progress import LONGEST_S, while_moving
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.calls.peers import STILL_S
 from paceline.services.coordinator.calls.slots import resume
@@ -39,8 +39,14 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
         trainer, still_s = calls.peers.channels[Service.DRAFTER_TRAINER], patient(OPTIONAL_STILL_S)
         try:
             with rpc_errors():
-                call = calls.peers.drafter.SaveDrafterCheckpoint(drafter, timeout=LONGEST_S)
-                paths["drafter"] = (await while_moving(call, trainer, still_s)).path
+                saved = await while_moving(
+                    lambda timeout: calls.peers.drafter.SaveDrafterCheckpoint(
+                        drafter, timeout=timeout
+                    ),
+                    trainer,
+                    still_s,
+                )
+            paths["drafter"] = saved.path
         except PacelineError as error:
             calls.went_without(Service.DRAFTER_TRAINER, "close", error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import grpc
 
 from paceline.config import AddressesConfig, SecurityConfig
 from paceline.rpc import channel, rpc_errors, wait_healthy
-from paceline.rpc.progress import LONGEST_S, while_moving
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.machine.state import Service
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest, SavePolicyCheckpointResponse
@@ -58,10 +57,12 @@ class Peers:
         the call.
         """
         with rpc_errors():
-            call: Awaitable[SavePolicyCheckpointResponse] = self.policy.SavePolicyCheckpoint(
-                request, timeout=LONGEST_S
+            saved: SavePolicyCheckpointResponse = await while_moving(
+                lambda timeout: self.policy.SavePolicyCheckpoint(request, timeout=timeout),
+                self.channels[Service.POLICY_TRAINER],
+                still_s,
             )
-            return await while_moving(call, self.channels[Service.POLICY_TRAINER], still_s)
+            return saved
 
     async def wait_healthy(self, service: Service, deadline_s: float) -> None:
         """Waits until the service serves. Raises Unavailable after `deadline_s` seconds."""

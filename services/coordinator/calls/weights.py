@@ -10,7 +10,7 @@ from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineErro
 from paceline.local.patience import patient
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
-from paceline.rpc.progress import LONGEST_S, while_moving
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.calls.policy_trainer import push_again
 from paceline.services.coordinator.machine import commands, events
@@ -60,8 +60,11 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
     if unknown:
         get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
         gateway, context = calls.peers.channels[Service.GATEWAY], calls.learner_context()
-        committing = commit_versions(gateway, context, versions, deadline_s=LONGEST_S)
-        await while_moving(committing, gateway, patient(COMMAND_DEADLINE_S))
+        await while_moving(
+            lambda timeout: commit_versions(gateway, context, versions, deadline_s=timeout),
+            gateway,
+            patient(COMMAND_DEADLINE_S),
+        )
 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:
@@ -82,11 +85,14 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
     ):
         mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
         gateway, leased = calls.peers.channels[Service.GATEWAY], command.leased
-        committing = commit_versions(
-            gateway, context, command.versions, mode, leased=leased, deadline_s=LONGEST_S
-        )
         # Workers may have to load the set, so the wait lasts as long as they make progress.
-        await while_moving(committing, gateway, deadline_s)
+        await while_moving(
+            lambda timeout: commit_versions(
+                gateway, context, command.versions, mode, leased=leased, deadline_s=timeout
+            ),
+            gateway,
+            deadline_s,
+        )
 
     calls.emit(events.Committed(calls.now(), command.versions))
     if not calls.config.drafter_enabled:

@@ -19,6 +19,7 @@ from benchmarks.launched_tasks import rows_of
 from benchmarks.simulation.fleet import Fleet, gpus
 from benchmarks.simulation.harvest import harvested_slot_s
 from benchmarks.simulation.metered import MeteredCoordinator
+from benchmarks.simulation.push_tree import tree_s
 from benchmarks.simulation.run import VirtualRun
 from benchmarks.simulation.scaled import (
     ARITY,
@@ -33,7 +34,6 @@ from benchmarks.simulation.scaled import (
 from benchmarks.simulation.sections import SchedulePlan
 from benchmarks.simulation.site import VirtualTime
 from paceline.local.patience import patient
-from paceline.local.push_tree import tree_s
 from paceline.services.coordinator.machine.settings import Placement, Schedule
 
 STEPS = 4

@@ -15,7 +15,14 @@ BOX = "/box"
 _MAX_FILES = 10_000
 _FILES_OF_FULL_SIZE = 4  # number of files of the largest size that fit in the directory
 _ROOM_BYTES = 1 << 20  # plus room for names and small files
-_KEPT_FLAGS = ("NOSUID", "NODEV", "NOEXEC", "NOATIME", "NODIRATIME", "RELATIME")
+_KEPT_FLAGS = (  # of statvfs, and of mount
+    (os.ST_NOSUID, linux.MS_NOSUID),
+    (os.ST_NODEV, linux.MS_NODEV),
+    (os.ST_NOEXEC, linux.MS_NOEXEC),
+    (os.ST_NOATIME, linux.MS_NOATIME),
+    (os.ST_NODIRATIME, linux.MS_NODIRATIME),
+    (os.ST_RELATIME, linux.MS_RELATIME),
+)
 
 
 def build(root: str, python: PythonFiles, file_bytes: int, input_bytes: int) -> None:
@@ -62,8 +69,8 @@ def _bind(path: str, target: str) -> None:
     # Mount flags of the host are locked in a user namespace: a remount must repeat them.
     there = os.statvfs(target).f_flag
     flags = linux.MS_NOSUID
-    for name in _KEPT_FLAGS:
-        flags |= getattr(linux, f"MS_{name}") if there & getattr(os, f"ST_{name}") else 0
+    for found, flag in _KEPT_FLAGS:
+        flags |= flag if there & found else 0
     linux.mount("none", target, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | flags)
 
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from benchmarks.simulation.push_tree import Network, direct_s, tree_s
 from paceline.errors import InvalidInput
-from paceline.local.push_tree import Network, direct_s, tree_s
 
 SLOW = Network(host_bytes_s=100.0, hop_s=0.125, chunk_bytes=64)
 
