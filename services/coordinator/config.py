@@ -201,8 +201,8 @@ class CoordinatorConfig(ServiceConfig):
     preempt_deadline_s: float = Field(default=4.0, gt=0)
     """Maximum time of a preemption of the drafter, on an idle machine, seconds."""
     step_deadline_s: float = Field(default=900.0, gt=0)
-    """Maximum time of rollouts, a policy step or an evaluation before the run fails, seconds. In
-    open traffic, rollouts last until enough groups have closed.
+    """Maximum time without progress of rollouts, a policy step or an evaluation before the run
+    fails, seconds. In open traffic, rollouts last until enough groups have closed.
     """
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Time after which a group is trained without its missing siblings, seconds."""

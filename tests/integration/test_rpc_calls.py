@@ -278,8 +278,12 @@ async def test_a_unary_call_that_is_awaited_while_it_moves_lasts_beyond_the_serv
     echo: tuple[Echo, grpc.aio.Channel],
 ) -> None:
     servicer, to = echo
-    awaited = while_moving(lambda timeout: call_one(to, b"hang", timeout), to, patient(20))
-    call = asyncio.ensure_future(awaited)
+
+    async def hang() -> None:
+        async with while_moving(to, patient(20)) as timeout:
+            await call_one(to, b"hang", timeout)
+
+    call = asyncio.ensure_future(hang())
     await servicer.entered.wait()
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(servicer.cancelled.wait(), 0.5)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.rpc.server import Server
@@ -26,7 +27,6 @@ LONGEST_S = 86_400.0
 """Deadline in seconds of a call under `while_moving`: a server caps a call that has none."""
 ASK_S = 2.0
 """Maximum time of an answer, seconds; a later service is reported as in trouble."""
-T = TypeVar("T")
 _NOTHING: Mapping[str, int] = {}
 
 
@@ -100,29 +100,34 @@ async def ask_progress(connection: Any, deadline_s: float = ASK_S) -> pb.GetProg
     return answer
 
 
-async def while_moving(
-    begin: Callable[[float], Awaitable[T]], connection: Any, deadline_s: float
-) -> T:
-    """The answer of a call to the service at the other end of a connection, which may take as long
-    as the service reports progress.
+@asynccontextmanager
+async def while_moving(connection: Any, deadline_s: float) -> AsyncIterator[float]:
+    """A block of calls to the service at the other end of a connection, which may take as long as
+    the service reports progress. The block gets the timeout of its calls, seconds.
 
-    Raises what the call raises, and DeadlineExceeded where the service has reported no progress
-    for `deadline_s` seconds; the call is cancelled then. `begin` starts
-    the call with the timeout in seconds that it gets.
+    Raises DeadlineExceeded where the service has reported no progress for `deadline_s` seconds; the
+    block is cancelled then.
     """
-    answering, moved_s = asyncio.ensure_future(begin(LONGEST_S)), time.monotonic()
     try:
-        while True:
-            left_s = moved_s + deadline_s - time.monotonic()
-            await asyncio.wait({answering}, timeout=max(left_s, 0.0))
-            if answering.done():
-                return answering.result()
-            still_s = await _still_s(connection)
-            moved_s = max(moved_s, time.monotonic() - still_s)
-            if time.monotonic() - moved_s >= deadline_s:
-                raise DeadlineExceeded("the service makes no progress", seen=f"{deadline_s:.0f} s")
-    finally:
-        answering.cancel()
+        async with asyncio.timeout(None) as limit:
+            watch = asyncio.create_task(_end_when_still(limit, connection, deadline_s))
+            try:
+                yield LONGEST_S
+            finally:
+                watch.cancel()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        text = "the service makes no progress"
+        raise DeadlineExceeded(text, seen=f"{deadline_s:.0f} s") from error
+
+
+async def _end_when_still(limit: asyncio.Timeout, connection: Any, deadline_s: float) -> None:
+    moved_s = time.monotonic()
+    while (left_s := moved_s + deadline_s - time.monotonic()) > 0:
+        await asyncio.sleep(left_s)
+        moved_s = max(moved_s, time.monotonic() - await _still_s(connection))
+    limit.reschedule(asyncio.get_running_loop().time())
 
 
 async def _still_s(connection: Any) -> float:

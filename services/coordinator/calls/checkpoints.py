@@ -39,13 +39,10 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
         trainer, still_s = calls.peers.channels[Service.DRAFTER_TRAINER], patient(OPTIONAL_STILL_S)
         try:
             with rpc_errors():
-                saved = await while_moving(
-                    lambda timeout: calls.peers.drafter.SaveDrafterCheckpoint(
+                async with while_moving(trainer, still_s) as timeout:
+                    saved = await calls.peers.drafter.SaveDrafterCheckpoint(
                         drafter, timeout=timeout
-                    ),
-                    trainer,
-                    still_s,
-                )
+                    )
             paths["drafter"] = saved.path
         except PacelineError as error:
             calls.went_without(Service.DRAFTER_TRAINER, "close", error)

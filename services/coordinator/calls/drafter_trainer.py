@@ -10,6 +10,7 @@ from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.base import RANK_LOST, Calls, answers
 from paceline.services.coordinator.calls.figures import message_figures
 from paceline.services.coordinator.calls.slots import give_back, preempted, release
@@ -30,6 +31,7 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         return events.TrainerFailed(calls.now(), command.epoch, Service.DRAFTER_TRAINER, message)
 
     slots, what, deadline_s = command.slots, "activation", patient(command.deadline_s)
+    trainer = calls.peers.channels[Service.DRAFTER_TRAINER]
     await release(calls, command, slots, Holder.DRAFTER, what, deadline_s=deadline_s, event_of=kept)
     if not _live(calls, command.epoch):
         return  # the lease ended before the engine left
@@ -49,8 +51,11 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         deadline_s=deadline_s,
         event_of=_trainer_failed(calls, command.epoch),
     ):
-        call = calls.peers.drafter.Activate(request, timeout=calls.config.step_deadline_s)
-        async with asyncio.timeout(deadline_s) as until_activated:
+        async with (
+            while_moving(trainer, calls.config.step_deadline_s) as timeout,
+            asyncio.timeout(deadline_s) as until_activated,
+        ):
+            call = calls.peers.drafter.Activate(request, timeout=timeout)
             async for name, answer in answers(call, last="detached"):
                 if name == "activated":
                     until_activated.reschedule(None)

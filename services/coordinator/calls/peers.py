@@ -57,11 +57,10 @@ class Peers:
         the call.
         """
         with rpc_errors():
-            saved: SavePolicyCheckpointResponse = await while_moving(
-                lambda timeout: self.policy.SavePolicyCheckpoint(request, timeout=timeout),
-                self.channels[Service.POLICY_TRAINER],
-                still_s,
-            )
+            async with while_moving(self.channels[Service.POLICY_TRAINER], still_s) as timeout:
+                saved: SavePolicyCheckpointResponse = await self.policy.SavePolicyCheckpoint(
+                    request, timeout=timeout
+                )
             return saved
 
     async def wait_healthy(self, service: Service, deadline_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import PacelineError
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls import quarantine
 from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers
 from paceline.services.coordinator.calls.figures import message_figures
@@ -24,6 +25,7 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
             return None
         return events.TrainerFailed(calls.now(), command.epoch, Service.POLICY_TRAINER, str(error))
 
+    trainer = calls.peers.channels[Service.POLICY_TRAINER]
     deadline_s = calls.config.step_deadline_s
     await release(calls, command, command.slots, Holder.POLICY, "policy", deadline_s=deadline_s)
     request = _request(calls, command)
@@ -31,20 +33,25 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
     with calls.reported(
         Service.POLICY_TRAINER, "policy", command, deadline_s=deadline_s, event_of=rank_lost
     ):
-        call = calls.peers.policy.TrainStep(request, timeout=deadline_s)
-        async for name, answer in answers(call, last="prepared"):
-            match name:
-                case "batch":
-                    batch = _batch_figures(answer)
-                case "stepped":
-                    figures = batch | message_figures(answer, "policy_version", "beyond")
-                    version = answer.policy_version
-                    calls.emit(events.PolicyStepped(calls.now(), command.epoch, version, figures))
-                    quarantine.found(calls, command.epoch, answer)
-                case "prepared":
-                    pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
-                    version = answer.policy_version
-                    calls.emit(events.PolicyPrepared(calls.now(), command.epoch, version, pushed))
+        async with while_moving(trainer, deadline_s) as timeout:
+            call = calls.peers.policy.TrainStep(request, timeout=timeout)
+            async for name, answer in answers(call, last="prepared"):
+                match name:
+                    case "batch":
+                        batch = _batch_figures(answer)
+                    case "stepped":
+                        figures = batch | message_figures(answer, "policy_version", "beyond")
+                        version = answer.policy_version
+                        calls.emit(
+                            events.PolicyStepped(calls.now(), command.epoch, version, figures)
+                        )
+                        quarantine.found(calls, command.epoch, answer)
+                    case "prepared":
+                        pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
+                        version = answer.policy_version
+                        calls.emit(
+                            events.PolicyPrepared(calls.now(), command.epoch, version, pushed)
+                        )
 
 
 async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
@@ -57,6 +64,7 @@ async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluat
             return None
         return events.SetDamaged(calls.now(), command.epoch)
 
+    trainer = calls.peers.channels[Service.POLICY_TRAINER]
     deadline_s = calls.config.step_deadline_s
     request = policy_pb2.TrainStepRequest(
         context=calls.learner_context(),
@@ -65,9 +73,10 @@ async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluat
     with calls.reported(
         Service.POLICY_TRAINER, "push", command, deadline_s=deadline_s, event_of=trained_on
     ):
-        call = calls.peers.policy.TrainStep(request, timeout=deadline_s)
-        async for _ in answers(call, last="prepared"):
-            pass
+        async with while_moving(trainer, deadline_s) as timeout:
+            call = calls.peers.policy.TrainStep(request, timeout=timeout)
+            async for _ in answers(call, last="prepared"):
+                pass
 
 
 def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainStepRequest:

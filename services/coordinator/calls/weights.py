@@ -60,11 +60,8 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
     if unknown:
         get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
         gateway, context = calls.peers.channels[Service.GATEWAY], calls.learner_context()
-        await while_moving(
-            lambda timeout: commit_versions(gateway, context, versions, deadline_s=timeout),
-            gateway,
-            patient(COMMAND_DEADLINE_S),
-        )
+        async with while_moving(gateway, patient(COMMAND_DEADLINE_S)) as timeout:
+            await commit_versions(gateway, context, versions, deadline_s=timeout)
 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:
@@ -86,13 +83,10 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
         mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
         gateway, leased = calls.peers.channels[Service.GATEWAY], command.leased
         # Workers may have to load the set, so the wait lasts as long as they make progress.
-        await while_moving(
-            lambda timeout: commit_versions(
+        async with while_moving(gateway, deadline_s) as timeout:
+            await commit_versions(
                 gateway, context, command.versions, mode, leased=leased, deadline_s=timeout
-            ),
-            gateway,
-            deadline_s,
-        )
+            )
 
     calls.emit(events.Committed(calls.now(), command.versions))
     if not calls.config.drafter_enabled:

@@ -63,25 +63,27 @@ async def test_a_call_is_awaited_while_its_service_gets_on_and_ends_when_it_stan
     async def answer() -> GetProgressResponse:
         return GetProgressResponse(parts=[activity.part()])
 
-    async def work() -> str:
+    async def work() -> None:
         for _ in range(30):
             await asyncio.sleep(still_s / 10)
             activity.moves()
-        return "done"
 
     server = Server("127.0.0.1:0", SecurityConfig())
     add_progress(server, answer)
     port = await server.start()
     async with channel(f"127.0.0.1:{port}", SecurityConfig()) as peer:
-        assert await while_moving(lambda _: work(), peer, still_s) == "done"
+        async with while_moving(peer, still_s):
+            await work()
         began_s, never = time.monotonic(), asyncio.get_running_loop().create_future()
         with pytest.raises(DeadlineExceeded, match="no progress"):
-            await while_moving(lambda _: never, peer, still_s)
+            async with while_moving(peer, still_s):
+                await never
         assert never.cancelled()
         assert time.monotonic() - began_s < 10 * still_s
         await server.stop(0)
         with pytest.raises(DeadlineExceeded, match="no progress"):
-            await while_moving(lambda _: asyncio.get_running_loop().create_future(), peer, still_s)
+            async with while_moving(peer, still_s):
+                await asyncio.get_running_loop().create_future()
 
 
 def test_work_that_goes_on_is_the_progress_of_its_service() -> None:
