@@ -58,7 +58,9 @@ class Recorder:
         await asyncio.wait_for(self.may_load.wait(), patient(10))
         self._note("prepared", target, version, path.name)
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
         self._note("commit", versions, mode)
 
     async def on_abort(self, target: int, version: int) -> None:

@@ -43,9 +43,12 @@ class WeightHooks(Protocol):
         """
         ...
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
         """Serves the set on every worker; on_prepared was called for all parts. A trainer has the
-        slots of `leased` workers.
+        slots of `leased` workers. `judge`: whether a canary tests the set first; None: the hook
+        decides.
 
         An exception fails the Commit.
         """
@@ -186,7 +189,14 @@ class Reception:
                 fan_out_s=time.monotonic() - load_started_s,
             )
 
-    async def commit(self, versions: VersionSet, mode: int, leased: Collection[int] = ()) -> None:
+    async def commit(
+        self,
+        versions: VersionSet,
+        mode: int,
+        leased: Collection[int] = (),
+        *,
+        judge: bool | None = None,
+    ) -> None:
         """Serves a set: workers first, then versions.json. Serving the present set again has no
         effect. Raises WeightsError for a part that is not prepared or a seq that does not grow, and
         the errors of the hooks.
@@ -197,7 +207,7 @@ class Reception:
                 self._check_commit(versions, targets)
                 for target in targets:
                     await self._load((target, part_version(versions, target)))
-                await self._hooks.on_commit(versions, mode, leased)
+                await self._hooks.on_commit(versions, mode, leased, judge=judge)
                 await asyncio.to_thread(self._spool.commit, versions)
                 self._forget_older(versions)
 

@@ -149,7 +149,10 @@ class WeightServicer(WeightServiceServicer):
                 "there is no such pause mode", seen=int(mode), allowed=PauseMode.keys()[1:]
             )
         with self.reception.working("commits weights"):
-            await self._whole(self.reception.commit(versions, mode, request.leased_workers))
+            judge = request.judge if request.HasField("judge") else None
+            await self._whole(
+                self.reception.commit(versions, mode, request.leased_workers, judge=judge)
+            )
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:

@@ -54,7 +54,9 @@ class ReplicaWeights:
             )
         self._check(answers)
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
         """Serves a set on every replica: first on one, whose canary tests it, then on the other
         replicas at once.
 
