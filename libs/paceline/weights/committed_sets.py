@@ -75,6 +75,11 @@ class CommittedSets:
         self._write(sets, former)
         self._sets, self._former_drafter, self.unknown = sets, former, ""
 
+    def take_back(self) -> None:
+        """Drops the serving set; the set before it serves again."""
+        self._write(self._sets[:-1], None)
+        self._sets, self._former_drafter = self._sets[:-1], None
+
     def _write(self, sets: Iterable[VersionSet], former_drafter: int | None) -> None:
         listed = [*map(to_object, sets)]
         described: dict[str, Any] = {"sets": listed, "sha256": _hash_of(listed, former_drafter)}

@@ -198,8 +198,9 @@ class Reception:
         judge: bool | None = None,
     ) -> None:
         """Serves a set: workers first, then versions.json. Serving the present set again has no
-        effect. Raises WeightsError for a part that is not prepared or a seq that does not grow, and
-        the errors of the hooks.
+        effect. The set before the present one may serve again, although its seq is smaller. Raises
+        WeightsError for a part that is not prepared or a seq that does not grow, and the errors of
+        the hooks.
         """
         async with self._writer:
             if versions != self._spool.serving:
@@ -323,7 +324,7 @@ class Reception:
 
     def _check_commit(self, versions: VersionSet, targets: tuple[int, ...]) -> None:
         serving = self.serving
-        if versions.seq <= serving.seq:
+        if versions.seq <= serving.seq and versions != self._spool.former:
             raise WeightsError(
                 "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
             )
