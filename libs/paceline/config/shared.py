@@ -166,6 +166,12 @@ class AddressesConfig(Config):
         """HTTP addresses of all gateways, by number."""
         return (self.http, *self.more_gateways_http)
 
+    def of(self, key: str) -> str:
+        """The address under a key; `more_gateways.0` is the first of that list."""
+        name, _, index = key.partition(".")
+        value = getattr(self, name)
+        return str(value[int(index)] if index else value)
+
     @model_validator(mode="after")
     def _as_many(self) -> Self:
         if len(self.more_gateways) != len(self.more_gateways_http):
