@@ -95,8 +95,8 @@ class Spool:
 
     @property
     def former(self) -> VersionSet | None:
-        """The set that a commit may return to: the one before the serving one; the initial set after
-        the first commit, None before it.
+        """The set that a commit may return to: the set before the serving one, or the initial set
+        after the first commit; None before it.
         """
         return None if self.serving is None else self._sets.previous or self._start
 

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from paceline.errors import InvalidInput
-from paceline.messages import stats_from_proto, stats_to_proto
+from paceline.messages import merge_arms, stats_from_proto, stats_to_proto
 from paceline.services.rollout_gateway.place import ReplicaPlace
-from paceline.services.rollout_gateway.runs.totals import merge_arms
 from paceline.services.rollout_gateway.workers.regret import regret
 from paceline.trajectory import SpeculationStats
-from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import progress_pb2 as ppb
 from paceline.v1 import rollout_pb2 as rpb
 
@@ -59,7 +57,7 @@ def finished(parts: Iterable[rpb.TasksFinished]) -> rpb.TasksFinished:
     """The totals of all parts, in the order of their tasks."""
     parts = list(parts)
     stats = sum((stats_from_proto(part.speculation) for part in parts), SpeculationStats())
-    arms = merge_arms([pb.WorkerHealth(arms=part.arms) for part in parts])
+    arms = merge_arms(arm for part in parts for arm in part.arms)
     return rpb.TasksFinished(
         scored=sum(part.scored for part in parts),
         unscored=sum(part.unscored for part in parts),

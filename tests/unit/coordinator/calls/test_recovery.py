@@ -40,7 +40,7 @@ class Trainer:
         self.emitted: list[Event] = []
         self.now = 0.0
         config = CoordinatorConfig(tasks_path="tasks", service_recovery_s=LIMIT_S)
-        peers = cast(Peers, SimpleNamespace(wait_healthy=self._healthy))
+        peers = cast(Peers, SimpleNamespace(unhealthy=self._unhealthy))
         self._calls = Calls(
             config, peers, UNUSED, UNUSED, self.emitted.append, lambda: self.now, UNUSED
         )
@@ -62,8 +62,8 @@ class Trainer:
         await await_service(self._calls, commands.AwaitService(Service.POLICY_TRAINER))
         return self.emitted[-1]
 
-    async def _healthy(self, service: Service, left_s: float) -> None:
-        return None
+    async def _unhealthy(self, service: Service, left_s: float) -> dict[int, PacelineError]:
+        return {}
 
 
 @pytest.fixture
