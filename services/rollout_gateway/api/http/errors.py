@@ -21,6 +21,7 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.services.rollout_gateway.calls.checks import CHECKED_FIELDS
+from paceline.services.rollout_gateway.sessions.names import OTHER_GATEWAY
 
 STATUS = (
     (InvalidInput, 400, "invalid_request_error"),
@@ -37,6 +38,7 @@ REASONS = {
     "BODY_TIMEOUT": (408, "invalid_request_error"),
     "BODY_TOO_LARGE": (413, "invalid_request_error"),
     "UNSUPPORTED_MEDIA_TYPE": (415, "invalid_request_error"),
+    OTHER_GATEWAY: (421, "invalid_request_error"),
     "MODEL_NOT_FOUND": (404, "invalid_request_error"),
 }
 ANTHROPIC_TYPES = {
