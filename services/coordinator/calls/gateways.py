@@ -50,9 +50,10 @@ class TaskCalls:
 
     def __init__(self, calls: Calls, request: RunTasksRequest) -> None:
         self._calls = calls
-        self._parts = split_tasks(request, len(calls.peers.rollouts))
         several = len(calls.peers.rollouts) > 1
         self._collects = several and bool(request.open_groups and not request.tasks)
+        request.assigned = self._collects
+        self._parts = split_tasks(request, len(calls.peers.rollouts))
         self._request = request
 
     async def begin(self, deadline_s: float) -> None:

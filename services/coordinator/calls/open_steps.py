@@ -14,7 +14,7 @@ from paceline.rpc import responses, rpc_errors
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.trajectory_pb2 import CommandContext
 
-_TAKE_DEADLINE_S = 30.0
+_ASSIGN_DEADLINE_S = 30.0
 
 
 @dataclass(eq=False)
@@ -24,26 +24,26 @@ class GroupsOfStep:
     rollouts: Sequence[Any]  # the stubs of the gateways
     context: CommandContext
     wanted: int
-    taken: dict[int, int] = field(default_factory=dict)  # by gateway
+    assigned: dict[int, int] = field(default_factory=dict)  # by gateway
     whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def lacking(self) -> int:
         """Number of missing groups."""
-        return self.wanted - sum(self.taken.values())
+        return self.wanted - sum(self.assigned.values())
 
-    async def take(self, number: int, most: int, *, last: bool = False) -> None:
-        """Takes up to `most` closed groups of a gateway; `last` ends its RunTasks call."""
-        request = rpb.TakeGroupsRequest(context=self.context, most=most, last=last)
+    async def assign(self, number: int, most: int, *, last: bool = False) -> None:
+        """Assigns up to `most` closed groups of a gateway; `last` ends its RunTasks call."""
+        request = rpb.AssignGroupsRequest(context=self.context, most=most, last=last)
         with rpc_errors():
-            answer = await self.rollouts[number].TakeGroups(request, timeout=_TAKE_DEADLINE_S)
-        self.taken[number] = answer.taken
+            answer = await self.rollouts[number].AssignGroups(request, timeout=_ASSIGN_DEADLINE_S)
+        self.assigned[number] = answer.assigned
         if self.lacking <= 0:
             self.whole.set()
 
 
 class OpenSteps:
-    """The steps of one run. One step at a time takes groups, so no step gets too many."""
+    """The steps of one run. One step at a time gets groups, so no step gets too many."""
 
     def __init__(self) -> None:
         self._steps: list[GroupsOfStep] = []
@@ -54,7 +54,7 @@ class OpenSteps:
         step = GroupsOfStep(rollouts, request.context, request.open_groups)
         async with self._turn:
             for number in range(len(rollouts)):
-                await step.take(number, 0)
+                await step.assign(number, 0)
         return step
 
     async def collect(self, step: GroupsOfStep) -> None:
@@ -77,7 +77,7 @@ class OpenSteps:
             await asyncio.gather(whole, *watches, return_exceptions=True)
         async with self._turn:
             for number in numbers:
-                await step.take(number, 0, last=True)
+                await step.assign(number, 0, last=True)
         for number in numbers:  # groups that waited for a later step
             await self._share_out(number)
 
@@ -93,4 +93,4 @@ class OpenSteps:
         async with self._turn:
             for step in [*self._steps]:
                 if step.lacking > 0:
-                    await step.take(number, step.lacking)
+                    await step.assign(number, step.lacking)

@@ -41,7 +41,9 @@ class Peers:
         """Creates lazy channels; call it on the running event loop. Raises ConfigError for an
         insecure address.
         """
-        by_service = {service: (addresses.of(service.value),) for service in Service}
+        by_service: dict[Service, tuple[str, ...]] = {
+            service: (addresses.of(service.value),) for service in Service
+        }
         by_service[Service.GATEWAY] = addresses.gateways
         gateways = tuple(channel(address, security) for address in addresses.gateways)
         channels = {
