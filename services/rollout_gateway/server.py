@@ -18,7 +18,7 @@ from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.local.ports import bound
 from paceline.local.reading_check import check_reading
-from paceline.rpc import EPOCHS, EpochGuard, Server
+from paceline.rpc import EPOCHS, EpochGuard, Server, channel
 from paceline.rpc.progress import add_progress
 from paceline.services.rollout_gateway.api.grpc import RolloutServicer
 from paceline.services.rollout_gateway.api.http.app import build_app
@@ -31,7 +31,8 @@ from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.progress import progress
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
+from paceline.weights.forward import Forward
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0
@@ -74,7 +75,10 @@ async def running(
     guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
     server = Server(config.addresses.gateway, config.security)
     handover = config.run.handover_dir(config.name) if config.spool else None
-    weights = WeightServicer(gateway.spool, guard, gateway.weights, handover=handover)
+    forward = _forward(config, gateway.spool)
+    weights = WeightServicer(
+        gateway.spool, guard, gateway.weights, handover=handover, forward=forward
+    )
     server.add(add_weight_service, weights, SERVICE_NAME)
     rollouts = RolloutServicer(gateway, guard)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
@@ -106,7 +110,15 @@ async def running(
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:
+        if forward is not None:
+            await forward.close()
         await gateway.stop()
+
+
+def _forward(config: GatewayConfig, spool: Spool) -> Forward | None:
+    """Sends versions on to the next gateway of the run; None for the last gateway."""
+    following = config.all_addresses.gateways[config.number + 1 :]
+    return Forward(channel(following[0], config.security), spool) if following else None
 
 
 async def _compare_reading(config: GatewayConfig) -> None:

@@ -13,6 +13,15 @@ from paceline.errors import FailedPrecondition
 
 OTHER_GATEWAY = "OTHER_GATEWAY"
 """Error reason of a session, key or completion that another gateway has."""
+
+
+class OtherGateway(FailedPrecondition):
+    """Another gateway has the session, key, completion or group."""
+
+    reason = OTHER_GATEWAY
+    gateway = 0  # its number
+
+
 _DRAWN = re.compile(r"(?:[a-z-]+[-_])?(?:(\d{1,4})-)?[0-9a-f]{32,48}")
 
 
@@ -34,20 +43,21 @@ class GatewayNames:
         return self._gateway_of(name) == self.number
 
     def require_own(self, name: str, *, group: bool = False) -> None:
-        """Raises FailedPrecondition with the address of another gateway that has the name. A chosen
+        """Raises OtherGateway with the address of another gateway that has the name. A chosen
         name of a `group` belongs to one gateway; every other chosen name belongs to all.
         """
         other = self._gateway_of(name)
         if group and not _DRAWN.fullmatch(name):
             other = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(self.addresses)
         if other != self.number:
-            raise FailedPrecondition(
+            error = OtherGateway(
                 "another gateway has this session, key, completion or group",
-                reason=OTHER_GATEWAY,
                 seen=f"gateway {self.number}",
                 allowed=f"gateway {other}: HTTP {self.addresses_http[other]}, "
                 f"gRPC {self.addresses[other]}",
             )
+            error.gateway = other
+            raise error
 
     def _gateway_of(self, name: str) -> int:
         found = _DRAWN.fullmatch(name.partition(":")[0])

@@ -95,8 +95,10 @@ def sums(model_dir: Path) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(model_dir: Path, script: dict[str, Any], **keys: Any) -> AsyncIterator[Served]:
-    """A gateway with these configuration keys; its files lie beside the model."""
+async def serving(
+    model_dir: Path, script: dict[str, Any], number: int = 0, **keys: Any
+) -> AsyncIterator[Served]:
+    """Gateway `number` of a run with these configuration keys; its files lie beside the model."""
     path = model_dir.parent / "script.json"
     path.write_text(json.dumps(script))
     settings: dict[str, Any] = {
@@ -111,7 +113,7 @@ async def serving(model_dir: Path, script: dict[str, Any], **keys: Any) -> Async
         "script": str(path),
         **settings.get("engine", {}),
     }
-    config = GatewayConfig.model_validate(settings)
+    config = GatewayConfig.model_validate(settings).of_gateway(number)
     async with running(config) as (grpc_port, http_port):
         connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())
         async with httpx.AsyncClient(
