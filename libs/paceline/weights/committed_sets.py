@@ -49,10 +49,6 @@ class CommittedSets:
         """The set before the serving one."""
         return self._sets[-2] if len(self._sets) > 1 else None
 
-    def as_they_are_now(self) -> CommittedSets:
-        """The sets as another process has written them since."""
-        return CommittedSets(self._file.parent, self._keep)
-
     def names(self, part: Part) -> bool:
         """Whether a kept set contains the part, or the part is the drafter before the
         serving one.
