@@ -39,7 +39,9 @@ class NoWorkers:
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Nothing to load."""
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
         """Nothing to serve."""
 
     async def on_abort(self, target: int, version: int) -> None:

@@ -96,7 +96,7 @@ async def launch(options: argparse.Namespace) -> Found:
 
 async def tasks(options: argparse.Namespace) -> Found:
     """Gateways by both launchers."""
-    plan = TasksPlan((1,), options.tasks, samples=4, tokens=128, repeats=options.calls)
+    plan = TasksPlan(options.tasks, samples=4, tokens=128, repeats=options.calls)
     return await launched_tasks(plan, options.pairs), []
 
 

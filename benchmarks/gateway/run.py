@@ -4,8 +4,7 @@ the same scripted responses.
 Ours stands before its engine worker, LiteLLM before an HTTP server; both backends give the same
 tokens at the same pace and are called directly as well, which is what a front's latency is compared
 with. Load, fronts and backends are processes of their own; CPU time is that of the front alone.
-Then sessions held open, turns of agents that find their prefix in the cache, and tasks through one
-gateway and several replicas.
+Then sessions held open, turns of agents that find their prefix in the cache, and tasks.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--turns", type=not_negative(int), default=6, help="of a growing dialogue; 0: none")
     option("--dialogues", type=int, default=8, help="such dialogues at once")
     option("--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn")
-    option("--replicas", type=counts, default=(1, 2), help="gateways that tasks pass through")
     option(
         "--tasks", type=not_negative(int), default=128, help="of a call, 4 samples each; 0: none"
     )
@@ -123,7 +121,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
         turns: Mapping[str, Sequence[TurnRun]] = (
             await measure_turns(plan.turns, folder) if plan.turns else {}
         )
-        ran = await measure_tasks(plan.tasks, folder, model, script) if plan.tasks else {}
+        ran = await measure_tasks(plan.tasks, folder, model, script) if plan.tasks else []
 
     rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
     rows += [session_row(held)] if held else []
@@ -222,7 +220,7 @@ def _quick(plan: GatewayPlan) -> dict[str, Any]:
 def _tasks_plan(options: argparse.Namespace) -> TasksPlan | None:
     if not options.tasks:
         return None
-    return TasksPlan(options.replicas, options.tasks, 4, options.tokens, 3 * options.repeats)
+    return TasksPlan(options.tasks, 4, options.tokens, 3 * options.repeats)
 
 
 def _turn_plan(options: argparse.Namespace) -> TurnPlan | None:

@@ -1,21 +1,19 @@
-"""Measures how many samples of tasks a second pass through one gateway and through several
-replicas: RunTasks over the scripted engine, whose tokens cost nothing, so that what counts is the
-gateway itself.
+"""Measures the samples of tasks that pass through a gateway in a second: RunTasks over the scripted
+engine. Its tokens cost nothing, so the figure is that of the gateway itself.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway.fronts import gateway_with
-from benchmarks.result import Row, paired_ratio, say
+from benchmarks.result import Row, say
 from paceline.config import SecurityConfig
 from paceline.errors import InternalError
 from paceline.local.patience import patient
@@ -25,7 +23,7 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
-SECTION = "tasks through replicas"
+SECTION = "tasks"
 RUN_ID = "bench"
 CALL_DEADLINE_S = 120.0
 
@@ -34,7 +32,6 @@ CALL_DEADLINE_S = 120.0
 class TasksPlan:
     """What the options ask for."""
 
-    replicas: tuple[int, ...]  # gateways that are compared, by the number of theirs
     tasks: int  # of a call
     samples: int  # of a task
     tokens: int  # of a response at most
@@ -42,18 +39,15 @@ class TasksPlan:
 
 
 @asynccontextmanager
-async def _gateway(
-    plan: TasksPlan, replicas: int, folder: Path, model: Path, script: Path
-) -> AsyncIterator[Any]:
-    """The stub of a gateway; all have as many engine workers."""
-    port, name = free_port(), f"gateway-of-{replicas}"
+async def _gateway(plan: TasksPlan, folder: Path, model: Path, script: Path) -> AsyncIterator[Any]:
+    """The stub of a gateway."""
+    port, name = free_port(), "gateway-of-tasks"
     own = {
         "model": str(model),
         "engine.kind": "scripted",
         "engine.script": str(script),
-        "engine.workers": max(plan.replicas),
+        "engine.workers": 2,
         "engine.max_batch": plan.tasks * plan.samples,
-        "replicas": replicas,
         "run.dir": str(folder / name),
         "run.id": RUN_ID,
     }
@@ -72,23 +66,14 @@ async def rollout_stub(port: int) -> AsyncIterator[Any]:
         await connection.close()
 
 
-async def measure_tasks(
-    plan: TasksPlan, folder: Path, model: Path, script: Path
-) -> dict[int, list[float]]:
-    """Samples a second by replicas, of calls that take turns."""
-    found: dict[int, list[float]] = {count: [] for count in plan.replicas}
-    steps = itertools.count()
-    async with AsyncExitStack() as stack:
-        stubs = {
-            count: await stack.enter_async_context(_gateway(plan, count, folder, model, script))
-            for count in plan.replicas
-        }
-        for stub in stubs.values():
-            await samples_a_second(stub, plan, next(steps))
+async def measure_tasks(plan: TasksPlan, folder: Path, model: Path, script: Path) -> list[float]:
+    """Samples a second of each call."""
+    found = []
+    async with _gateway(plan, folder, model, script) as stub:
+        await samples_a_second(stub, plan, 0)
         for number in range(plan.repeats):
             say(f"tasks {number + 1} of {plan.repeats}")
-            for count, stub in stubs.items():
-                found[count].append(await samples_a_second(stub, plan, next(steps)))
+            found.append(await samples_a_second(stub, plan, number + 1))
     return found
 
 
@@ -126,17 +111,13 @@ async def ended_samples(stub: Any, request: rpb.RunTasksRequest) -> list[rpb.Sam
     return ended
 
 
-def task_rows(plan: TasksPlan, found: Mapping[int, Sequence[float]]) -> list[Row]:
-    """A row for each number of replicas, with the ratio to the first of them, call by call."""
-    first = found[plan.replicas[0]]
+def task_rows(plan: TasksPlan, rates: Sequence[float]) -> list[Row]:
+    """The row of the calls."""
     return [
         {
             "section": SECTION,
-            "replicas": count,
             "samples/s": statistics.median(rates),
-            "of the first": str(paired_ratio(rates, first)) if rates is not first else "1",
             "calls": len(rates),
             "samples a call": plan.tasks * plan.samples,
         }
-        for count, rates in found.items()
     ]

@@ -19,6 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 from paceline.tasks import Task
 from paceline.trajectory import SpeculationStats, Trajectory, VersionSet
 from paceline.v1 import trajectory_pb2 as pb
+from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import TaskSpec
 
 M = TypeVar("M", bound=Message)
@@ -68,6 +69,22 @@ def stats_to_proto(stats: SpeculationStats) -> pb.SpeculationStats:
 def stats_from_proto(message: pb.SpeculationStats) -> SpeculationStats:
     """Converts a message to its speculation counters."""
     return from_message(SpeculationStats, message)
+
+
+def merge_arms(stats: Iterable[ArmStats]) -> list[ArmStats]:
+    """Bandit statistics of several workers: counts summed, means weighted by pulls."""
+    merged: dict[tuple[str, int], ArmStats] = {}
+    for one in stats:
+        empty = ArmStats(arm=one.arm, batch_group=one.batch_group)
+        into = merged.setdefault((one.arm, one.batch_group), empty)
+        pulls = into.pulls + one.pulls
+        for name in ("mean_tokens_per_s", "mean_accept_length"):
+            total = getattr(into, name) * into.pulls + getattr(one, name) * one.pulls
+            setattr(into, name, total / pulls if pulls else 0.0)
+        into.pulls = pulls
+        into.explorations += one.explorations
+        into.drafter_deaths += one.drafter_deaths
+    return [merged[key] for key in sorted(merged)]
 
 
 def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:

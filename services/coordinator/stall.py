@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
 from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
 from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.gateways import one_gateway
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.losses import CALLED_IN
@@ -126,19 +128,25 @@ class StallWatch:
         self._alarm = self._culprit = ""
 
     async def _asked(self, service: Service) -> list[Part]:
-        connection, answer_s = self._calls.peers.channels[service], patient(ASK_S)
-        try:
-            parts = list((await ask_progress(connection, answer_s)).parts)
-        except DeadlineExceeded:
-            parts = [Part(name=service, trouble=f"does not answer within {answer_s:.0f} s")]
-        except PacelineError as error:
-            parts = [Part(name=service, trouble=f"does not answer: {error.message}")]
+        channels = self._calls.peers.all_channels(service)
+        found = await asyncio.gather(*(_parts(service, one) for one in channels))
+        parts = found[0] if len(found) == 1 else one_gateway(found, self._calls.workers_of_each)
         if (absence := self._calls.absent.get(service)) is not None:
             away_s = self._calls.now() - absence.since_s
             parts[0].trouble = ", ".join(
                 filter(None, (f"away for {away_s:.0f} s{absence.why}", parts[0].trouble))
             )
         return parts
+
+
+async def _parts(service: Service, connection: Any) -> list[Part]:
+    answer_s = patient(ASK_S)
+    try:
+        return list((await ask_progress(connection, answer_s)).parts)
+    except DeadlineExceeded:
+        return [Part(name=service, trouble=f"does not answer within {answer_s:.0f} s")]
+    except PacelineError as error:
+        return [Part(name=service, trouble=f"does not answer: {error.message}")]
 
 
 def _waits_for(phase: Phase, state: State) -> str:

@@ -49,7 +49,9 @@ class HeadHooks:
         """Sends the head to the ranks at once, since its rows may arrive before its commit."""
         await self._ranks.tell(m.NewHead(version, str(path)))
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
         """Sends the serving set to the ranks, which compare the next candidate with it."""
         await self._ranks.tell(m.Serving(versions.policy, versions.drafter))
 

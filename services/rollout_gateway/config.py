@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-from paceline.config import Config, ServiceConfig
+from paceline.config import AddressesConfig, Config, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.local.processes import usable_cores
+from paceline.local.services import gateway_name
 from paceline.services.rollout_gateway.bandits.base import BanditConfig
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.settings import Precision
@@ -270,12 +271,6 @@ class GatewayConfig(ServiceConfig):
     """
     trajectories: bool | None = None
     """Whether ledger, trajectories and features are written to Redis; empty: only in a run."""
-    replicas: int = Field(default=1, ge=1)
-    """Processes (elsewhere called fronts, or API servers) that share the gateway's workers,
-    sessions and tasks behind its addresses, on one host. With several processes, a thin process in
-    front holds the addresses and the spool. Each needs a core and a worker. In open traffic each
-    lends out all its workers but the last.
-    """
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
@@ -315,6 +310,42 @@ class GatewayConfig(ServiceConfig):
     slots, seconds.
     """
 
+    _number: int = PrivateAttr(default=0)
+    _all_addresses: AddressesConfig | None = PrivateAttr(default=None)
+
+    @property
+    def number(self) -> int:
+        """Number of this gateway in the run; gateways 1, 2, ... are those of
+        addresses.more_gateways.
+        """
+        return self._number
+
+    @property
+    def name(self) -> str:
+        """Name of this gateway's process, logs and directories."""
+        return gateway_name(self.number)
+
+    @property
+    def all_addresses(self) -> AddressesConfig:
+        """Addresses of all gateways; `addresses` has this gateway's own first."""
+        return self._all_addresses or self.addresses
+
+    def of_gateway(self, number: int) -> Self:
+        """The settings of one gateway of the run: its own addresses and spool. Raises ConfigError
+        for a number without an address.
+        """
+        every = self.addresses
+        if not 0 <= number < len(every.gateways):
+            raise ConfigError(
+                "addresses.more_gateways has no such gateway",
+                seen=number,
+                allowed=f"0..{len(every.gateways) - 1}",
+            )
+        here = {"gateway": every.gateways[number], "http": every.gateways_http[number]}
+        own = self.model_copy(update={"addresses": every.model_copy(update=here)})
+        own._number, own._all_addresses = number, every
+        return own
+
     @property
     def model_dir(self) -> Path:
         """The checkpoint directory. Raises ConfigError for a path that is no checkpoint
@@ -344,5 +375,5 @@ class GatewayConfig(ServiceConfig):
         process.
         """
         if self.spool_dir:
-            return Path(self.spool_dir)
-        return Path(self.run.dir) / "spool" / "gateway" if self.trajectories else None
+            return Path(self.spool_dir) / self.name if self.number else Path(self.spool_dir)
+        return Path(self.run.dir) / "spool" / self.name if self.trajectories else None

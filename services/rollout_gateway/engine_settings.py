@@ -85,7 +85,8 @@ def row_shape(config: GatewayConfig) -> RowShape | None:
     return RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
 
 
-def local_workers(config: GatewayConfig, places: int, forker: Forker | None = None) -> LocalWorkers:
-    """Makes the workers of a host with `places` workers. `forker`: see LocalWorkers."""
+def local_workers(config: GatewayConfig, forker: Forker | None = None) -> LocalWorkers:
+    """Makes the workers of a gateway. `forker`: see LocalWorkers."""
     settings, rows = engine_settings(config), row_shape(config)
-    return LocalWorkers(config.engine, settings, rows, config.run.heartbeat_s, places, forker)
+    heartbeat_s, count = config.run.heartbeat_s, config.worker_count
+    return LocalWorkers(config.engine, settings, rows, heartbeat_s, count, forker)

@@ -36,13 +36,11 @@ from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.environments.table import Equipment
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.features.publisher import FeaturePublisher, Origin
-from paceline.services.rollout_gateway.open_spool import open_spool
-from paceline.services.rollout_gateway.place import ReplicaPlace
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.services.rollout_gateway.sessions.agents import Agents
+from paceline.services.rollout_gateway.sessions.names import GatewayNames
 from paceline.services.rollout_gateway.sessions.outbox import Outbox
-from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.services.rollout_gateway.workers.expiry import Expiry
 from paceline.services.rollout_gateway.workers.generation import Generation
@@ -54,7 +52,7 @@ from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
-from paceline.weights import SharedSpool, Spool
+from paceline.weights import Spool
 
 STOP_GRACE_S = 10.0
 LENDING_EPOCHS = f"lending_{EPOCHS}"
@@ -73,15 +71,11 @@ def _codec(config: GatewayConfig, ends: Sequence[EndToken]) -> TextCodec:
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        place: ReplicaPlace | None = None,
-        forker: Forker | None = None,
-    ) -> None:
-        """`place`: of a replica, which shares the spool of its head. `forker`: of the workers."""
+    def __init__(self, config: GatewayConfig, forker: Forker | None = None) -> None:
+        """`forker`: of the workers."""
         self.config = config
-        self.shard = place.shard if place else Shard()
+        addresses = config.all_addresses
+        self.names = GatewayNames(config.number, addresses.gateways, addresses.gateways_http)
         self.model = config.model_dir.resolve().name
         self._ends = end_tokens(config.model_dir)
         self.codec = _codec(config, self._ends)
@@ -92,18 +86,17 @@ class Gateway:
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
         )
-        kind: type[Spool] = SharedSpool if place else Spool
-        self.spool = open_spool(kind, Path(spool), config)
-        self.state = Path(place.state) if place else config.spool
+        self.spool = _open_spool(Path(spool), config)
+        self.state = config.spool
         """Directory of the state kept over a restart; None: no state is kept."""
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
-        self.first_worker = place.first_worker if place else 0
-        self.router = self._make_router(forker, place)
+        self.first_worker = config.number * config.worker_count
+        self.router = self._make_router(forker)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
-        self.agents = Agents(config, self.outbox, durable, self.shard)
+        self.agents = Agents(config, self.outbox, durable, self.names)
         self.queue = FairQueue(config.queue, self._room())
         self.sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
@@ -144,13 +137,12 @@ class Gateway:
         """
         return self.config.worker_count * (self.config.engine.max_batch + 1)
 
-    def _make_router(self, forker: Forker | None, place: ReplicaPlace | None) -> Router:
+    def _make_router(self, forker: Forker | None) -> Router:
         config = self.config
-        places_here = place.places_here if place else config.worker_count
         return Router(
             config.worker_count,
             config.engine,
-            local_workers(config, places_here, forker),
+            local_workers(config, forker),
             row_shape(config),
             lambda taken: self.publisher.take(taken),
             lambda request_id: self.publisher.discard(request_id),
@@ -301,6 +293,17 @@ class Gateway:
 
 def _speculation(arm: str) -> pb.WorkerCommand:
     return pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm))
+
+
+def _open_spool(directory: Path, config: GatewayConfig) -> Spool:
+    """The spool. Before the first commit it serves the configured policy, drafter and profile.
+    Raises ConfigError for an invalid profile.
+    """
+    initial = {int(pb.WEIGHT_TARGET_POLICY): config.model_dir}
+    drafter = Path(config.drafter)
+    if drafter.is_dir() and (drafter / "config.json").is_file():
+        initial[int(pb.WEIGHT_TARGET_DRAFTER)] = drafter
+    return Spool(directory, initial=initial, profile=config.engine.profile)
 
 
 def _clients(

@@ -18,32 +18,23 @@ from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.local.ports import bound
 from paceline.local.reading_check import check_reading
-from paceline.rpc import EPOCHS, EpochGuard, Server
+from paceline.rpc import EPOCHS, EpochGuard, Server, channel
 from paceline.rpc.progress import add_progress
 from paceline.services.rollout_gateway.api.grpc import RolloutServicer
 from paceline.services.rollout_gateway.api.http.app import build_app
 from paceline.services.rollout_gateway.api.http.bodies import most_bytes
 from paceline.services.rollout_gateway.api.http.protocol import BoundedProtocol
-from paceline.services.rollout_gateway.api.replica import ReplicaServicer
 from paceline.services.rollout_gateway.api.sglang_router import listed
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.place import ReplicaPlace, inside
 from paceline.services.rollout_gateway.progress import progress
 from paceline.telemetry import get_logger
-from paceline.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from paceline.weights import (
-    SERVICE_NAME,
-    Spool,
-    WeightHooks,
-    WeightServicer,
-    add_weight_service,
-)
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
+from paceline.weights.forward import Forward
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
-REPLICA_SERVICE = "paceline.v1.ReplicaService"
 STOP_GRACE_S = 2.0
 START_DEADLINE_S = 10.0
 BACKLOG = 65_535
@@ -77,24 +68,22 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def running(
-    config: GatewayConfig, place: ReplicaPlace | None = None, forker: Forker | None = None
+    config: GatewayConfig, forker: Forker | None = None
 ) -> AsyncIterator[tuple[int, int]]:
-    """A gateway inside the block, or a replica of a gateway; yields its gRPC and HTTP ports."""
-    gateway = Gateway(config, place, forker)
+    """A gateway inside the block; yields its gRPC and HTTP ports."""
+    gateway = Gateway(config, forker)
     guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
-    rollouts, receives = RolloutServicer(gateway, guard), None
-    if place is None:
-        server = Server(config.addresses.gateway, config.security)
-        weights = receiver(gateway.spool, guard, gateway.weights, config)
-        server.add(add_weight_service, weights, SERVICE_NAME)
-        receives = weights.reception.activity
-    else:
-        server = Server(place.address, inside(config.security))
-        inner = ReplicaServicer(gateway, rollouts.runs.open)
-        server.add(add_ReplicaServiceServicer_to_server, inner, REPLICA_SERVICE)
+    server = Server(config.addresses.gateway, config.security)
+    handover = config.run.handover_dir(config.name) if config.spool else None
+    forward = _forward(config, gateway.spool)
+    weights = WeightServicer(
+        gateway.spool, guard, gateway.weights, handover=handover, forward=forward
+    )
+    server.add(add_weight_service, weights, SERVICE_NAME)
+    rollouts = RolloutServicer(gateway, guard)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
-    add_progress(server, lambda: progress(gateway, receives))
-    probe = asyncio.create_task(_compare_reading(config if place is None else None))
+    add_progress(server, lambda: progress(gateway, weights.reception.activity))
+    probe = asyncio.create_task(_compare_reading(config))
     try:
         await gateway.start()
     except BaseException:
@@ -105,16 +94,12 @@ async def running(
     try:
         await probe
         app = build_app(gateway, loopback=is_loopback(config.addresses.http))
-        socket_path = place.http_socket if place else ""
-        http, http_task, http_port = await start_http(app, config, socket_path)
+        http, http_task, http_port = await start_http(app, config)
         try:
             port = await server.start()
             gateway.expiry.start()
             with _collected_seldom():
                 log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-                if place is not None:  # the head enters the router's list for all replicas
-                    yield port, http_port
-                    return
                 async with listed(config, gateway.model, http_port):
                     yield port, http_port
         finally:
@@ -125,15 +110,23 @@ async def running(
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:
+        if forward is not None:
+            await forward.close()
         await gateway.stop()
 
 
-async def _compare_reading(config: GatewayConfig | None) -> None:
+def _forward(config: GatewayConfig, spool: Spool) -> Forward | None:
+    """Sends versions on to the next gateway of the run; None for the last gateway."""
+    following = config.all_addresses.gateways[config.number + 1 :]
+    return Forward(channel(following[0], config.security), spool) if following else None
+
+
+async def _compare_reading(config: GatewayConfig) -> None:
     """Compare the reading of the model with transformers', while the engine starts.
 
-    Raises ConfigError if text would be misread. Does nothing for None and the scripted engine.
+    Raises ConfigError if text would be misread. Does nothing for the scripted engine.
     """
-    if config is None or config.engine.kind == "scripted":
+    if config.engine.kind == "scripted":
         return
     tokenizer = Path(config.tokenizer) if config.tokenizer else None
     for line in await asyncio.to_thread(check_reading, config.model_dir, tokenizer):
@@ -156,33 +149,20 @@ def _collected_seldom() -> Iterator[None]:
         gc.unfreeze()
 
 
-def receiver(
-    spool: Spool, guard: EpochGuard, hooks: WeightHooks, config: GatewayConfig
-) -> WeightServicer:
-    """The gateway's weight service."""
-    return WeightServicer(
-        spool,
-        guard,
-        hooks,
-        handover=config.run.handover_dir("gateway") if config.spool else None,
-    )
-
-
 async def start_http(
-    app: ASGIApp, config: GatewayConfig, path: str = ""
+    app: ASGIApp, config: GatewayConfig
 ) -> tuple[HttpServer, asyncio.Task[None], int]:
-    """Start an HTTP server; returns the server, its task and its port. `path`: of a unix socket
-    that replaces the HTTP address; the port is then 0.
+    """Start an HTTP server; returns the server, its task and its port.
 
     Raises ConfigError when it cannot listen, or when other machines could use it without
     authentication.
     """
     address = config.addresses.http
     _check_reachable(config)
-    settings = _http_config(app, config, path)
+    settings = _http_config(app, config)
     server = HttpServer(settings)
     try:
-        sockets = [_unix_socket(path) if path else bound(settings.host, settings.port)]
+        sockets = [bound(settings.host, settings.port)]
     except OSError as error:
         raise ConfigError(
             f"cannot listen there: {error.strerror}",
@@ -199,15 +179,7 @@ async def start_http(
         cause = task.exception() if task.done() else None
         await cancel(task, listening)
         raise ConfigError("the HTTP server did not start", seen=address) from cause
-    return server, task, 0 if path else int(sockets[0].getsockname()[1])
-
-
-def _unix_socket(path: str) -> socket.socket:
-    """A new socket; replaces the file of an earlier process."""
-    Path(path).unlink(missing_ok=True)
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(path)
-    return listening
+    return server, task, int(sockets[0].getsockname()[1])
 
 
 def _check_reachable(config: GatewayConfig) -> None:
@@ -222,9 +194,9 @@ def _check_reachable(config: GatewayConfig) -> None:
         )
 
 
-def _http_config(app: ASGIApp, config: GatewayConfig, path: str) -> uvicorn.Config:
+def _http_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:
     host, _, port = config.addresses.http.rpartition(":")
-    security = inside(config.security) if path else config.security
+    security = config.security
     return uvicorn.Config(
         app,
         host=host.strip("[]"),

@@ -48,7 +48,9 @@ class Receiver:
         self.entered.set()
         await self.open.wait()
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None: ...
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None: ...
 
     async def on_abort(self, target: int, version: int) -> None: ...
 

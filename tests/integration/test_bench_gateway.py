@@ -73,10 +73,9 @@ def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(
     work = [row for row in facts["rows"] if row["section"] == "requests and their cost"]
     assert [row["load"] for row in work] == ["1 stream", "4 streams", "20/s"]
     assert all(row["right"] > 0 and row["wrong"] == row["failed"] == 0 for row in work)
-    one, two = (row for row in facts["rows"] if row["section"] == "tasks through replicas")
-    assert (one["replicas"], two["replicas"]) == (1, 2)
-    assert one["samples a call"] == two["samples a call"] == 32
-    assert min(one["samples/s"], two["samples/s"]) > 0
+    (tasks,) = (row for row in facts["rows"] if row["section"] == "tasks")
+    assert tasks["samples a call"] == 32
+    assert tasks["samples/s"] > 0
     (held,) = (row for row in facts["rows"] if row["section"] == "sessions held open")
     assert (held["answered right"], held["wrong"], held["failed"]) == (20, 0, 0)
     assert left_over() == []

@@ -80,15 +80,6 @@ def test_a_run_in_a_deep_folder_goes_on_under_a_tmpdir_of_120_characters(
     finished(deep / "runs")
 
 
-def test_several_gateways_and_redis_on_sockets_go_on_under_a_tmpdir_of_120_characters(
-    deep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(deep))
-    process = demo(deep / "runs", "--steps", "1", *SMALL, "gateway.replicas=2")
-    output, _ = process.communicate(timeout=patient(300))
-    assert process.returncode == 0, output
-
-
 def test_a_run_ends_as_fast_without_its_collector_as_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

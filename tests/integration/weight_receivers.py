@@ -35,6 +35,7 @@ from paceline.weights import (
 )
 from paceline.weights.announcing import check_share
 from paceline.weights.chunks import chunk_span
+from paceline.weights.forward import Forward
 from paceline.weights.handover import ScratchFile
 from paceline.weights.shares import Announced, HeldTensor
 from paceline.weights.wire import PushChunk, encode_push
@@ -58,7 +59,9 @@ class Recorder:
         await asyncio.wait_for(self.may_load.wait(), patient(10))
         self._note("prepared", target, version, path.name)
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
         self._note("commit", versions, mode)
 
     async def on_abort(self, target: int, version: int) -> None:
@@ -190,10 +193,15 @@ async def receivers(directory: Path) -> AsyncIterator[Start]:
     servers: list[Server] = []
     channels: list[grpc.aio.Channel] = []
 
-    async def start_one(**options: object) -> Receiver:
+    async def start_one(
+        port: int = 0, following: grpc.aio.Channel | None = None, **options: object
+    ) -> Receiver:
+        """`following`: of the receiver that gets each version from this one."""
         hooks, spool = Recorder(), Spool(directory / "spool")
+        if following is not None:
+            options["forward"] = Forward(following, spool)
         servicer = WeightServicer(spool, EpochGuard(SecurityConfig()), hooks, **options)
-        server = Server("127.0.0.1:0", SecurityConfig())
+        server = Server(f"127.0.0.1:{port}", SecurityConfig())
         server.add(add_weight_service, servicer, SERVICE_NAME)
         port = await server.start()
         servers.append(server)

@@ -71,8 +71,9 @@ class RunView:
         """Prints the addresses once all services are healthy."""
         self._serving = True
         addresses = config.addresses
+        apis = " ".join(f"http://{one}/v1" for one in addresses.gateways_http)
         self._line(
-            f"[bold]everything serves[/]: API http://{addresses.http}/v1, coordinator "
+            f"[bold]everything serves[/]: API {apis}, coordinator "
             f"{addresses.coordinator}; Ctrl-C stops all. Try"
         )
         self._line(f"  paceline page {escape(str(config.run.dir))}")

@@ -26,7 +26,7 @@ from paceline.local.ports import require_free
 from paceline.local.process_directory import socket_directory
 from paceline.local.processes import child_environment, describe_exit
 from paceline.local.redis import find_redis_server
-from paceline.local.services import SERVICES
+from paceline.local.services import services_of
 from paceline.local.supervisor import EXTERNAL_REDIS_S, launch_of
 from paceline.local.user_directory import user_directory
 from paceline.report.machine import machine_in_words
@@ -48,7 +48,7 @@ async def findings(
     yield _disk(Path(config.run.dir))
     yield _open_files()
     yield looked_at("memory", lambda: _memory(files, overrides))
-    for spec in SERVICES:
+    for spec in services_of(len(config.addresses.gateways)):
         try:
             launch = launch_of(spec, config, ())
             if not spec.address_key:

@@ -105,6 +105,9 @@ def serve(
         int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
+    gateway: Annotated[
+        int, typer.Option(help="gateway: its number; addresses.more_gateways begins at 1")
+    ] = 0,
     no_token: NoToken = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print the settings and exit")
@@ -126,6 +129,7 @@ def serve(
     settings += [f'{key}="{value}"' for key, value in given.items() if value]
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
+    flags += ["--gateway", str(gateway)] if gateway else []
     become(spec.module, *spec.arguments, *files, *flags, *settings)
 
 

@@ -64,6 +64,12 @@ def plan_run(
     if gpus is None:
         gpus = gpu_bytes() if policy.device != "cpu" or on_gpus else []
         _check_gpus(on_gpus, gpus)
+    if gpus and gateway.addresses.more_gateways:
+        raise ConfigError(
+            "gateways with GPUs are on nodes of their own",
+            seen=f"{len(gateway.addresses.gateways)} gateways on this machine",
+            allowed="--launcher ray, or no addresses.more_gateways",
+        )
     per_worker = coordinator.slots_per_worker
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)

@@ -15,9 +15,9 @@ from paceline.rpc import channel, rpc_errors
 from paceline.streams import RedisStream, connect, run_key
 from paceline.v1.coordinator_pb2 import GetSnapshotRequest
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from paceline.v1.rollout_pb2 import GetStatusRequest
+from paceline.v1.rollout_pb2 import GetStatusRequest, GetStatusResponse
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
-from paceline.v1.weights_pb2 import GetVersionsRequest
+from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 
 _MIB = 1 << 20
@@ -34,30 +34,40 @@ async def read_queues(config: ServiceConfig) -> dict[str, str]:
             return {}  # the service restarts or has ended
 
     gateway, coordinator, streams = await asyncio.gather(
-        *map(answer, (_gateway, _coordinator, _streams))
+        *map(answer, (_gateways, _coordinator, _streams))
     )
     return gateway | coordinator | streams
 
 
-async def _gateway(config: ServiceConfig) -> dict[str, str]:
-    async with channel(config.addresses.gateway, config.security) as connection:
+async def _asked(
+    address: str, config: ServiceConfig
+) -> tuple[GetStatusResponse, GetVersionsResponse]:
+    async with channel(address, config.security) as connection:
         rollout = RolloutServiceStub(connection)  # type: ignore[no-untyped-call]
         weights = WeightServiceStub(connection)  # type: ignore[no-untyped-call]
         with rpc_errors():
             status = await rollout.GetStatus(GetStatusRequest(), timeout=DEADLINE_S)
             known = await weights.GetVersions(GetVersionsRequest(), timeout=DEADLINE_S)
-    healths = [worker.health for worker in status.workers]
-    pushed = [
-        f"{letter}{version}"
-        for letter, versions in (("p", known.prepared_policy), ("d", known.prepared_drafter))
-        for version in versions
+    return status, known
+
+
+async def _gateways(config: ServiceConfig) -> dict[str, str]:
+    """Figures summed over all gateways, the versions that all have, and the sets that serve."""
+    found = await asyncio.gather(*(_asked(one, config) for one in config.addresses.gateways))
+    statuses, known = [status for status, _ in found], [versions for _, versions in found]
+    healths = [worker.health for status in statuses for worker in status.workers]
+    prepared = [
+        [*(f"p{one}" for one in own.prepared_policy), *(f"d{one}" for one in own.prepared_drafter)]
+        for own in known
     ]
+    pushed = [one for one in prepared[0] if all(one in own for own in prepared)]
+    sets = dict.fromkeys(str(versions_from_proto(own.versions)) for own in known)
     return {
         "requests running": str(sum(one.running for one in healths)),
         "requests waiting": str(sum(one.waiting for one in healths)),
-        "open sessions": str(status.open_sessions),
-        "unsent": f"{status.unsent_bytes / _MIB:.1f} MiB",
-        "serving": str(versions_from_proto(known.versions)),
+        "open sessions": str(sum(status.open_sessions for status in statuses)),
+        "unsent": f"{sum(status.unsent_bytes for status in statuses) / _MIB:.1f} MiB",
+        "serving": ", ".join(sets),
         "pushed": ", ".join(pushed) or "none",
     }
 

@@ -22,6 +22,7 @@ _BY_STATUS: dict[int, type[PacelineError]] = {
     404: NotFound,
     408: DeadlineExceeded,
     409: FailedPrecondition,
+    421: FailedPrecondition,
     429: ResourceExhausted,
     502: Unavailable,
     503: Unavailable,

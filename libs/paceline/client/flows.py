@@ -59,6 +59,10 @@ class Pause:
     seconds: float
 
 
+GATEWAY = "x-paceline-gateway"
+"""Header of an answer 421: the number of the right gateway. A load balancer routes by it."""
+
+
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
     """A received answer. A stream with status 200 has an empty body here."""
@@ -95,6 +99,7 @@ class Attempts:
     number: int = 0
     doubt: bool = False  # an answer was lost: the gateway may have carried out the call
     earlier: PacelineError | None = None  # error of the previous attempt
+    gateway: str = ""  # number of the gateway that has the group or session, once known
 
     def wait_s(self, outcome: HttpAnswer | Lost) -> float | None:
         """Seconds until the next attempt; None: no further attempt."""
@@ -221,10 +226,16 @@ def answered(attempts: Attempts, settings: ClientSettings) -> Flow[HttpAnswer]:
     while True:
         attempts.number += 1
         headers = _headers(call, settings)  # a run that begins meanwhile has a token
+        if attempts.gateway:
+            headers[GATEWAY] = attempts.gateway
         outcome = yield Send(call.method, call.path, headers, content, max(end - clock(), 0.001))
         assert outcome is not None
         if isinstance(outcome, HttpAnswer) and outcome.status in (200, 201, *call.accepts):
             return outcome
+        gateway = outcome.headers.get(GATEWAY) if isinstance(outcome, HttpAnswer) else None
+        if gateway is not None and not attempts.gateway:
+            attempts.gateway = gateway
+            continue
         wait = attempts.wait_s(outcome)
         error = attempts.error(outcome)
         if wait is None or clock() + wait >= end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from paceline.cluster.keeper import node_address
 from paceline.cluster.pools import Pool
 from paceline.config import AddressesConfig, ServiceConfig
 from paceline.errors import ConfigError
-from paceline.local.services import SERVICES
+from paceline.local.services import services_of
 from paceline.report.machine import versions
 from paceline.rpc.security import check_events, check_security
 
@@ -51,14 +52,19 @@ def addresses(
     """
     if len(set(hosts.values())) == 1:
         return []
-    found = []
+    found: dict[str, str | list[str]] = {}
     host_of = {name: hosts[pool.name] for pool in pools for name in pool.services}
-    for spec in SERVICES:
+    for spec in services_of(len(before.gateways)):
         for key in filter(None, (spec.address_key, *spec.more_address_keys)):
-            scheme, slashes, rest = getattr(before, key).rpartition("//")
+            scheme, slashes, rest = before.of(key).rpartition("//")
             port = rest.rpartition(":")[2]
-            found.append(f"addresses.{key}={scheme}{slashes}{spelled(host_of[spec.name])}:{port}")
-    return found
+            address = f"{scheme}{slashes}{spelled(host_of[spec.name])}:{port}"
+            name, _, index = key.partition(".")
+            found[name] = [*found.get(name, ()), address] if index else address
+    return [
+        f"addresses.{name}={json.dumps(value) if isinstance(value, list) else value}"
+        for name, value in found.items()
+    ]
 
 
 def require_ways(config: ServiceConfig) -> None:
@@ -69,7 +75,7 @@ def require_ways(config: ServiceConfig) -> None:
             seen="redis.durable_url is empty",
             allowed="its URL, with a password",
         )
-    for spec in SERVICES:
+    for spec in services_of(len(config.addresses.gateways)):
         if spec.address_key:
-            check_security(getattr(config.addresses, spec.address_key), config.security)
+            check_security(config.addresses.of(spec.address_key), config.security)
     check_events(config.addresses.events, config.security)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.local.run_settings import gpu_settings, settings_of_run
+from paceline.local.services import GATEWAY, gateway_name
 
 CONTROL, ROLLOUT, POLICY = "control", "rollout", "policy"
 CPU, GPU = "CPU", "GPU"
@@ -35,8 +36,9 @@ class Pool:
 def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     """The pools of a run with these settings.
 
-    In a colocated run, rollouts, policy and drafter take turns on the same slots. If the learner
-    has its own slots, both trainers run on the learner's node. Raises ConfigError for invalid
+    In a colocated run, rollouts, policy and drafter take turns on the slots of gateway 0. If the
+    learner has its own slots, both trainers run on the learner's node. Each further gateway has a
+    pool for itself. Raises ConfigError for invalid
     settings.
     """
     found = settings_of_run(files, overrides)
@@ -50,10 +52,14 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     trainers = ("policy_trainer", "drafter_trainer")
     control = Pool(CONTROL, ("redis", "redis_features", "coordinator"))
     if learners:
-        apart = [Pool(ROLLOUT, ("gateway",), rollout), Pool(POLICY, trainers, learners)]
+        apart = [Pool(ROLLOUT, (GATEWAY,), rollout), Pool(POLICY, trainers, learners)]
     else:
-        apart = [Pool(ROLLOUT, ("gateway", *trainers), rollout)]
-    return [control, *apart]
+        apart = [Pool(ROLLOUT, (GATEWAY, *trainers), rollout)]
+    more = [
+        Pool(f"{ROLLOUT}-{number}", (gateway_name(number),), rollout)
+        for number in range(1, len(gateway.addresses.gateways))
+    ]
+    return [control, *apart, *more]
 
 
 def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> None:

@@ -169,17 +169,12 @@ def _unknown(
             yield from _unknown(children, value, f"{prefix}{key}.")
 
 
-_ELSEWHERE = {"fronts": "replicas", "api_server_count": "replicas"}
-"""Paceline's setting by the name of the same setting in other systems."""
-
-
 def _nearest(key: str, known: Sequence[str]) -> str:
     """Returns "; nearest: ..." with the closest key, or an empty string.
 
     An exact match of a last part outranks similarity of the whole key.
     """
     ends = {k.rpartition(".")[2]: k for k in reversed(known)}
-    key = _ELSEWHERE.get(key, key)
     if key in ends:
         return f"; nearest: {ends[key]}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

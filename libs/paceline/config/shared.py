@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.addresses import loopback
@@ -149,6 +149,38 @@ class AddressesConfig(Config):
     """ZeroMQ endpoint of the coordinator's facts."""
     http: str = Field(default_factory=lambda: f"{loopback()}:7408")
     """OpenAI-compatible HTTP address of the gateway."""
+    more_gateways: tuple[str, ...] = ()
+    """gRPC addresses of gateways 1, 2, ... Each has `gateway.engine.workers` workers of its own, on
+    its own host.
+    """
+    more_gateways_http: tuple[str, ...] = ()
+    """HTTP addresses of the same gateways, in the same order."""
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """gRPC addresses of all gateways, by number."""
+        return (self.gateway, *self.more_gateways)
+
+    @property
+    def gateways_http(self) -> tuple[str, ...]:
+        """HTTP addresses of all gateways, by number."""
+        return (self.http, *self.more_gateways_http)
+
+    def of(self, key: str) -> str:
+        """The address under a key; `more_gateways.0` is the first of that list."""
+        name, _, index = key.partition(".")
+        value = getattr(self, name)
+        return str(value[int(index)] if index else value)
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        if len(self.more_gateways) != len(self.more_gateways_http):
+            raise PydanticCustomError(
+                "gateways",
+                "addresses.more_gateways and addresses.more_gateways_http should have equally many "
+                "addresses",
+            )
+        return self
 
 
 class OptimizerConfig(Config):

@@ -53,10 +53,12 @@ def run_service(
     argv: Sequence[str] | None = None,
     *,
     extra: str = "",
+    numbered: Callable[[C, int], C] | None = None,
 ) -> None:
     """Runs one service until it ends or a signal stops it; then exits the process.
 
-    `extra`: the extra that must be installed (extras.py).
+    `extra`: the extra that must be installed (extras.py). `numbered`: the settings of one process
+    of a service with several processes; its number is the option --<name>.
 
     Exit status: 0 when serve() returned, 128 + signal after SIGTERM or SIGINT, 2 for a config
     error. 3 when the run failed, 4 when memory or disk is full, 1 for any other Paceline error. An
@@ -64,28 +66,13 @@ def run_service(
     """
 
     def run() -> int:
-        arguments = _arguments(name).parse_intermixed_args(argv)
+        parser = _arguments(name)
+        if numbered:
+            parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help="its number")
+        arguments = parser.parse_intermixed_args(argv)
         if extra and not arguments.print_config:
             require_extra(extra, name)
-        return _run(name, config_class, serve, arguments)
-
-    _leave(name, run)
-
-
-def run_part(name: str, config: C, serve: Serve[C]) -> None:
-    """Runs a process that is part of a service, under its own name.
-
-    It has no address and no directory in the run. Exits the process as run_service does.
-    """
-
-    def run() -> int:
-        set_malloc_thresholds()
-        telemetry.setup(name, config.telemetry)
-        try:
-            stopped_by = uvloop.run(_serve_until_signal(config, serve))
-        finally:
-            telemetry.shutdown()
-        return 128 + stopped_by if stopped_by else EXIT_FINISHED
+        return _run(name, config_class, serve, arguments, numbered)
 
     _leave(name, run)
 
@@ -129,17 +116,25 @@ def _arguments(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _run(name: str, config_class: type[C], serve: Serve[C], arguments: argparse.Namespace) -> int:
+def _run(
+    name: str,
+    config_class: type[C],
+    serve: Serve[C],
+    arguments: argparse.Namespace,
+    numbered: Callable[[C, int], C] | None,
+) -> int:
     config = load_config(config_class, name, arguments.config, arguments.overrides)
     if arguments.print_config:
         sys.stdout.write(print_config(config, name))
         return EXIT_FINISHED
-    config = resolved(config)
-    with owned(Path(config.run.dir), name):
+    config, process = resolved(config), name
+    if numbered and (number := getattr(arguments, name)):
+        config, process = numbered(config, number), f"{name}-{number}"
+    with owned(Path(config.run.dir), process):
         _require_free_ports(name, config)
         use_run_tokens(config)
         set_malloc_thresholds()
-        telemetry.setup(name, config.telemetry)
+        telemetry.setup(process, config.telemetry)
         try:
             with announced(_tokens(name, config)):
                 stopped_by = uvloop.run(_serve_until_signal(config, serve))

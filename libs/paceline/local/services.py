@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import NotFound
 
@@ -14,11 +14,11 @@ class ServiceSpec:
     name: str  # also its config section and log file
     module: str
     settings: str  # import path of the settings class; "": none
-    address_key: str  # key in [addresses] of the main port; "": none
+    address_key: str  # key of the main port, for AddressesConfig.of; "": none
     depends_on: tuple[str, ...]  # services that must be healthy first
     label: str  # group in a dashboard
-    more_address_keys: tuple[str, ...] = ()  # further keys in [addresses] that it binds
-    links: tuple[str, ...] = ()  # keys in [addresses] that are web pages
+    more_address_keys: tuple[str, ...] = ()  # further keys that it binds
+    links: tuple[str, ...] = ()  # keys that are web pages
     ends_run: bool = False  # the run ends when it exits with status 0
     optional: bool = False  # the run continues without it
     arguments: tuple[str, ...] = ()  # before --config
@@ -94,8 +94,41 @@ SERVICES: tuple[ServiceSpec, ...] = (
 )
 
 
+GATEWAY = "gateway"
+
+
+def gateway_name(number: int) -> str:
+    """Service name of a gateway."""
+    return f"{GATEWAY}-{number}" if number else GATEWAY
+
+
+def services_of(gateways: int) -> list[ServiceSpec]:
+    """The services of a run with so many gateways."""
+    names = tuple(gateway_name(number) for number in range(gateways))
+    found = list[ServiceSpec]()
+    for spec in SERVICES:
+        needs = spec.depends_on
+        if GATEWAY in needs:
+            needs = (*names, *(name for name in needs if name != GATEWAY))
+        found.append(replace(spec, depends_on=needs))
+        if spec.name == GATEWAY:
+            found += map(service, names[1:])
+    return found
+
+
 def service(name: str) -> ServiceSpec:
     """The service with this name, with - or _. Raises NotFound with all names."""
+    first, _, number = name.partition("-")
+    if first == GATEWAY and number.isdecimal() and int(number):
+        key, http = f"more_gateways.{int(number) - 1}", f"more_gateways_http.{int(number) - 1}"
+        return replace(
+            service(GATEWAY),
+            name=name,
+            address_key=key,
+            more_address_keys=(http,),
+            links=(http,),
+            arguments=("--gateway", number),
+        )
     wanted = name.replace("-", "_")
     for spec in SERVICES:
         if spec.name == wanted:

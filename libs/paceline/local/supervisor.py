@@ -22,7 +22,7 @@ from paceline.local.hung import HUNG_S
 from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
-from paceline.local.services import REDIS, SERVICES, ServiceSpec
+from paceline.local.services import REDIS, SERVICES, ServiceSpec, services_of
 from paceline.rpc import wait_healthy
 
 EXTERNAL_REDIS_S = 5.0
@@ -209,7 +209,8 @@ def service_launches(
     config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
 ) -> list[Launch]:
     """The launches of all services, as in run_launches, without a forkserver."""
-    return [service_launch(spec, config, files, overrides) for spec in SERVICES]
+    specs = services_of(len(config.addresses.gateways))
+    return [service_launch(spec, config, files, overrides) for spec in specs]
 
 
 def service_launch(
@@ -227,13 +228,13 @@ def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]
         return _redis_launch(spec, config, command)
     if not spec.address_key:
         return Launch(spec.name, command, None, spec.depends_on)
-    address = getattr(config.addresses, spec.address_key)
+    address = config.addresses.of(spec.address_key)
 
     async def healthy(deadline_s: float) -> None:
         await wait_healthy(address, config.security, deadline_s)
 
     keys = (spec.address_key, *spec.more_address_keys)
-    ports = tuple((getattr(config.addresses, key), f"addresses.{key}") for key in keys)
+    ports = tuple((config.addresses.of(key), f"addresses.{key}") for key in keys)
     return Launch(
         spec.name,
         command,

@@ -58,11 +58,18 @@ class OpenSessions:
     in Redis. `client` None keeps nothing.
     """
 
-    def __init__(self, client: redis.asyncio.Redis | None, run_id: str, writer: str = "") -> None:
-        """`writer`: prefix of the marks of this writer's processes, if several writers share a run;
-        "" covers all.
+    def __init__(
+        self,
+        client: redis.asyncio.Redis | None,
+        run_id: str,
+        writer: str = "",
+        *,
+        alone: bool = True,
+    ) -> None:
+        """`writer`: prefix of the marks of this writer's processes. `alone`: no other writer shares
+        the run.
         """
-        self._writer = writer
+        self._writer = "" if alone else writer
         self._client: Any = client
         self._run_id = run_id
         # mark of this process; a record with another mark was left open by an earlier process

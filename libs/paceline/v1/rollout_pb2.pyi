@@ -207,7 +207,7 @@ class TaskSpec(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., group_id: _Optional[str] = ..., task_index: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RunTasksRequest(_message.Message):
-    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups")
+    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "assigned")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class RunTasksRequest(_message.Message):
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
     OPEN_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     purpose: _trajectory_pb2.Purpose
     tasks: _containers.RepeatedCompositeFieldContainer[TaskSpec]
@@ -230,7 +231,34 @@ class RunTasksRequest(_message.Message):
     forced_arm: str
     capture: bool
     open_groups: int
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ...) -> None: ...
+    assigned: bool
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., assigned: _Optional[bool] = ...) -> None: ...
+
+class WatchGroupsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchGroupsResponse(_message.Message):
+    __slots__ = ("closed",)
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    closed: int
+    def __init__(self, closed: _Optional[int] = ...) -> None: ...
+
+class AssignGroupsRequest(_message.Message):
+    __slots__ = ("context", "most", "last")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    most: int
+    last: bool
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., most: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class AssignGroupsResponse(_message.Message):
+    __slots__ = ("assigned",)
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    assigned: int
+    def __init__(self, assigned: _Optional[int] = ...) -> None: ...
 
 class RunTasksResponse(_message.Message):
     __slots__ = ("sample", "share", "finished", "closed")

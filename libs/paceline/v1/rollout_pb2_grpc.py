@@ -65,6 +65,16 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.RunTasksRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.RunTasksResponse.FromString,
                 _registered_method=True)
+        self.WatchGroups = channel.unary_stream(
+                '/paceline.v1.RolloutService/WatchGroups',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.WatchGroupsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.WatchGroupsResponse.FromString,
+                _registered_method=True)
+        self.AssignGroups = channel.unary_unary(
+                '/paceline.v1.RolloutService/AssignGroups',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsResponse.FromString,
+                _registered_method=True)
         self.SetArm = channel.unary_unary(
                 '/paceline.v1.RolloutService/SetArm',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.SetArmRequest.SerializeToString,
@@ -138,6 +148,20 @@ class RolloutServiceServicer:
 
     def RunTasks(self, request, context):
         """Runs tasks of the built-in environments; idempotent by (run, step, purpose, task, sample).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchGroups(self, request, context):
+        """Reports groups that agents opened themselves and that have closed. For a run with several gateways.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AssignGroups(self, request, context):
+        """Assigns closed groups to a step, the group that closed first before the others. The step's RunTasks call returns them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,6 +242,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.RunTasks,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.RunTasksRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.RunTasksResponse.SerializeToString,
+            ),
+            'WatchGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchGroups,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.WatchGroupsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.WatchGroupsResponse.SerializeToString,
+            ),
+            'AssignGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.AssignGroups,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsResponse.SerializeToString,
             ),
             'SetArm': grpc.unary_unary_rpc_method_handler(
                     servicer.SetArm,
@@ -413,6 +447,60 @@ class RolloutService:
             '/paceline.v1.RolloutService/RunTasks',
             paceline_dot_v1_dot_rollout__pb2.RunTasksRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.RunTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.RolloutService/WatchGroups',
+            paceline_dot_v1_dot_rollout__pb2.WatchGroupsRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.WatchGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AssignGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/AssignGroups',
+            paceline_dot_v1_dot_rollout__pb2.AssignGroupsRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.AssignGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -176,16 +176,18 @@ class PushResponse(_message.Message):
     def __init__(self, bytes_received: _Optional[int] = ..., receive_s: _Optional[float] = ..., spool_s: _Optional[float] = ..., fan_out_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., missing_chunks: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("context", "versions", "mode", "leased_workers")
+    __slots__ = ("context", "versions", "mode", "leased_workers", "judge")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     LEASED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     versions: _trajectory_pb2.VersionSet
     mode: _engine_pb2.PauseMode
     leased_workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ..., leased_workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    judge: bool
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ..., leased_workers: _Optional[_Iterable[int]] = ..., judge: _Optional[bool] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("versions",)

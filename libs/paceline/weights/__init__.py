@@ -10,7 +10,6 @@ from paceline.weights.reception import WeightHooks
 from paceline.weights.sender import Delivery, Parcel, WeightSender
 from paceline.weights.service import SERVICE_NAME, add_weight_service
 from paceline.weights.servicer import WeightServicer
-from paceline.weights.shared_spool import SharedSpool
 from paceline.weights.spool import Spool
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "Delivery",
     "Parcel",
     "PushReport",
-    "SharedSpool",
     "Spool",
     "WeightHooks",
     "WeightSender",

@@ -5,6 +5,7 @@ The next destination of the bytes is decided elsewhere (spool, servicer).
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,8 @@ class Assembly:
         self._spans: dict[int, list[Span]] = {}  # received spans of incomplete chunks
         self._count_of_spans = 0
         self._missing = len(self._checksums)
+        self.arrived: list[int] = []  # complete chunks, in the order of their completion
+        self.news = asyncio.Event()  # set when a chunk is complete
         self.started_s: float | None = None
         self.finished_s: float | None = None
 
@@ -114,6 +117,8 @@ class Assembly:
         whole = (first, last) == (start, end)
         self._checksums[index] = chunk.crc32 if whole else zlib.crc32(self.buffer[start:end])
         self._missing -= 1
+        self.arrived.append(index)
+        self.news.set()
         if self.complete:
             self.finished_s = time.monotonic()
 

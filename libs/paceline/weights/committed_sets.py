@@ -49,10 +49,6 @@ class CommittedSets:
         """The set before the serving one."""
         return self._sets[-2] if len(self._sets) > 1 else None
 
-    def as_they_are_now(self) -> CommittedSets:
-        """The sets as another process has written them since."""
-        return CommittedSets(self._file.parent, self._keep)
-
     def names(self, part: Part) -> bool:
         """Whether a kept set contains the part, or the part is the drafter before the
         serving one.
@@ -74,6 +70,11 @@ class CommittedSets:
         former = serving.drafter if serving and changes else self._former_drafter
         self._write(sets, former)
         self._sets, self._former_drafter, self.unknown = sets, former, ""
+
+    def take_back(self) -> None:
+        """Drops the serving set; the set before it serves again."""
+        self._write(self._sets[:-1], None)
+        self._sets, self._former_drafter = self._sets[:-1], None
 
     def _write(self, sets: Iterable[VersionSet], former_drafter: int | None) -> None:
         listed = [*map(to_object, sets)]

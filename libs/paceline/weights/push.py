@@ -161,12 +161,14 @@ async def commit_versions(
     mode: int = PAUSE_MODE_IN_PLACE,
     *,
     leased: Iterable[int] = (),
+    judge: bool | None = None,
     deadline_s: float = COMMAND_DEADLINE_S,
 ) -> VersionSet:
     """Makes the receiver serve a set, and returns the serving set. Raises WeightsError when a part
     is absent.
 
-    leased: workers on whose slots a trainer computes.
+    leased: workers on whose slots a trainer computes. judge: whether a canary tests the set first;
+    None: the receiver decides, by its number of workers.
     """
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     request = pb.CommitRequest(
@@ -174,6 +176,7 @@ async def commit_versions(
         versions=versions_to_proto(versions),
         mode=mode,  # type: ignore[arg-type]
         leased_workers=leased,
+        judge=judge,
     )
     with rpc_errors():
         response = await stub.Commit(request, timeout=deadline_s)

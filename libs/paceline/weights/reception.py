@@ -43,9 +43,12 @@ class WeightHooks(Protocol):
         """
         ...
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+    async def on_commit(
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
+    ) -> None:
         """Serves the set on every worker; on_prepared was called for all parts. A trainer has the
-        slots of `leased` workers.
+        slots of `leased` workers. `judge`: whether a canary tests the set first; None: the hook
+        decides.
 
         An exception fails the Commit.
         """
@@ -186,10 +189,18 @@ class Reception:
                 fan_out_s=time.monotonic() - load_started_s,
             )
 
-    async def commit(self, versions: VersionSet, mode: int, leased: Collection[int] = ()) -> None:
+    async def commit(
+        self,
+        versions: VersionSet,
+        mode: int,
+        leased: Collection[int] = (),
+        *,
+        judge: bool | None = None,
+    ) -> None:
         """Serves a set: workers first, then versions.json. Serving the present set again has no
-        effect. Raises WeightsError for a part that is not prepared or a seq that does not grow, and
-        the errors of the hooks.
+        effect. The set before the present one may serve again, although its seq is smaller. Raises
+        WeightsError for a part that is not prepared or a seq that does not grow, and the errors of
+        the hooks.
         """
         async with self._writer:
             if versions != self._spool.serving:
@@ -197,7 +208,7 @@ class Reception:
                 self._check_commit(versions, targets)
                 for target in targets:
                     await self._load((target, part_version(versions, target)))
-                await self._hooks.on_commit(versions, mode, leased)
+                await self._hooks.on_commit(versions, mode, leased, judge=judge)
                 await asyncio.to_thread(self._spool.commit, versions)
                 self._forget_older(versions)
 
@@ -313,7 +324,7 @@ class Reception:
 
     def _check_commit(self, versions: VersionSet, targets: tuple[int, ...]) -> None:
         serving = self.serving
-        if versions.seq <= serving.seq:
+        if versions.seq <= serving.seq and versions != self._spool.former:
             raise WeightsError(
                 "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,9 @@ class Sending:
             response: pb.PrepareResponse = await self._stub.Prepare(request, timeout=self._left_s)
         return response
 
-    async def stream(self, parts: Iterable[ChunkPart]) -> pb.PushResponse:
+    async def stream(
+        self, parts: Iterable[ChunkPart] | AsyncIterable[ChunkPart]
+    ) -> pb.PushResponse:
         """Sends at least one part by the network."""
         push: Any = self.channel.stream_unary(
             f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
@@ -84,10 +86,13 @@ class Sending:
     def _left_s(self) -> float:
         return self.ends_s - time.monotonic()
 
-    async def _messages(self, parts: Iterable[ChunkPart]) -> AsyncIterator[bytes]:
+    async def _messages(
+        self, parts: Iterable[ChunkPart] | AsyncIterable[ChunkPart]
+    ) -> AsyncIterator[bytes]:
         target, version = self.manifest.target, self.manifest.version
         first: CommandContext | None = self.context
-        for index, offset, data, crc, _ in parts:
+        each = parts if isinstance(parts, AsyncIterable) else _in_turn(parts)
+        async for index, offset, data, crc, _ in each:
             yield encode_push(PushChunk(target, version, index, crc, data, first, offset))
             first = None
 
@@ -107,3 +112,8 @@ class Sending:
                 for one in parts
             ),
         )
+
+
+async def _in_turn(parts: Iterable[ChunkPart]) -> AsyncIterator[ChunkPart]:
+    for part in parts:
+        yield part

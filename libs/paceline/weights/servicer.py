@@ -24,6 +24,7 @@ from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
 from paceline.weights.chunks import chunk_count
 from paceline.weights.committed_sets import Part, part_version
+from paceline.weights.forward import Forward
 from paceline.weights.handover import HandoverDirectory
 from paceline.weights.manifest import ENCODING_NAMES, check_manifest, target_name
 from paceline.weights.metrics import RECEIVED_BYTES
@@ -50,10 +51,12 @@ class WeightServicer(WeightServiceServicer):
         targets: tuple[int, ...] = (WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER),
         max_bytes: int = 0,
         handover: Path | None = None,
+        forward: Forward | None = None,
     ) -> None:
         """`max_bytes`: limit of one version's content; 0: the free space of the spool's disk.
-        `handover`: directory for files of senders on this host.
+        `handover`: directory for files of senders on this host. `forward`: sends every version on.
         """
+        self._forward = forward
         directory = HandoverDirectory(handover) if handover else None
         self.reception = Reception(spool, hooks, targets, directory)
         self._spool = spool
@@ -84,7 +87,12 @@ class WeightServicer(WeightServiceServicer):
                 allowed=allowed,
             )
         with self.reception.working("prepares for weights"):
-            return await self._whole(self.reception.prepare(manifest))
+            answer = await self._whole(self.reception.prepare(manifest))
+            if self._forward is not None:
+                part = (manifest.target, manifest.version)
+                assembly = None if answer.complete else self.reception.receiving(part)
+                await self._forward.send(request.context, manifest, assembly)
+            return answer
 
     async def Push(
         self, request_iterator: AsyncIterator[PushChunk], context: Any
@@ -117,7 +125,7 @@ class WeightServicer(WeightServiceServicer):
 
         if part is None:
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
-        return await self._whole(self.reception.finish(part, received))
+        return await self._finish(part, received)
 
     async def Take(self, request: pb.TakeRequest, context: Any) -> pb.TakeResponse:
         """Takes ranges of a file of a sender on this host, as Push takes chunks."""
@@ -127,7 +135,13 @@ class WeightServicer(WeightServiceServicer):
         with self.reception.working("receives weights"):
             received = await self.reception.take(request)
             _count(received, assembly, "file")
-            return pb.TakeResponse(taken=await self._whole(self.reception.finish(part, received)))
+            return pb.TakeResponse(taken=await self._finish(part, received))
+
+    async def _finish(self, part: Part, received: int) -> pb.PushResponse:
+        answer = await self._whole(self.reception.finish(part, received))
+        if self._forward is not None and not answer.missing_chunks:
+            await self._forward.finish(part)
+        return answer
 
     def _check_first(self, chunk: PushChunk) -> None:
         if chunk.context is None:
@@ -149,7 +163,10 @@ class WeightServicer(WeightServiceServicer):
                 "there is no such pause mode", seen=int(mode), allowed=PauseMode.keys()[1:]
             )
         with self.reception.working("commits weights"):
-            await self._whole(self.reception.commit(versions, mode, request.leased_workers))
+            judge = request.judge if request.HasField("judge") else None
+            await self._whole(
+                self.reception.commit(versions, mode, request.leased_workers, judge=judge)
+            )
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
@@ -159,7 +176,10 @@ class WeightServicer(WeightServiceServicer):
         """
         self._guard.check(request.context, _track_of(request.target))
         target_name(request.target)
-        await self._whole(self.reception.abort((request.target, request.version)))
+        part = (request.target, request.version)
+        await self._whole(self.reception.abort(part))
+        if self._forward is not None:
+            await self._forward.abort(request.context, part)
         return pb.AbortResponse()
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:

@@ -94,6 +94,13 @@ class Spool:
         return self._sets.previous
 
     @property
+    def former(self) -> VersionSet | None:
+        """The set that a commit may return to: the set before the serving one, or the initial set
+        after the first commit; None before it.
+        """
+        return None if self.serving is None else self._sets.previous or self._start
+
+    @property
     def unknown(self) -> str:
         """The fault of versions.json; meanwhile no version is removed."""
         return self._sets.unknown
@@ -248,9 +255,16 @@ class Spool:
 
     def commit(self, versions: VersionSet) -> None:
         """Makes the set the serving one, atomically. Removes versions that neither a kept set nor a
-        later prepared one needs.
+        later prepared one needs. After a return to the former set, the parts of the left set count
+        as prepared.
         """
-        self._sets.commit(versions)
+        left = self.serving
+        if left is not None and versions == self.former:
+            self._sets.take_back()
+            parts = {(target, part_version(left, target)) for target in TARGET_NAMES}
+            self._prepared |= {one for one in parts & self.spooled() if not self._committed(one)}
+        else:
+            self._sets.commit(versions)
         committed = {target: part_version(versions, target) for target in TARGET_NAMES}
         self._prepared = {
             (target, version) for target, version in self._prepared if version > committed[target]

@@ -14,6 +14,7 @@ from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, 
 from paceline.local.news import tell_supervisor
 from paceline.rpc import leased, responses, rpc_errors
 from paceline.services.coordinator.calls.figures import FinishedSamples
+from paceline.services.coordinator.calls.open_steps import OpenSteps
 from paceline.services.coordinator.calls.peers import Peers
 from paceline.services.coordinator.calls.tasks import TaskSource
 from paceline.services.coordinator.config import CoordinatorConfig
@@ -68,10 +69,16 @@ class Calls:
     round_costs: list[RoundCosts] = field(default_factory=list)  # of the last rollouts
     accept_lengths: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
     absent: dict[Service, Absence] = field(default_factory=dict)
+    open_steps: OpenSteps = field(default_factory=OpenSteps)
     handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while slots change hands, so that the gateway receives the leases in the order of their
     epochs.
     """
+
+    @property
+    def workers_of_each(self) -> int:
+        """Workers of each gateway."""
+        return self.state().settings.workers // len(self.peers.gateways)
 
     def context(self, command: StepCommand) -> CommandContext:
         """The context of a command's requests: run, step and epoch."""

@@ -15,8 +15,7 @@ from paceline.errors import (
 )
 from paceline.messages import versions_from_proto
 from paceline.report.solved import accuracy, pass_figures
-from paceline.rpc import rpc_errors
-from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
+from paceline.services.coordinator.calls.base import WORKER_LOST, Calls
 from paceline.services.coordinator.calls.checkpoints import keep_if_best
 from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
@@ -26,9 +25,10 @@ from paceline.services.coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
+from paceline.services.coordinator.calls.gateways import TaskCalls, ask_all
 from paceline.services.coordinator.calls.quarantine import withhold
 from paceline.services.coordinator.calls.slots import resume
-from paceline.services.coordinator.calls.weights import mend, versions_at_gateway
+from paceline.services.coordinator.calls.weights import mend, versions_at_gateways
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import PASSED, Event, Figure
 from paceline.services.coordinator.machine.rollout import bits
@@ -40,11 +40,11 @@ _QUERY_DEADLINE_S = 30.0
 
 
 async def run_started(calls: Calls) -> events.RunStarted:
-    """The RunStarted event, with the gateway's workers and its serving set. Raises
-    FailedPrecondition when the gateway has no workers.
+    """The RunStarted event, with the workers of all gateways and the set that gateway 0 serves.
+    Raises FailedPrecondition without workers.
     """
     settings = await _settings(calls)
-    served = await versions_at_gateway(calls, _QUERY_DEADLINE_S)
+    served = (await versions_at_gateways(calls, _QUERY_DEADLINE_S))[0]
     if not settings.workers:
         raise FailedPrecondition("the gateway has no engine workers", seen=0, allowed="1 or more")
     return events.RunStarted(calls.now(), settings, versions_from_proto(served.versions))
@@ -65,13 +65,19 @@ async def run_resumed(calls: Calls) -> events.Resumed:
 
 
 async def _settings(calls: Calls) -> RunSettings:
-    """The machine's settings from the present configuration and the gateway's workers."""
-    with rpc_errors():
-        status = await calls.peers.rollout.GetStatus(
-            rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
-        )
-    settings = calls.config.machine_settings(len(status.workers))
-    return replace(settings, tasks=calls.source.described)
+    """The machine's settings from the present configuration and the gateways' workers. Raises
+    ConfigError when the gateways have different numbers of workers.
+    """
+    request = rollout_pb2.GetStatusRequest()
+    found = [
+        len(status.workers)
+        for status in await ask_all(calls, "GetStatus", request, _QUERY_DEADLINE_S)
+    ]
+    if len({*found}) > 1:
+        raise ConfigError("all gateways have equally many workers", seen=found, allowed=found[:1])
+    settings = calls.config.machine_settings(sum(found))
+    leasable = found[0] if len(found) > 1 else 0
+    return replace(settings, leasable_workers=leasable, tasks=calls.source.described)
 
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
@@ -103,9 +109,9 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
             await mend(calls, command)
             await withhold(calls, calls.learner_context())
             await resume(calls, command)
-            call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
-            await accepted(call)
-        async for name, answer in answers(call, last="finished"):
+            running = TaskCalls(calls, request)
+            await running.begin()
+        async for name, answer in running.news():
             match name:
                 case "sample":
                     samples.add(answer)
@@ -165,8 +171,9 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
             await mend(calls, command)
             await withhold(calls, calls.learner_context())
             await resume(calls, command)
-        call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
-        async for name, answer in answers(call, last="finished"):
+        running = TaskCalls(calls, request)
+        await running.begin()
+        async for name, answer in running.news():
             match name:
                 case "sample":
                     samples.add(answer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline.errors import PacelineError
 from paceline.local.news import tell_supervisor
-from paceline.rpc import rpc_errors
 from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.gateways import ask_all
 from paceline.services.coordinator.machine import commands, events
 from paceline.telemetry import get_logger
 from paceline.trajectory import PLAIN_PATH
@@ -54,12 +54,11 @@ async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
 
 
 async def withhold(calls: Calls, context: CommandContext) -> None:
-    """Stops the gateway from using the quarantined paths. Raises errors of the call."""
+    """Stops all gateways from using the quarantined paths. Raises errors of the call."""
     paths = calls.state().quarantined
     if not paths:
         return
     request = QuarantineRequest(context=context, paths=paths)
-    with rpc_errors():
-        answer = await calls.peers.rollout.Quarantine(request, timeout=_DEADLINE_S)
-    if answer.unmet:
-        get_logger("coordinator").error("paths_stay", paths=list(answer.unmet))
+    answers = await ask_all(calls, "Quarantine", request, _DEADLINE_S)
+    if unmet := sorted({path for answer in answers for path in answer.unmet}):
+        get_logger("coordinator").error("paths_stay", paths=unmet)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from paceline.errors import PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.rpc.progress import ASK_S, ask_progress
 from paceline.services.coordinator.calls.base import Absence, Calls
+from paceline.services.coordinator.calls.peers import each
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.state import OPTIONAL, Service
+from paceline.services.coordinator.machine.state import OPTIONAL
 
 _LONGEST_PAUSE_S = 5.0
 
@@ -43,19 +45,18 @@ async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: 
     # pause.
     await asyncio.sleep(min(absence.pause_s, left_s))
     absence.pause_s = min(2 * absence.pause_s, _LONGEST_PAUSE_S)
-    try:
-        await calls.peers.wait_healthy(service, left_s)
-    except PacelineError:
-        if not await _gets_on(calls, service, limit_s):
-            raise
+    if late := await calls.peers.unhealthy(service, left_s):
+        channels = calls.peers.all_channels(service)
+        if not all(await each(_gets_on(channels[number], limit_s) for number in late)):
+            raise next(iter(late.values()))
         absence.since_s = calls.now()  # it loads or replays, so its time starts again
         await _healthy_again(calls, command, absence)
 
 
-async def _gets_on(calls: Calls, service: Service, limit_s: float) -> bool:
-    """Whether an unhealthy service still answers and one of its parts has made progress."""
+async def _gets_on(channel: Any, limit_s: float) -> bool:
+    """Whether an unhealthy process still answers and one of its parts has made progress."""
     try:
-        parts = (await ask_progress(calls.peers.channels[service], patient(ASK_S))).parts
+        parts = (await ask_progress(channel, patient(ASK_S))).parts
     except PacelineError:
         return False
     return any(part.still_s < limit_s for part in parts if part.doing)

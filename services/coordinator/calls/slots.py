@@ -10,7 +10,8 @@ from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.rpc import leased, rpc_errors
 from paceline.services.coordinator.calls.base import Calls, no_event
-from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
+from paceline.services.coordinator.calls.peers import Peers, each
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import StepCommand
 from paceline.services.coordinator.machine.events import Event
@@ -53,28 +54,35 @@ async def release(
     # A drafter leaves when its caller is gone; a policy step may last `deadline_s` without a
     # listener.
     outlasts_s = deadline_s if holder is Holder.POLICY else 0.0
-    request = rollout_pb2.ReleaseWorkersRequest(
-        context=calls.context(command), workers=workers, outlasts_s=outlasts_s
-    )
+    context, rollouts = calls.context(command), calls.peers.rollouts
+    requests = {
+        number: rollout_pb2.ReleaseWorkersRequest(
+            context=context, workers=own, outlasts_s=outlasts_s
+        )
+        for number, own in by_gateway(workers, calls.workers_of_each).items()
+    }
     if holder is Holder.POLICY and settings.schedule is not Schedule.SYNC:
-        request.drain_s = 0.0  # rollouts resume later from their tokens, so no drain is needed
+        for request in requests.values():
+            request.drain_s = 0.0  # rollouts resume later from their tokens; no drain is needed
     asked_s = calls.now()
     with (
         calls.reported(Service.GATEWAY, what, command, deadline_s=deadline_s, event_of=event_of),
         rpc_errors(),
     ):
         async with asyncio.timeout(deadline_s), calls.handing_over:
-            answer = await calls.peers.rollout.ReleaseWorkers(request, timeout=deadline_s)
-    at_s, freed = calls.now(), answer.released_bytes
-    figures = {"workers": tuple(workers), "bytes": sum(freed.values()), "release_s": at_s - asked_s}
+            answers = await each(
+                rollouts[number].ReleaseWorkers(request, timeout=deadline_s)
+                for number, request in requests.items()
+            )
+    at_s, freed = calls.now(), sum(sum(one.released_bytes.values()) for one in answers)
+    figures = {"workers": tuple(workers), "bytes": freed, "release_s": at_s - asked_s}
     calls.emit(events.WorkersReleased(at_s, command.epoch, holder, figures))
 
 
 async def resume(calls: Calls, command: StepCommand) -> None:
-    """Returns all slots to the engine; its workers load the gateway's serving set."""
+    """Returns all slots to the engine; its workers load their gateway's serving set."""
     request = rollout_pb2.ResumeWorkersRequest(context=calls.context(command))
-    with rpc_errors():
-        await calls.peers.rollout.ResumeWorkers(request, timeout=RESUME_DEADLINE_S)
+    await ask_all(calls, "ResumeWorkers", request, RESUME_DEADLINE_S)
 
 
 async def resume_workers(calls: Calls, command: commands.ResumeWorkers) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.rpc import responses, rpc_errors
@@ -20,19 +21,23 @@ _PAUSE_S = 1.0
 
 
 async def listen(calls: Calls) -> None:
-    """Subscribes for ever, across restarts of the gateway."""
+    """Subscribes to all gateways for ever, across their restarts."""
+    await asyncio.gather(*(_listen_on(calls, one) for one in calls.peers.rollouts))
+
+
+async def _listen_on(calls: Calls, rollout: Any) -> None:
     while True:
         try:
-            await _listen(calls)
+            await _listen(calls, rollout)
         except PacelineError as error:
             get_logger("coordinator").debug("the gateway is not heard", error=str(error))
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _listen(calls: Calls) -> None:
+async def _listen(calls: Calls, rollout: Any) -> None:
     request = rollout_pb2.WatchTrafficRequest()
     with rpc_errors():
-        call = calls.peers.rollout.WatchTraffic(request, wait_for_ready=True)
+        call = rollout.WatchTraffic(request, wait_for_ready=True)
         async with aclosing(responses(call)) as news:
             async for waiting in news:
                 await _reclaim(calls, waiting)

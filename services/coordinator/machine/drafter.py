@@ -4,8 +4,9 @@ decisions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.commands import (
@@ -60,7 +61,7 @@ def train_alone(state: State) -> Decision:
         return Decision(state, enters=Phase.COMMIT)
     if state.lease is not None:  # of a former coordinator, so its call is lost
         return preempt(state)
-    if _due(state) and state.workers.counted(WorkerState.RELEASED):
+    if _due(state) and any(True for _ in _released(state)):
         return _lease(state)
     return Decision(state, enters=Phase.COMMIT)
 
@@ -179,12 +180,21 @@ def _due(state: State) -> bool:
 
 def most_workers(settings: RunSettings) -> int:
     """Maximum workers with slots leased to the drafter."""
-    return max(1, min(settings.workers, settings.max_drafter_slots // settings.slots_per_worker))
+    there = settings.leasable_workers or settings.workers
+    return max(1, min(there, settings.max_drafter_slots // settings.slots_per_worker))
 
 
 def enough_released(state: State) -> bool:
     """Whether so many workers are released that the drafter begins."""
-    return state.workers.counted(WorkerState.RELEASED) >= state.settings.min_workers_for_training
+    settings = state.settings
+    wanted = min(settings.min_workers_for_training, settings.leasable_workers or settings.workers)
+    return sum(1 for _ in islice(_released(state), wanted)) == wanted
+
+
+def _released(state: State) -> Iterator[int]:
+    """Released workers that the drafter may compute on, in ascending order."""
+    there = state.settings.leasable_workers or state.settings.workers
+    return takewhile(lambda worker: worker < there, state.workers.where(WorkerState.RELEASED))
 
 
 def _lease(state: State) -> Decision:
@@ -213,7 +223,7 @@ def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[
     """Leases as many released slots as the drafter may hold beside its lease."""
     settings, held = state.settings, len(lease.slots) if lease else 0
     count = max(0, most_workers(settings) - held // settings.slots_per_worker)
-    workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
+    workers = list(islice(_released(state), count))
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = move_workers(state, workers, Cause.LEASE_GRANTED)
     if slots:

@@ -52,6 +52,7 @@ class RunSettings:
 
     workers: int = 1
     slots_per_worker: int = 1
+    leasable_workers: int = 0  # the first ones, on the drafter's host; 0: all
     total_steps: int = 1
     training_interval_steps: int = 10
     min_workers_for_training: int = 1

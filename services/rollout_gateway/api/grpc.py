@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
@@ -157,6 +156,20 @@ class RolloutServicer(RolloutServiceServicer):
             if not self._run_calls:
                 activity.begins("")
 
+    async def WatchGroups(
+        self, request: rpb.WatchGroupsRequest, context: Any
+    ) -> AsyncIterator[rpb.WatchGroupsResponse]:
+        async with aclosing(self._gateway.agents.groups.waiting()) as counts:
+            async for closed in counts:
+                yield rpb.WatchGroupsResponse(closed=closed)
+
+    async def AssignGroups(
+        self, request: rpb.AssignGroupsRequest, context: Any
+    ) -> rpb.AssignGroupsResponse:
+        self._guard.check(request.context, Track.ROLLOUTS)
+        assigned = await self.runs.open.assign(request.context, request.most, last=request.last)
+        return rpb.AssignGroupsResponse(assigned=assigned)
+
     async def SetArm(self, request: rpb.SetArmRequest, context: Any) -> rpb.SetArmResponse:
         if request.context.run_id:
             self._guard.check(request.context, Track.ROLLOUTS)
@@ -230,7 +243,7 @@ class RolloutServicer(RolloutServiceServicer):
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
             lambda room: request.sampling,
-            gateway.shard.draw(lambda: f"gen-{uuid.uuid4().hex}"),
+            gateway.names.draw("gen-"),
             forced_arm=request.forced_arm,
             size=size,
             special=request.add_special_tokens if request.HasField(SPECIAL) else True,

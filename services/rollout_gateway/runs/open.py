@@ -2,8 +2,7 @@
 them with its number.
 
 A repeated call for a step returns the same groups. No sample starts here; agents open sessions at
-any time. Each replica of a gateway holds the groups that its shard owns, and the head assigns
-groups to the step.
+any time. In a run with several gateways, the coordinator assigns each gateway's groups to the step.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class _Taken:
 
     groups: dict[str, list[rpb.SampleFinished]] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    whole: bool = False  # the head has assigned all groups of the step
-    given: asyncio.Event = field(default_factory=asyncio.Event)  # set when the head assigns groups
+    whole: bool = False  # all groups of the step are assigned
+    given: asyncio.Event = field(default_factory=asyncio.Event)  # set when groups are assigned
 
     async def more(self) -> None:
-        """Return once the head has assigned more groups, or all groups, since the last call."""
+        """Return once more groups, or all groups, are assigned."""
         await self.given.wait()
 
 
@@ -50,13 +49,13 @@ class OpenRuns:
         self._gateway = gateway
         self._steps: OrderedDict[tuple[str, int], _Taken] = OrderedDict()
         self._turns = StepTurns(gateway.agents.groups)
-        self._headed = gateway.shard.count > 1
 
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
         """Yield closed groups with their sessions as the step takes them, then the totals."""
         gateway, step = self._gateway, request.context.step
         agents = gateway.agents
         agents.open_step, agents.captures = step, gateway.captures if request.capture else None
+        assigned = request.assigned
         totals = Totals((), (), (), asyncio.get_running_loop().time())
         taken, told = await self._taken(request.context), 0
         async with (
@@ -72,21 +71,21 @@ class OpenRuns:
                     told += 1
                     for news in totals.group(group_id, samples):
                         yield news
-                if whole or (not self._headed and told >= request.open_groups):
+                if whole or (not assigned and told >= request.open_groups):
                     break
-                comes = taken.more() if self._headed else turn.comes()
+                comes = taken.more() if assigned else turn.comes()
                 await first_of(comes, idle.lent(), gateway.weights.damaged())
                 while (worker := idle.pop()) is not None:
                     yield rpb.RunTasksResponse(share=totals.share(worker))
-                if not self._headed and (group := turn.pop()) is not None:
+                if not assigned and (group := turn.pop()) is not None:
                     self._take(taken, group, step)
 
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
 
-    async def give(self, context: CommandContext, most: int, *, last: bool) -> int:
+    async def assign(self, context: CommandContext, most: int, *, last: bool) -> int:
         """Assign at most `most` closed groups to the step; `last` marks the final assignment.
 
-        Returns the number of this replica's groups in the step.
+        Returns the number of this gateway's groups in the step.
         """
         taken, groups = await self._taken(context), self._gateway.agents.groups
         wanted = len(taken.groups) + most
@@ -124,7 +123,7 @@ class OpenRuns:
             before: dict[str, list[rpb.SampleFinished]] = defaultdict(list)
             for _, branches in sorted((await self._gateway.outbox.finals(*key)).items()):
                 sample = recorded_sample(branches, AGENT, finish="stop")
-                if self._gateway.shard.holds(sample.group_id):
+                if self._gateway.names.owns(sample.session_id):
                     before[sample.group_id].append(sample)
             taken = self._steps.setdefault(key, _Taken(before))
             if len(self._steps) > STEPS_REMEMBERED:

@@ -6,11 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from paceline.messages import stats_from_proto, stats_to_proto, versions_to_proto
+from paceline.messages import merge_arms, stats_from_proto, stats_to_proto, versions_to_proto
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.regret import regret
 from paceline.trajectory import SpeculationStats, equal_rewards
-from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 
 
@@ -103,25 +102,8 @@ class Totals:
         finished = self.finished
         finished.speculation.CopyFrom(stats_to_proto(self._stats))
         finished.versions.CopyFrom(versions_to_proto(gateway.weights.versions))
-        finished.arms.extend(merge_arms(list((await gateway.router.healths()).values())))
+        healths = (await gateway.router.healths()).values()
+        finished.arms.extend(merge_arms(arm for one in healths for arm in one.arms))
         finished.regret = regret(finished.arms)
         finished.closed_groups.extend(map(self._closed, self._rewards))
         return finished
-
-
-def merge_arms(healths: list[pb.WorkerHealth]) -> list[pb.ArmStats]:
-    """Bandit statistics of several workers: counts summed, means weighted by pulls."""
-    merged: dict[tuple[str, int], pb.ArmStats] = {}
-    for stats in (stats for health in healths for stats in health.arms):
-        into = merged.setdefault(
-            (stats.arm, stats.batch_group),
-            pb.ArmStats(arm=stats.arm, batch_group=stats.batch_group),
-        )
-        pulls = into.pulls + stats.pulls
-        for name in ("mean_tokens_per_s", "mean_accept_length"):
-            total = getattr(into, name) * into.pulls + getattr(stats, name) * stats.pulls
-            setattr(into, name, total / pulls if pulls else 0.0)
-        into.pulls = pulls
-        into.explorations += stats.explorations
-        into.drafter_deaths += stats.drafter_deaths
-    return [merged[key] for key in sorted(merged)]

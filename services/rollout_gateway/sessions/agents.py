@@ -24,12 +24,12 @@ from paceline.services.rollout_gateway.sessions.assignment import (
     FailReason,
     SessionState,
 )
+from paceline.services.rollout_gateway.sessions.names import GatewayNames
 from paceline.services.rollout_gateway.sessions.offers import NO_RUN, TaskOffers
 from paceline.services.rollout_gateway.sessions.open_groups import OpenGroups
 from paceline.services.rollout_gateway.sessions.outbox import Outbox
 from paceline.services.rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
-from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.streams import NOTED, OpenSessions, api_key_hash
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
@@ -51,20 +51,20 @@ class Agents:
         config: GatewayConfig,
         outbox: Outbox,
         client: redis.asyncio.Redis | None,
-        shard: Shard | None = None,
+        names: GatewayNames,
     ) -> None:
-        """`client`: the durable Redis; None keeps no records. `shard`: of a replica."""
-        shard = shard or Shard()
+        """`client`: the durable Redis; None keeps no records."""
         self._config = config
         self._outbox = outbox
-        self.sessions = Sessions(config.sessions, shard=shard)
+        self.names = names
+        self.sessions = Sessions(config.sessions, names=names)
         self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
         self.offers = TaskOffers(self.sessions.open, "" if config.trajectories else NO_RUN)
         self.open_step = 0  # RL step of the agents' own groups
         # set while their hidden rows are captured, by seed
         self.captures: Callable[[int], bool] | None = None
-        mine = f"{shard.index}/" if shard.count > 1 else ""
-        self._records = OpenSessions(client, config.run.id, mine)
+        alone = len(names.addresses) == 1
+        self._records = OpenSessions(client, config.run.id, f"{names.number}/", alone=alone)
         self._sweeper: asyncio.Task[None] | None = None
         # samples of an ended session still missing in Redis
         self._unsent: dict[str, int] = {}
@@ -94,8 +94,10 @@ class Agents:
 
     async def open(self, assignment: Assignment) -> Session:
         """Opens a session for an agent. Raises ResourceExhausted when too much is open or
-        waiting.
+        waiting, FailedPrecondition when another gateway has its group.
         """
+        if assignment.open_group and assignment.group_id:
+            self.names.require_own(assignment.group_id, group=True)
         captured = (
             self.captures is not None
             and assignment.trainable
@@ -134,6 +136,7 @@ class Agents:
         if api_key.startswith(KEY_PREFIX):
             session = self.sessions.by_key(api_key)
             if session is None:
+                self.names.require_own(api_key)
                 await self._refuse_lost(api_key)
                 raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
             return Caller(session)

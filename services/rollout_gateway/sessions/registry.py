@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +20,8 @@ from paceline.services.rollout_gateway.sessions.assignment import (
     FailReason,
     SessionState,
 )
+from paceline.services.rollout_gateway.sessions.names import GatewayNames
 from paceline.services.rollout_gateway.sessions.session import Session, ended_error
-from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.services.rollout_gateway.sessions.traces import SessionTrace
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.services.rollout_gateway.sessions.view import session_json
@@ -71,11 +69,11 @@ class Sessions:
         self,
         config: SessionsConfig,
         clock: Callable[[], float] = time.monotonic,
-        shard: Shard | None = None,
+        names: GatewayNames | None = None,
     ) -> None:
-        """`shard`: the shard of their names."""
+        """`names`: None draws the names of a single gateway."""
         self._config = config
-        self._shard = shard or Shard()
+        self._names = names or GatewayNames()
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._implicit: OrderedDict[str, Session] = OrderedDict()  # longest silent first
@@ -106,10 +104,8 @@ class Sessions:
                 "too many sessions are open", seen=len(self._open), allowed=self._config.limit
             )
 
-        draw, key = self._shard.draw, ""
-        if not assignment.implicit:
-            key = draw(lambda: KEY_PREFIX + secrets.token_hex(24))
-        session_id = session_id or draw(lambda: uuid.uuid4().hex)
+        key = "" if assignment.implicit else self._names.draw(KEY_PREFIX, 24)
+        session_id = session_id or self._names.draw()
         session = Session(
             session_id,
             assignment,
@@ -137,6 +133,7 @@ class Sessions:
         if session is None:
             if session_id in self._ended:
                 raise self._ended[session_id][0].error()
+            self._names.require_own(session_id)
             raise NotFound("no such session", seen=session_id)
         return self._touched(session)
 
@@ -159,6 +156,7 @@ class Sessions:
         """The open session of a completion. Raises NotFound."""
         session = self._completions.get(completion_id)
         if session is None:
+            self._names.require_own(completion_id)
             raise NotFound("no open session has this completion", seen=completion_id)
         return self._touched(session)
 

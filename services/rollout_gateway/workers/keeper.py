@@ -114,7 +114,7 @@ class WorkerKeeper:
         """Start a worker that serves the committed versions."""
         process = WorkerProcess(
             seat.index,
-            self._local.make(seat.index, seat.number),
+            self._local.make(seat.index),
             lambda tokens, rows: self._routing.tokens(seat, tokens, rows),
         )
         try:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from paceline.local.process_directory import socket_directory
 from paceline.local.processes import core_numbers, describe_exit
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.engine_config import EngineConfig
-from paceline.services.rollout_gateway.engine_places import own_cores
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
@@ -161,6 +160,14 @@ class LocalWorker:
         self.ended.set_result(describe_exit(code) + self._heartbeat.verdict)
 
 
+def own_cores(index: int, count: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Cores of one worker among a host's cores: one per thread. With `threads` 0, each of `count`
+    workers gets an equal number. Workers share cores if there are too few.
+    """
+    each = min(threads or max(1, len(cores) // count), len(cores))
+    return tuple(cores[(index * each + number) % len(cores)] for number in range(each))
+
+
 class LocalWorkers:
     """Makes the workers of this host, each in its own place: make, close."""
 
@@ -170,15 +177,15 @@ class LocalWorkers:
         settings: dict[str, Any],
         rows: RowShape | None,
         heartbeat_s: float,
-        places: int,
+        count: int,
         forker: Forker | None = None,
     ) -> None:
         """`settings`: of the engine's own class. `rows`: None when no hidden states are needed.
-        `places`: maximum workers on this host. `forker`: an already started forker of the engine's
+        `count`: number of workers. `forker`: an already started forker of the engine's
         modules; `close` ends it.
         """
         self._config = config
-        self._places = places
+        self._count = count
         self._settings = settings
         self._rows = rows
         self._heartbeat_s = heartbeat_s
@@ -189,10 +196,8 @@ class LocalWorkers:
         self._directory: Path | None = None
         self._context: zmq.Context[Any] = zmq.Context()
 
-    def make(self, index: int, place: int) -> LocalWorker:
-        """Make a worker that has not started. `place`: its number on this host, which selects its
-        cores and GPU.
-        """
+    def make(self, index: int) -> LocalWorker:
+        """Make a worker that has not started. Its index selects its cores and GPU."""
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=socket_directory()))
         rows = self._rows
@@ -201,10 +206,9 @@ class LocalWorkers:
         pinned = config.threads == 0
         spec = WorkerSpec(
             worker_index=index,
-            place=place,
             kind=config.kind,
             threads=config.threads,
-            cores=own_cores(place, self._places, config.threads, core_numbers()) if pinned else (),
+            cores=own_cores(index, self._count, config.threads, core_numbers()) if pinned else (),
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )

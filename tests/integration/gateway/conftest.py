@@ -25,8 +25,7 @@ from paceline.local.patience import patient
 from paceline.rpc import channel, leased
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.replicas.fleet import ReplicaFleet
-from paceline.services.rollout_gateway.replicas.serving import running
+from paceline.services.rollout_gateway.server import running
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -48,8 +47,6 @@ class Served:
     stub: Any
     http: httpx.AsyncClient
     codec: TextCodec
-    fleet: ReplicaFleet | None = None
-    """Of one with replicas."""
 
     def tasks_request(
         self, *, purpose: int = tpb.PURPOSE_TRAIN, **options: Any
@@ -98,8 +95,10 @@ def sums(model_dir: Path) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(model_dir: Path, script: dict[str, Any], **keys: Any) -> AsyncIterator[Served]:
-    """A gateway with these configuration keys; its files lie beside the model."""
+async def serving(
+    model_dir: Path, script: dict[str, Any], number: int = 0, **keys: Any
+) -> AsyncIterator[Served]:
+    """Gateway `number` of a run with these configuration keys; its files lie beside the model."""
     path = model_dir.parent / "script.json"
     path.write_text(json.dumps(script))
     settings: dict[str, Any] = {
@@ -114,16 +113,16 @@ async def serving(model_dir: Path, script: dict[str, Any], **keys: Any) -> Async
         "script": str(path),
         **settings.get("engine", {}),
     }
-    config = GatewayConfig.model_validate(settings)
-    async with running(config) as head:
-        connection = channel(f"127.0.0.1:{head.grpc_port}", SecurityConfig())
+    config = GatewayConfig.model_validate(settings).of_gateway(number)
+    async with running(config) as (grpc_port, http_port):
+        connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())
         async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{head.http_port}",
+            base_url=f"http://127.0.0.1:{http_port}",
             timeout=patient(20),
             verify=NO_AUTHORITIES,
         ) as http:
             stub, codec = RolloutServiceStub(connection), TextCodec(model_dir)
-            yield Served(config, connection, stub, http, codec, head.fleet)
+            yield Served(config, connection, stub, http, codec)
         await connection.close()
 
 

@@ -172,7 +172,7 @@ async def test_the_bench_tells_every_size_and_judges_the_last_by_the_first(
 
 
 def test_tasks_of_both_launchers_are_compared_pair_by_pair() -> None:
-    plan = TasksPlan((1,), tasks=8, samples=4, tokens=16, repeats=2)
+    plan = TasksPlan(tasks=8, samples=4, tokens=16, repeats=2)
     local, on_ray = rows_of(plan, [100.0, 50.0, 200.0], [90.0, 45.0, 180.0])
     assert (local["launcher"], local["tasks/s"], local["of local"]) == ("local", 100.0, "1")
     assert (on_ray["launcher"], on_ray["tasks/s"]) == ("ray", 90.0)

@@ -24,6 +24,7 @@ from paceline.client import Backoff
 from paceline.errors import (
     DataLoss,
     DeadlineExceeded,
+    FailedPrecondition,
     PacelineError,
     ResourceExhausted,
     Unavailable,
@@ -57,6 +58,19 @@ async def test_what_is_refused_with_503_or_429_is_asked_again(
         tokens = await session.generate([1, 2, 3])
         assert (tokens.token_ids, tokens.logprobs, tokens.text) == ((4, 5), (-0.5, -1.0), "ab")
     assert gateway.paths() == ["POST /v1/sessions"] + ["POST /v1/completions"] * 7
+
+
+async def test_a_call_that_another_gateway_must_answer_is_repeated_once_with_its_number(
+    gateway: ScriptedGateway, client: Any
+) -> None:
+    other = refuse(421, "another gateway has it", "other_gateway", x_paceline_gateway="1")
+    gateway.then(other)
+    assert (await client.session()).id == "s1"
+    assert [one.headers.get("x-paceline-gateway") for one in gateway.seen] == [None, "1"]
+    gateway.then(other, other)
+    with pytest.raises(FailedPrecondition):
+        await client.session()
+    assert len(gateway.seen) == 4
 
 
 async def test_a_generation_whose_answer_was_lost_is_not_asked_again(

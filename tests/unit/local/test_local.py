@@ -17,7 +17,7 @@ from paceline.local.launch import Launch
 from paceline.local.ports import free_port, free_ports, require_free, split_address
 from paceline.local.processes import describe_exit, last_lines, last_words
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, resolved
-from paceline.local.services import SERVICES, service
+from paceline.local.services import SERVICES, service, services_of
 from paceline.local.supervisor import in_order, run_launches
 from paceline.local.user_directory import short_directory
 from paceline.services.rollout_gateway.engines import ENGINES
@@ -43,8 +43,19 @@ def test_the_table_is_in_the_order_of_its_dependencies() -> None:
 
 
 def test_every_address_of_the_config_is_bound_by_exactly_one_service() -> None:
-    keys = [key for spec in SERVICES for key in (spec.address_key, *spec.more_address_keys) if key]
-    assert sorted(keys) == sorted(AddressesConfig.model_fields)
+    specs = services_of(2)
+    keys = [key for spec in specs for key in (spec.address_key, *spec.more_address_keys) if key]
+    assert sorted(key.removesuffix(".0") for key in keys) == sorted(AddressesConfig.model_fields)
+
+
+def test_a_run_starts_each_gateway_by_its_number_and_the_coordinator_after_all() -> None:
+    here = {"more_gateways": ["a:1", "b:1"], "more_gateways_http": ["a:2", "b:2"]}
+    config = ServiceConfig.model_validate({**_config().model_dump(), "addresses": here})
+    launches = {launch.name: launch for launch in run_launches(config, [], [])}
+    second = launches["gateway-2"]
+    assert second.command[-3:] == ("paceline.services.rollout_gateway", "--gateway", "2")
+    assert [port for port, _ in second.ports] == ["b:1", "b:2"]
+    assert {"gateway", "gateway-1", "gateway-2"} <= {*launches["coordinator"].depends_on}
 
 
 def test_services_are_found_by_both_spellings() -> None:

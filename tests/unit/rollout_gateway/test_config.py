@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import load_config
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engine_settings import engine_settings
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
-
-
-@pytest.mark.parametrize("name", ["fronts", "gateway.fronts", "api_server_count"])
-def test_who_looks_for_several_fronts_is_told_of_replicas(name: str) -> None:
-    with pytest.raises(ConfigError, match="nearest: replicas"):
-        load_config(GatewayConfig, "gateway", [], [f"{name}=2"])
 
 
 @pytest.mark.parametrize("model", ["", "/nowhere", str(DEMO.parent)])

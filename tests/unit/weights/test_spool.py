@@ -45,6 +45,27 @@ def test_committed_sets_survive_a_restart_and_older_ones_go(tmp_path: Path) -> N
     assert load_file(again.path(P, 3) / "model.safetensors")["w"][0] == 3
 
 
+def test_the_former_set_serves_again_and_the_left_version_may_be_committed_later(
+    tmp_path: Path,
+) -> None:
+    spool = Spool(tmp_path)
+    first, second = VersionSet(1, 1, 0), VersionSet(2, 2, 0)
+    for number, versions in ((1, first), (2, second)):
+        spool.write(*version(P, number))
+        spool.commit(versions)
+    spool.commit(first)
+    assert (Spool(tmp_path).serving, spool.prepared) == (first, {(P, 2)})
+    spool.commit(VersionSet(3, 2, 0))
+    assert names(tmp_path) == {"policy-1", "policy-2", "versions.json"}
+    with pytest.raises(WeightsError, match="seq of a commit must grow"):
+        spool.commit(second)
+    alone = Spool(tmp_path / "alone")
+    alone.write(*version(P, 1))
+    alone.commit(first)
+    alone.commit(VersionSet())
+    assert (alone.serving, alone.prepared) == (None, {(P, 1)})
+
+
 def test_four_sets_are_kept_on_request(tmp_path: Path) -> None:
     spool = Spool(tmp_path, keep=4)
     for number in range(1, 7):

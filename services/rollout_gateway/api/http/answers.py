@@ -7,7 +7,6 @@ splits a message for APIs that send it in parts.
 from __future__ import annotations
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class Answers(ABC, Generic[B]):
         self.body = body
         self.size: int = request.state.body_bytes
         self._gateway = gateway_of(request)
-        self.id = self._gateway.shard.draw(lambda: f"{self.prefix}{uuid.uuid4().hex}")
+        self.id = self._gateway.names.draw(self.prefix)
         self._caller = caller
         self._created = int(time.time())
 

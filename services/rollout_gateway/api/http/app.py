@@ -33,7 +33,7 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> Observed:
         Exception: _on_defect,
     }
     app = Starlette(routes=routes(), exception_handlers=handlers)
-    app.state.gateway, app.state.past_responses = gateway, PastResponses()
+    app.state.gateway, app.state.past_responses = gateway, PastResponses(gateway.names)
     origins = gateway.config.api.cors_origins
     sited: ASGIApp = SameSite(Told(app), loopback=loopback, origins=origins)
     return Observed(_for_browsers(sited, origins) if origins else sited)

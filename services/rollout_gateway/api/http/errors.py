@@ -21,6 +21,7 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.services.rollout_gateway.calls.checks import CHECKED_FIELDS
+from paceline.services.rollout_gateway.sessions.names import OTHER_GATEWAY, OtherGateway
 
 STATUS = (
     (InvalidInput, 400, "invalid_request_error"),
@@ -37,6 +38,7 @@ REASONS = {
     "BODY_TIMEOUT": (408, "invalid_request_error"),
     "BODY_TOO_LARGE": (413, "invalid_request_error"),
     "UNSUPPORTED_MEDIA_TYPE": (415, "invalid_request_error"),
+    OTHER_GATEWAY: (421, "invalid_request_error"),
     "MODEL_NOT_FOUND": (404, "invalid_request_error"),
 }
 ANTHROPIC_TYPES = {
@@ -48,6 +50,8 @@ ANTHROPIC_TYPES = {
 PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
 """Each path's name of the prompt field."""
 RETRY_STATUSES = (429, 503)
+GATEWAY_HEADER = "x-paceline-gateway"
+"""Header with the number of the gateway that has a session; a load balancer routes by it."""
 
 
 def status_of(error: PacelineError) -> tuple[int, str]:
@@ -103,6 +107,8 @@ def answer(error: PacelineError, request: Request) -> JSONResponse:
         headers["retry-after"] = str(
             max(math.ceil(getattr(error, "retry_after_s", None) or 1.0), 1)
         )
+    if isinstance(error, OtherGateway):
+        headers[GATEWAY_HEADER] = str(error.gateway)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     path = request.url.path

@@ -238,7 +238,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
         settings = complete.model_dump(mode="json")
         worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
 
-    values = arguments(complete, worker_index=worker.place, cuda=cuda)
+    values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
     tempfile.tempdir = str(socket_directory())  # SGLang creates its sockets there
     from paceline.services.rollout_gateway.engines.sglang.schedulers import SchedulersAlone

@@ -18,8 +18,7 @@ class WorkerSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    worker_index: int
-    place: int = 0  # its number among all workers of the run; determines core and GPU
+    worker_index: int  # in its gateway; determines cores and GPU
     kind: str  # see paceline.services.rollout_gateway.engines.find_engine
     threads: int = 1  # 0: measured, at most as many as `cores`
     cores: tuple[int, ...] = ()  # empty: not pinned

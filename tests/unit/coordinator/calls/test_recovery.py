@@ -40,7 +40,7 @@ class Trainer:
         self.emitted: list[Event] = []
         self.now = 0.0
         config = CoordinatorConfig(tasks_path="tasks", service_recovery_s=LIMIT_S)
-        peers = cast(Peers, SimpleNamespace(wait_healthy=self._healthy))
+        peers = cast(Peers, SimpleNamespace(unhealthy=self._unhealthy))
         self._calls = Calls(
             config, peers, UNUSED, UNUSED, self.emitted.append, lambda: self.now, UNUSED
         )
@@ -62,8 +62,8 @@ class Trainer:
         await await_service(self._calls, commands.AwaitService(Service.POLICY_TRAINER))
         return self.emitted[-1]
 
-    async def _healthy(self, service: Service, left_s: float) -> None:
-        return None
+    async def _unhealthy(self, service: Service, left_s: float) -> dict[int, PacelineError]:
+        return {}
 
 
 @pytest.fixture
@@ -117,18 +117,18 @@ async def test_a_service_that_loads_for_longer_is_awaited_while_it_makes_progres
 
     looks = list[float]()
 
-    async def healthy(service: Service, left_s: float) -> None:
+    async def unhealthy(service: Service, left_s: float) -> dict[int, PacelineError]:
         looks.append(left_s)
         trainer.now += left_s
-        if len(looks) < 3:
-            raise DeadlineExceeded("not healthy", seen=f"{left_s} s")
+        late = DeadlineExceeded("not healthy", seen=f"{left_s} s")
+        return {0: late} if len(looks) < 3 else {}
 
     server = Server(f"127.0.0.1:{port}", OPEN)
     add_progress(server, answer)
     await server.start()
     async with channel(f"127.0.0.1:{port}", OPEN) as peer:
-        channels = {Service.POLICY_TRAINER: peer}
-        trainer.speak_to(cast(Peers, SimpleNamespace(wait_healthy=healthy, channels=channels)))
+        peers = SimpleNamespace(unhealthy=unhealthy, all_channels=lambda _: (peer,))
+        trainer.speak_to(cast(Peers, peers))
         ended = await trainer.awaited()
     await server.stop(0.0)
     assert isinstance(ended, events.ServiceBack if gets_on else events.CallFailed)

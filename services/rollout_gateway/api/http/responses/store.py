@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from paceline.errors import NotFound
 from paceline.services.rollout_gateway.api.http.keys import caller_of
 from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.sessions.names import GatewayNames
 from paceline.services.rollout_gateway.sessions.session import Caller
 
 MAX_RESPONSES = 4096
@@ -45,7 +46,14 @@ class Stored:
 class PastResponses:
     """The newest responses. The key of a session finds that session's responses only."""
 
-    def __init__(self, *, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        names: GatewayNames | None = None,
+        *,
+        most: int = MAX_RESPONSES,
+        most_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._names = names or GatewayNames()
         self._most = most
         self._most_bytes = most_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
@@ -62,8 +70,12 @@ class PastResponses:
             self._bytes -= oldest.size
 
     def get(self, response_id: str, caller: Caller, field: str | None = None) -> Stored:
-        """A response by its id; an error shows `field`. Raises UnknownResponse."""
+        """A response by its id; an error shows `field`. Raises UnknownResponse, FailedPrecondition
+        for a response of another gateway.
+        """
         found = self._stored.get(response_id)
+        if found is None:
+            self._names.require_own(response_id)
         if found is None or (caller.session is not None and caller.queue_key != found.owner):
             raise UnknownResponse(response_id, field)
         return found

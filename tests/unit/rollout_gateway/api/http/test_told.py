@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paceline.services.rollout_gateway.sessions.shard import Shard
 from starlette.requests import Request
 
 from paceline.services.rollout_gateway.api.http.answers import framed
@@ -16,7 +17,6 @@ from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, C
 from paceline.services.rollout_gateway.calls.call import Call, Piece
 from paceline.services.rollout_gateway.chat.messages import Delta, ToolCallDelta
 from paceline.services.rollout_gateway.sessions.session import Caller
-from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.v1 import engine_pb2 as pb
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(

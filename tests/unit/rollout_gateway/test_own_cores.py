@@ -1,18 +1,11 @@
-"""Which workers are a replica's, and which cores they have."""
+"""Cores of engine workers."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.engine_places import own_cores, shares_of
-
-
-@given(workers=st.integers(1, 54), replicas=st.integers(1, 8))
-def test_every_worker_is_of_one_replica(workers: int, replicas: int) -> None:
-    shares = shares_of(workers, replicas)
-    assert [worker for share in shares for worker in share] == list(range(workers))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+from paceline.services.rollout_gateway.workers.local import own_cores
 
 
 @given(

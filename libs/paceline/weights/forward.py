@@ -1,0 +1,127 @@
+"""Sends each arriving version on to the next gateway, chunk by chunk as the chunks arrive.
+
+A version that is already complete is sent from the spool. The push of a version to a gateway ends
+when the next gateway has loaded it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import AsyncIterator, Collection
+
+import grpc
+
+from paceline.errors import Unavailable, WeightsError
+from paceline.v1 import weights_pb2 as pb
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weights.assembly import Assembly
+from paceline.weights.chunks import ChunkPart, chunk_span
+from paceline.weights.committed_sets import Part
+from paceline.weights.manifest import target_name
+from paceline.weights.push import abort_version, push_deadline_s
+from paceline.weights.sending import Sending
+from paceline.weights.spool import Spool
+
+
+class Forward:
+    """The versions on their way to the next gateway. Use on one event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, spool: Spool) -> None:
+        self._channel = channel
+        self._spool = spool
+        self._running: dict[Part, tuple[pb.Manifest, asyncio.Task[None]]] = {}
+
+    async def send(
+        self, context: CommandContext, manifest: pb.Manifest, assembly: Assembly | None
+    ) -> None:
+        """Sends a version while it arrives in `assembly`. Without an assembly, the version is in
+        the spool, and the call returns when the next gateway has it. Raises the receiver's errors.
+        """
+        part = (manifest.target, manifest.version)
+        running, task = self._running.get(part, (None, None))
+        if task is None or task.done() or (assembly is not None and running != manifest):
+            self._stop(part)
+            if assembly is None:
+                manifest = self._spool.manifest(*part) or manifest
+            task = asyncio.create_task(self._send(context, manifest, assembly))
+            task.add_done_callback(_retrieve)
+            self._running[part] = (manifest, task)
+        if assembly is None:
+            await self.finish(part)
+
+    async def finish(self, part: Part) -> None:
+        """Returns when the next gateway has the version. Raises its errors, and Unavailable when
+        another push has replaced the version.
+        """
+        if (running := self._running.get(part)) is None:
+            return
+        task = running[1]
+        await asyncio.wait([task])
+        if self._running.get(part) is running:
+            del self._running[part]
+        if task.cancelled():
+            raise Unavailable("another push replaced the version on its way", seen=part[1])
+        task.result()
+
+    async def abort(self, context: CommandContext, part: Part) -> None:
+        """Drops a version at the next gateway too. Raises its errors."""
+        self._stop(part)
+        await abort_version(self._channel, context, *part)
+
+    async def close(self) -> None:
+        """Stops all sending and closes the channel."""
+        for part in [*self._running]:
+            self._stop(part)
+        await self._channel.close()
+
+    def _stop(self, part: Part) -> None:
+        if (running := self._running.pop(part, None)) is not None:
+            running[1].cancel()
+
+    async def _send(
+        self, context: CommandContext, manifest: pb.Manifest, assembly: Assembly | None
+    ) -> None:
+        ends_s = time.monotonic() + push_deadline_s(manifest.total_bytes)
+        sending = Sending(self._channel, manifest, context, ends_s)
+        wanted = await sending.prepare()
+        if wanted.complete:
+            return
+        chunks = wanted.wanted_chunks
+        parts = self._stored(manifest, chunks) if assembly is None else _arriving(assembly, chunks)
+        response = await sending.stream(parts)
+        if response.missing_chunks:
+            name = f"{target_name(manifest.target)} version {manifest.version}"
+            raise WeightsError(
+                f"{name} misses chunks at the next gateway", seen=response.missing_chunks, allowed=0
+            )
+
+    async def _stored(
+        self, manifest: pb.Manifest, wanted: Collection[int]
+    ) -> AsyncIterator[ChunkPart]:
+        for index in wanted:
+            data = await asyncio.to_thread(self._spool.read_chunk, manifest, index)
+            yield ChunkPart(index, 0, memoryview(data), zlib.crc32(data))
+
+
+async def _arriving(assembly: Assembly, wanted: Collection[int]) -> AsyncIterator[ChunkPart]:
+    """The wanted chunks in the order of their arrival."""
+    left, place = set(wanted), 0
+    while left:
+        while place == len(assembly.arrived):
+            assembly.news.clear()
+            await assembly.news.wait()
+        index = assembly.arrived[place]
+        place += 1
+        if index in left:
+            left.discard(index)
+            start, end = chunk_span(assembly.manifest, index)
+            data = assembly.buffer[start:end]
+            yield ChunkPart(index, 0, data, zlib.crc32(data))
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Reads the error of a task; `finish` raises it."""
+    if not task.cancelled():
+        task.exception()

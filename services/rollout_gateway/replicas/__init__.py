@@ -1,1 +1,0 @@
-"""Runs several processes as one gateway: a head with the addresses, and its replicas."""
