@@ -49,8 +49,6 @@ class BufferConfig(Config):
     long_share: ClassVar[float] = 0.5
     """Share of draws from the former step's long samples until the current step has long samples.
     """
-    rejected: bool = True
-    """Whether rejected drafts are trained, if the engine captures them."""
 
 
 class GateConfig(Config):

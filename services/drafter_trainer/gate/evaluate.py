@@ -143,7 +143,7 @@ def survival_in_pieces(
             logits = row.next_states[part] @ head.lm_head.T
             target[part] = (logits.double() / temperature).log_softmax(-1)
         yield
-    drawn = _drawn(row)
+    drawn = row.valid
     reached = torch.ones(len(row), dtype=torch.float64)
     survival: dict[int, Tensor] = {}
     for step, at, states in net.chain_states(row, steps):
@@ -195,18 +195,13 @@ def position_buckets(row: PackedRow) -> Tensor:
         0, row.documents, here, "amin"
     )
     sizes = torch.bincount(row.documents)
-    drawn = _drawn(row)
+    drawn = row.valid
     # the last earlier position that is not judged
     broken = torch.where(drawn, -1, here).cummax(0).values
     since = here - broken
     after_prompt = (broken >= first[row.documents]) & (since <= PROMPT_END)
     late = (here - first[row.documents]) * 2 >= sizes[row.documents]
     return torch.where(after_prompt, 0, 1 + late.long())[drawn]
-
-
-def _drawn(row: PackedRow) -> Tensor:
-    """bool [T]: whether the policy drew token t + 2; rejected branches have none."""
-    return row.valid & (row.draft_tokens >= 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +300,7 @@ class GateJob:
     def _open(self, samples: list[FeatureSample]) -> PackedRow:
         row = pack(samples, window=self._window)
         numbers = [self._numbers.setdefault(s.siblings, len(self._numbers)) for s in samples]
-        self._groups.append(np.array(numbers)[row.documents[_drawn(row)].numpy()])
+        self._groups.append(np.array(numbers)[row.documents[row.valid].numpy()])
         self._buckets.append(position_buckets(row).numpy())
         return row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -69,12 +69,8 @@ class GateRound:
 
 
 def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureSample]:
-    """The judged part of each sample: a stretch, the same for a session each time, without rejected
-    drafts, since no drawn token follows them.
-    """
+    """The judged part of each sample: a stretch, the same for a session each time."""
     return [
-        replace(one, branches=None).window(
-            window, np.random.default_rng(zlib.crc32(one.session.encode()))
-        )
+        one.window(window, np.random.default_rng(zlib.crc32(one.session.encode())))
         for one in samples
     ]

@@ -12,7 +12,7 @@ from paceline.speculators.packed import PackedRow
 
 _WORDS = ("stop", "wait", "snapshot", "again", "save", "join", "row")
 _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
-_INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
+_INTEGERS = ("next_tokens", "draft_tokens", "positions", "documents", "valid")
 
 
 def announce(word: str, members: Members, student: int = 0) -> None:
@@ -56,14 +56,13 @@ def _receive_row() -> PackedRow:
     dist.recv(states, 0)
     integers = torch.empty(len(_INTEGERS), length, dtype=torch.int64)
     dist.recv(integers, 0)
-    next_tokens, draft_tokens, positions, parents, documents, valid = integers
+    next_tokens, draft_tokens, positions, documents, valid = integers
     return PackedRow(
         states=states[:, :width],
         next_states=states[:, width:],
         next_tokens=next_tokens,
         draft_tokens=draft_tokens,
         positions=positions,
-        parents=parents,
         documents=documents,
         valid=valid.bool(),
         lm_head_hash=bytes(hash_bytes).hex(),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from unit.drafter_trainer.samples import sample, sample_with_rejected
+from unit.drafter_trainer.samples import sample
 
 from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.membership import on_cpu
@@ -20,7 +20,7 @@ def main(out: Path) -> None:
     if dist.get_rank() == 0:
         own = pack([sample(9, 0)], window=512)
         for row in (
-            pack([sample_with_rejected(12, 1), sample(7, 2)], window=512),
+            pack([sample(12, 1), sample(7, 2)], window=512),
             pack([sample(5, 3)], window=512),
         ):
             assert sharing.hand_out([own, row], members, 1) is own

@@ -67,7 +67,6 @@ def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Pat
             assert int(row.draft_tokens[t]) == sample.token_ids[at + 2]
             assert bool(row.valid[t]) == bool(sample.mask[at + 2])
             assert (int(row.positions[t]), int(row.documents[t])) == (position, number)
-            assert int(row.parents[t]) == (t - 1 if position else -1)
             t += 1
     assert t == len(row) == 19
 

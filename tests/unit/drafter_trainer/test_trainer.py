@@ -21,7 +21,6 @@ from unit.drafter_trainer.samples import (
     batch,
     sessions,
     toy_policy,
-    with_rejected,
 )
 from whole_tensors import whole_of
 
@@ -203,20 +202,6 @@ def test_a_partial_gradient_outlives_a_preemption(tmp_path: Path) -> None:
     for name, value in expected.items():
         assert (got[name] - value).abs().max() < 1e-7
         assert (value - start[name]).abs().max() > 1e-4
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_rejected_rows_change_no_bit_of_what_is_trained_when_switched_off(tmp_path: Path) -> None:
-    buffer = {"judged_every": EVERY, "rejected": False}
-    without, beside = Trainer(tmp_path / "a"), Trainer(tmp_path / "b", buffer=buffer)
-    rows = trained_rows()
-    without.feed(rows)
-    beside.feed([with_rejected(one) for one in rows])
-    stopped = [trainer.run(1, max_steps=2) for trainer in (without, beside)]
-    assert stopped[0].loss == stopped[1].loss
-    assert stopped[0].tokens == stopped[1].tokens > 0
-    expected, got = without.weights(), beside.weights()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -301,14 +301,13 @@ class DflashNet(LayerNet):
         draft's cross-entropy (Chen et al. 2026, section on training).
 
         Blocks are at the row's drafting targets, at most blocks_per_row. A draft counts if the
-        policy drew all tokens up to its own, or could have drawn it under a rejected draft.
-        Positions are the blocks. Terms: loss_0, loss_1, ... without weights, and the number of
-        correct first drafts.
+        policy drew all tokens up to its own. Positions are the blocks. Terms: loss_0, loss_1, ...
+        without weights, and the number of correct first drafts.
         """
         anchors = self.anchors(row)
         blocks, places, drafts = self._taught(row, anchors)
         logits = self.logits(self.states(row, anchors)[blocks, drafts])
-        soft = (row.draft_tokens < 0) | (self.options.targets == "distribution")
+        soft = torch.full_like(row.valid, self.options.targets == "distribution")
         losses, right = block_losses(
             logits, BlockTargets(row.next_states, self.head, soft, row.draft_tokens), places
         )

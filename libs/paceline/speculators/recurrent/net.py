@@ -316,11 +316,10 @@ class RecurrentNet(DraftNet):
         token drawn by the policy.
 
         A chain ends for all later drafts when it leaves its document or reaches tokens that the
-        policy did not draw. Under a rejected draft no token was drawn, so the target's distribution
-        softmax(lm_head h_{t+1}) is learned. Terms: loss_0, loss_1, ..., and the number of correct
-        first drafts.
+        policy did not draw. With `targets` "distribution", softmax(lm_head h_{t+1}) is learned.
+        Terms: loss_0, loss_1, ..., and the number of correct first drafts.
         """
-        soft = row.valid & ((row.draft_tokens < 0) | (self.options.targets == "distribution"))
+        soft = row.valid & (self.options.targets == "distribution")
         teacher = torch.softmax((row.next_states[soft] @ self.target_head.t()).float(), dim=-1)
         place = soft.cumsum(0) - 1
         index = row.valid.nonzero()[:, 0]

@@ -274,9 +274,6 @@ def paths() -> tuple[PackedRow, PolicyHead, torch.Tensor, torch.Tensor]:
         next_tokens=tokens[:, :-1].reshape(-1),
         draft_tokens=tokens[:, 1:].reshape(-1),
         positions=torch.arange(DEPTH).repeat(len(drawn)),
-        parents=torch.where(
-            torch.arange(first.numel()) % DEPTH > 0, torch.arange(first.numel()) - 1, -1
-        ),
         documents=torch.arange(len(drawn)).repeat_interleave(DEPTH),
         valid=torch.ones(first.numel(), dtype=torch.bool),
         lm_head_hash="00" * 8,

@@ -123,29 +123,6 @@ def test_a_token_or_state_changes_no_block_before_it_and_no_neighbour() -> None:
     assert of_state == [set(range(at, 16))] * (BLOCK - 1)
 
 
-def test_a_rejected_branch_learns_its_own_draft_and_changes_no_other() -> None:
-    net, main = rough_net(), document(8, 1)
-    extra = document(1, 9)
-    branch = replace(
-        extra,
-        positions=torch.tensor([5]),
-        draft_tokens=torch.tensor([-1]),
-        valid=torch.tensor([True]),
-    )
-    row = packed([main, branch])
-    row = replace(row, parents=torch.cat((main.parents, torch.tensor([4]))))
-    with torch.no_grad():
-        alone, both = net(main), net(row)
-    w = arrays(net)
-    along = np.concatenate([inner_of(main)[:5], inner_of(extra)])
-    logits = block_logits(w, along, range(6), int(extra.next_tokens[0]), 6)[0]
-    p = np.exp(w["head"] @ extra.next_states[0].double().numpy())
-    log_q = logits - np.log(np.exp(logits).sum())
-    expected = -(p / p.sum() * log_q).sum()
-    assert float(both.loss - alone.loss) == pytest.approx(expected, rel=1e-4)
-    assert int(both.positions) == int(alone.positions) + 1
-
-
 def test_a_row_without_drafting_targets_costs_nothing() -> None:
     net, row = rough_net(), document(5, 1)
     loss, positions, terms = net(replace(row, valid=torch.zeros(5, dtype=torch.bool)))

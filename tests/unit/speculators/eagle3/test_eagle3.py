@@ -205,34 +205,6 @@ def test_a_token_or_state_changes_no_earlier_prediction_and_no_neighbour() -> No
         assert of_state[step] & inside == reads_state & inside
 
 
-def test_a_rejected_branch_learns_its_own_draft_and_changes_no_other() -> None:
-    """A branch of one rejected draft under position 4: it has states and a target, and nothing
-    after it.
-    """
-    net, main = rough_net(draft_vocab_size=21), document(8, 1)
-    extra = document(1, 9)
-    branch = replace(
-        extra,
-        positions=torch.tensor([5]),
-        parents=torch.tensor([4]),
-        draft_tokens=torch.tensor([-1]),
-        valid=torch.tensor([True]),
-    )
-    row = packed([main, replace(branch, parents=torch.tensor([-1]))])
-    row = replace(row, parents=torch.cat((main.parents, branch.parents)))
-    with torch.no_grad():
-        alone, both = net(main), net(row)
-    along = inner_of(main)[:5].tolist() + inner_of(extra).tolist()
-    tokens = [*main.next_tokens[:5].tolist(), *extra.next_tokens.tolist()]
-    w = arrays(net)
-    [logits] = chain_from(w, np.array(along), tokens, 5, 1)
-    p = softmax(w["head"] @ extra.next_states[0].double().numpy())
-    ids = net.token_ids.numpy()
-    assert p.argmax() in ids
-    expected, _ = position_loss(p, logits, ids, "soft_ce")
-    assert float(both.loss - alone.loss) == pytest.approx(expected, rel=1e-4)
-
-
 def test_a_row_without_drafting_targets_costs_nothing() -> None:
     net, row = rough_net(), document(5, 1)
     loss, positions, _ = net(replace(row, valid=torch.zeros(5, dtype=torch.bool)))
