@@ -32,9 +32,8 @@ from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.learn.students import initial_nets
 from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.packed import PackedRow
@@ -163,7 +162,7 @@ def _measured(shape: ModelConfig, pairs: int, tokens: int) -> BenchResult:
 def _learner(
     config: DrafterTrainerConfig, shape: ModelConfig, micro_batches: int
 ) -> DrafterLearner:
-    (net,) = initial_nets(config, shape)
+    net = initial_net(config, shape)
     return DrafterLearner(net, config.optimizer, micro_batches=micro_batches, members=on_cpu(1))
 
 

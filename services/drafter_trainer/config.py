@@ -89,12 +89,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """
     options: dict[str, Any] = Field(default={})
     """Settings of a fresh speculator's shape and loss."""
-    shadows: list[str] = Field(default=[])
-    """Further speculators trained on the same rows, named as `drafter`."""
-    shadow_share: ClassVar[float] = 0.5
-    """Share of the micro-batches for all shadows together."""
-    servable: list[str] = Field(default=[])
-    """Kinds that the engine can serve; empty: the kind of `drafter`."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of ranks under a lease; with cuda, slot numbers are GPU numbers."""
     ranks: int = Field(default=1, ge=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.local.patience import patient
-from paceline.messages import from_message, shared_fields, to_message
+from paceline.messages import from_message, shared_fields
 from paceline.models.config import check_model
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
 from paceline.rpc.progress import add_progress
@@ -236,7 +236,6 @@ def _pushed(decision: m.Judged, *, prepared: bool) -> pb.ActivateResponse:
 
 def _gate(message: m.Judged) -> pb.ActivateResponse:
     figures = shared_fields(message, pb.GateDecision)
-    figures["leaderboard"] = [to_message(one, pb.Contender) for one in message.leaderboard]
     decision = pb.GateDecision(
         promoted=message.decision == "promoted",
         candidate_accept_length=message.candidate,

@@ -273,7 +273,7 @@ def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[st
         "out": folder / name,
         "speculator": "eagle3",
     }
-    settings = paths | LEARNING | {"draft-steps": 3, "heldout-share": 0.02}
+    settings = paths | LEARNING | {"heldout-share": 0.02}
     options = [f"draft_vocab_size={draft_vocab_size}", "ttt_steps=3"]
     return subprocess.Popen(
         [sys.executable, "-m", "paceline.services.drafter_trainer.offline"]

@@ -69,7 +69,4 @@ def log_decision(decision: m.Judged) -> None:
         noise=decision.noise,
         speedups=(decision.candidate_speedup, decision.serving_speedup, decision.speedup_noise),
         positions=decision.positions,
-        leaderboard=[
-            f"{one.kind} {one.accept_length:.2f} x{one.speedup:.2f}" for one in decision.leaderboard
-        ],
     )

@@ -37,22 +37,6 @@ PROMPT_END = 8
 """Positions after a non-drafting stretch (a prompt, a tool's answer) that count as its end."""
 
 
-@torch.inference_mode()
-def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
-    """[N, K] bool at the N valid positions of a row: whether draft k of a greedy chain equals the
-    policy's own token.
-
-    Teacher-forced on the true tokens, which equals the engine's chain as long as all earlier drafts
-    are right. Drafts past the end of a document count as misses.
-    """
-    net.bind(head.embed_tokens, head.lm_head)
-    matches = []
-    for step, logits in enumerate(net.chain_logits(row, steps)):
-        there, inside = row.ahead(step)
-        matches.append((logits.argmax(-1) == row.draft_tokens[there]) & inside)
-    return torch.stack(matches, dim=1)[row.valid]
-
-
 class Pace:
     """How many positions' logits are computed in `piece_s` seconds, measured by kind of work."""
 
@@ -128,9 +112,9 @@ def survival_in_pieces(
         sum_y min(p(y), q(y)),
 
     with step k teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the draft"
-    and alpha is p(draft): chain_matches with its last draw replaced by the expectation, so its
-    variance is never larger. The product of p(draft) over all steps would be biased, since it
-    counts paths that the engine has left.
+    and alpha is p(draft), so its variance is never larger than that of counted matches.
+    The product of p(draft) over all steps would be biased, since it counts paths that the engine
+    has left.
 
     Drafts past the end of a document or of the policy's own tokens count as rejected. Yields after
     each piece of `pace`.

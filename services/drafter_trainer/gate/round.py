@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,7 @@ class GateRound:
     samples: tuple[FeatureSample, ...]  # rows of the judgement
     candidates: tuple[DrafterState, ...]
     rivals: tuple[DrafterState, ...]
-    steps: Mapping[str, int]  # optimiser steps behind each candidate, by kind
+    steps: int  # optimiser steps behind the drafter in training
 
     def judgements(self, costs: MeasuredCosts) -> tuple[list[list[Judgement]], bool]:
         """Each candidate against each rival by the measurements so far, and whether the costs are

@@ -15,21 +15,21 @@ _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
 _INTEGERS = ("next_tokens", "draft_tokens", "positions", "documents", "valid")
 
 
-def announce(word: str, members: Members, student: int = 0) -> None:
+def announce(word: str, members: Members) -> None:
     """Rank 0 announces the next action to the members.
 
-    "stop": the activation is over; "wait": another word follows later; "snapshot": a snapshot of
-    that student (students.py); "again": that student continues from other weights; "save": a
-    checkpoint; "join": other members, by the next command.
+    "stop": the activation is over; "wait": another word follows later; "snapshot": a snapshot;
+    "again": training continues from other weights; "save": a checkpoint; "join": other members, by
+    the next command.
     """
-    members.agree(_WORDS.index(word), student)
+    members.agree(_WORDS.index(word))
 
 
-def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> PackedRow:
-    """Rank 0 sends row r to rank r for that student and returns its own. There is one row per
-    member, all with one head.
+def hand_out(rows: Sequence[PackedRow], members: Members) -> PackedRow:
+    """Rank 0 sends row r to rank r and returns its own. There is one row per member, all with one
+    head.
     """
-    announce("row", members, student)
+    announce("row", members)
     for rank, row in enumerate(rows[1:], start=1):
         layers = row.layers.encode()
         widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
@@ -40,10 +40,10 @@ def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> P
     return rows[0]
 
 
-def receive(members: Members) -> tuple[int, PackedRow | str]:
-    """On other members: a student and its next row, or one of the announced words."""
-    index, student = members.agree(0, 0)
-    return student, _receive_row() if _WORDS[index] == "row" else _WORDS[index]
+def receive(members: Members) -> PackedRow | str:
+    """On other members: the next row, or one of the announced words."""
+    (index,) = members.agree(0)
+    return _receive_row() if _WORDS[index] == "row" else _WORDS[index]
 
 
 def _receive_row() -> PackedRow:

@@ -21,7 +21,6 @@ from paceline.services.drafter_trainer.gate.evaluate import (
     ROW_POSITIONS,
     GateJob,
     Pace,
-    chain_matches,
     chain_survival,
     position_buckets,
 )
@@ -66,6 +65,22 @@ def slow_matches(net: EagleNet, one: FeatureSample) -> list[list[bool]]:
             hidden = torch.cat([hidden, out[None]])
         matches.append(row)
     return matches
+
+
+@torch.inference_mode()
+def chain_matches(net: Any, row: PackedRow, head: PolicyHead, steps: int) -> torch.Tensor:
+    """[N, K] bool at the N valid positions of a row: whether draft k of a greedy chain equals the
+    policy's own token.
+
+    Teacher-forced on the true tokens, which equals the engine's chain as long as all earlier drafts
+    are right. Drafts past the end of a document count as misses.
+    """
+    net.bind(head.embed_tokens, head.lm_head)
+    matches = []
+    for step, logits in enumerate(net.chain_logits(row, steps)):
+        there, inside = row.ahead(step)
+        matches.append((logits.argmax(-1) == row.draft_tokens[there]) & inside)
+    return torch.stack(matches, dim=1)[row.valid]
 
 
 def test_chain_matches_are_those_of_a_sequence_that_grows_step_by_step() -> None:
