@@ -34,8 +34,7 @@ from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.packed import PackedRow
 
 CEILING_SHARE, GATE_SHARE = 0.6, 0.2

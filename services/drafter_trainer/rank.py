@@ -20,7 +20,6 @@ from paceline.ranks.messages import Doing, Impaired, Save, Saved
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.heads import (
     PolicyHead,
     PolicyHeads,
@@ -28,7 +27,7 @@ from paceline.services.drafter_trainer.learn.heads import (
     read_spooled_head,
 )
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
-from paceline.services.drafter_trainer.learn.membership import Membership
+from paceline.services.drafter_trainer.learn.membership import Membership, announce, receive
 from paceline.services.drafter_trainer.link import TrainerLink, activation_span
 from paceline.services.drafter_trainer.metrics import CHECKPOINTS_DAMAGED
 from paceline.services.drafter_trainer.rows.feed import RowFeed
@@ -164,7 +163,7 @@ class Rank:
             return None
         command = self.link.next_turn(0)
         assert isinstance(command, m.Join)
-        sharing.announce("join", self.learner.members)
+        announce("join", self.learner.members)
         self._join(command, running=True)
         size = self.learner.members.size
         self.link.send(m.SlotsJoined(epoch, len(command.slots), size))
@@ -194,7 +193,7 @@ class Rank:
     def _follow(self) -> None:
         """Takes part in every collective that rank 0 announces."""
         while True:
-            match sharing.receive(self.learner.members):
+            match receive(self.learner.members):
                 case "stop":
                     return
                 case "wait":
@@ -259,7 +258,7 @@ class Rank:
         """
         due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
         if due and not self._writer.busy:
-            sharing.announce("save", self.learner.members)
+            announce("save", self.learner.members)
             self.save()
 
     def save(self, *, always: bool = False) -> int:

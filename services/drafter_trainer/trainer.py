@@ -14,8 +14,8 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.gate.gate import PublishGate
-from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner, MicroResult
+from paceline.services.drafter_trainer.learn.membership import announce, hand_out
 from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.metrics import (
     gate_span,
@@ -123,7 +123,7 @@ class DrafterTrainer:
             else:
                 self.rows.wait(DATA_WAIT_S)
 
-        sharing.announce("stop", self._learner.members)
+        announce("stop", self._learner.members)
         link_current(activation.batches)
         self._link.send(self.standing())
         self.rows.end()
@@ -150,7 +150,7 @@ class DrafterTrainer:
             version, kind = batch.head.policy_version, self._learner.kind
             traces = batch.traceparents
             with micro_step_span(activation.epoch, slots, version, kind, traces) as record:
-                row = sharing.hand_out(rows, self._learner.members)
+                row = hand_out(rows, self._learner.members)
                 result = self._learner.micro_step(row, batch.head)
                 record(result)
 
@@ -170,7 +170,7 @@ class DrafterTrainer:
             return
         doing = "judges" if self.gate.judging else f"trains micro-batch {activation.micro_batches}"
         self._link.send(Doing(doing))
-        sharing.announce("wait", self._learner.members)
+        announce("wait", self._learner.members)
         activation.tell_at = time.monotonic() + TOLD_EVERY_S
 
     def _micro_batch_tokens(self) -> int:

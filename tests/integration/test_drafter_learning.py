@@ -14,9 +14,8 @@ from paceline.services.drafter_trainer.config import BufferConfig, DrafterOptimi
 from paceline.services.drafter_trainer.gate.evaluate import chain_survival
 from paceline.services.drafter_trainer.learn.heads import load_policy_head
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
-from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
-from paceline.services.drafter_trainer.rows.sample import sample_from
+from paceline.services.drafter_trainer.rows.sample import pack, sample_from
 from paceline.speculators.eagle import EagleNet
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.comparison import Floats
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 

@@ -13,14 +13,19 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.gate.comparison import MeasuredCosts
-from paceline.services.drafter_trainer.gate.decisions import judged, log_decision, reopened
 from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
-from paceline.services.drafter_trainer.gate.fall import Hurry, ServedLength
-from paceline.services.drafter_trainer.gate.freeze import Freeze
-from paceline.services.drafter_trainer.gate.round import DrafterState, GateRound, judged_parts
-from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.gate.freeze import Freeze, Hurry, ServedLength
+from paceline.services.drafter_trainer.gate.round import (
+    DrafterState,
+    GateRound,
+    judged,
+    judged_parts,
+    log_decision,
+    reopened,
+)
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import announce
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.telemetry import get_logger
@@ -213,7 +218,7 @@ class PublishGate:
         """The drafter in training as a candidate, once it has learned."""
         if not self._learner.total_steps:
             return []
-        sharing.announce("snapshot", self._learner.members)
+        announce("snapshot", self._learner.members)
         return [DrafterState(self.next_version, self._learner.snapshot())]
 
     def _looked_back(self, now: GateRound) -> GateRound | None:
@@ -283,7 +288,7 @@ class PublishGate:
         self.next_version = drafter.version + 1
         self._promoted = replace(decision, decision="promoted", path=path)
         if drafter.net is self._first:  # training continues from it, not from the worse weights
-            sharing.announce("again", self._learner.members)
+            announce("again", self._learner.members)
             self._learner.begin_again(self._first)
         return self._promoted
 

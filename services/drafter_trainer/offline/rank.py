@@ -31,20 +31,17 @@ from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_surviv
 from paceline.services.drafter_trainer.learn.heads import PolicyHead, load_policy_head
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.offline.answers import (
-    answer_prompts,
-    answers_file,
-    write_answers,
-)
 from paceline.services.drafter_trainer.offline.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.offline.data import (
     Example,
     ModelText,
+    answer_prompts,
+    answers_file,
     fingerprint,
     read_samples,
+    write_answers,
 )
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.loading import trained_net
 from paceline.speculators.net import DraftNet

@@ -1,7 +1,8 @@
-"""Makes a sample from the rows of a finished request, and windows of it."""
+"""Makes a sample from the rows of a finished request, and packs windows of samples into rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
+from paceline.speculators.packed import PackedRow
 from paceline.streams import FeatureBatch
 from paceline.tensors import NamedTensor
 
@@ -143,3 +145,33 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
 
     if (np.diff(batch.positions) != 1).any():
         raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)
+
+
+def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
+    """One row from samples of one head; of a sample longer than `window` positions, the last
+    `window` are used.
+
+    A document is a sample's sequence.
+    """
+    parts = list[dict[str, Tensor]]()
+    for number, sample in enumerate(samples):
+        if sample.positions > window:
+            sample = sample.cut(sample.positions - window, window)
+        here, hidden = torch.arange(sample.positions), sample.hidden.float()
+        parts.append(
+            {
+                "states": hidden[:-1],
+                "next_states": hidden[1:, -sample.hidden_size :].detach(),  # a target
+                "next_tokens": sample.token_ids[1:-1],
+                "draft_tokens": sample.token_ids[2:],
+                "positions": here,
+                "documents": torch.full_like(here, number),
+                "valid": sample.generated[2:],
+            }
+        )
+
+    return PackedRow(
+        **{name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        lm_head_hash=samples[0].lm_head_hash,
+        layers=samples[0].layers,
+    )

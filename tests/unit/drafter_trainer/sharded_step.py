@@ -20,7 +20,7 @@ from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import Membership
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.training.checkpoints import CheckpointWriter

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from unit.drafter_trainer.samples import sample
 
-from paceline.services.drafter_trainer.learn import sharing
-from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.learn.membership import announce, hand_out, on_cpu, receive
+from paceline.services.drafter_trainer.rows.sample import pack
 
 
 def main(out: Path) -> None:
@@ -23,12 +22,12 @@ def main(out: Path) -> None:
             pack([sample(12, 1), sample(7, 2)], window=512),
             pack([sample(5, 3)], window=512),
         ):
-            assert sharing.hand_out([own, row], members) is own
-            sharing.announce("snapshot", members)
-        sharing.announce("stop", members)
+            assert hand_out([own, row], members) is own
+            announce("snapshot", members)
+        announce("stop", members)
     else:
         received = []
-        while (told := sharing.receive(members)) != "stop":
+        while (told := receive(members)) != "stop":
             received.append(told)
         torch.save(received, out)
     dist.barrier()

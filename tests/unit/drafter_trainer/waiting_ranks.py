@@ -11,10 +11,9 @@ from unit.drafter_trainer.test_trainer import ScriptedParent
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.heads import PolicyHeads
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
-from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.learn.membership import on_cpu, receive
 from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.services.drafter_trainer.trainer import DrafterTrainer
@@ -41,7 +40,7 @@ def main(directory: Path, collective_s: float) -> None:
     else:
         words = []
         while not words or words[-1] != "stop":
-            words.append(sharing.receive(members))
+            words.append(receive(members))
         assert set(words) == {"wait", "stop"}
     members.meet()
     dist.destroy_process_group()

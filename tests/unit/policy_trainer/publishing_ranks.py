@@ -19,11 +19,9 @@ from paceline.errors import ResourceExhausted, WeightsError
 from paceline.services.policy_trainer import publish
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.parallel import form_mesh
-from paceline.services.policy_trainer.publish import publication_of, take_served
-from paceline.services.policy_trainer.publisher import Publisher
+from paceline.services.policy_trainer.publish import Publisher, publication_of, take_served
 from paceline.tensors import NamedTensor
 from paceline.training import streaming
 from paceline.training.checkpoints import CheckpointWriter, read_each_whole

@@ -25,8 +25,7 @@ from paceline.services.drafter_trainer.gate.evaluate import (
     position_buckets,
 )
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 

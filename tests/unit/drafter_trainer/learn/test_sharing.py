@@ -11,7 +11,7 @@ from unit.drafter_trainer import sharing_ranks, waiting_ranks
 from unit.drafter_trainer.samples import sample
 
 from paceline.local.patience import patient
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.packed import PackedRow
 
 

@@ -19,8 +19,7 @@ from unit.drafter_trainer.samples import (
     toy_policy,
 )
 
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack, sample_from
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.loading import trained_net
 from paceline.speculators.packed import PackedRow

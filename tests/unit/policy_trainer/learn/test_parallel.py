@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.errors import ConfigError
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn import parallel
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn.build import form_mesh
 
 
 @pytest.fixture

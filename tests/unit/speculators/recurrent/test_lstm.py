@@ -14,7 +14,7 @@ from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 from unit.speculators.recurrent.arctic_method import Published
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 
 from paceline.errors import InvalidInput, WeightsError
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.recurrent.mlp import MlpNet, MlpOptions
 

@@ -28,8 +28,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.loading import load_model
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.kinds import find_kind
 from paceline.speculators.loading import build_drafter, trained_net
