@@ -22,10 +22,10 @@ from paceline.speculators.eagle import ARCHITECTURES as EAGLE
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle3.checkpoint import ARCHITECTURE as EAGLE3
 from paceline.speculators.eagle3.net import Eagle3Net
+from paceline.speculators.lstm import ARCHITECTURE as LSTM
+from paceline.speculators.mlp import ARCHITECTURE as MLP
 from paceline.speculators.net import DraftNet
-from paceline.speculators.recurrent.lstm import ARCHITECTURE as LSTM
-from paceline.speculators.recurrent.mlp import ARCHITECTURE as MLP
-from paceline.speculators.recurrent.net import RecurrentNet
+from paceline.speculators.recurrent import RecurrentNet
 
 
 class Format(StrEnum):

@@ -77,7 +77,6 @@ class SpeculatorKind:
         return tuple(f"{self.name}:{shape}" for shape in self.shapes)
 
 
-_RECURRENT = "paceline.speculators.recurrent"
 _SGLANG_SHAPES = ("3_1_4", "5_1_6", "3_2_8")
 
 _KINDS = (
@@ -119,14 +118,14 @@ _KINDS = (
     ),
     SpeculatorKind(
         "lstm",
-        f"{_RECURRENT}.drafter:LstmDrafter",
-        f"{_RECURRENT}.lstm:LstmNet",
+        "paceline.speculators.lstm:LstmDrafter",
+        "paceline.speculators.lstm:LstmNet",
         ("ArcticLSTMSpeculatorPreTrainedModel",),
     ),
     SpeculatorKind(
         "mlp",
-        f"{_RECURRENT}.drafter:MlpDrafter",
-        f"{_RECURRENT}.mlp:MlpNet",
+        "paceline.speculators.mlp:MlpDrafter",
+        "paceline.speculators.mlp:MlpNet",
         ("MLPSpeculatorPreTrainedModel",),
     ),
     SpeculatorKind(

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import parallel
+from paceline.services.policy_trainer.learn import build
 from paceline.services.policy_trainer.learn.build import form_mesh
 
 

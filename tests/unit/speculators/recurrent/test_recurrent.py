@@ -33,8 +33,7 @@ from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.kinds import find_kind
 from paceline.speculators.loading import build_drafter, trained_net
 from paceline.speculators.packed import PackedRow
-from paceline.speculators.recurrent.drafter import RecurrentDrafter
-from paceline.speculators.recurrent.net import RecurrentNet
+from paceline.speculators.recurrent import RecurrentDrafter, RecurrentNet
 
 HEADS = 4
 KINDS = {
@@ -42,15 +41,8 @@ KINDS = {
     "mlp tied": {"tie_weights": True},
     "lstm": {"tie_lstm_embs": False},
     "lstm tied": {"tie_lstm_embs": True},
-    "lstm norms": {"inner_dim": "1.12", "proj_dim": 12, "emb_dim": 12},
-    "lstm stacks": {
-        "method": "sum_rnn",
-        "tie_weights": False,
-        "inner_dim": "20.12",
-        "proj_dim": "20.20",
-        "emb_dim": "20.20.20",
-    },
-    "lstm stacks tied": {"method": "sum_rnn", "inner_dim": "12.24.16", "emb_dim": "12.12"},
+    "lstm stacks": {"method": "sum_rnn", "tie_weights": False, "inner_dim": 12},
+    "lstm stacks tied": {"method": "sum_rnn"},
 }
 LENGTHS = (9, 14, 6, 21)
 
