@@ -58,11 +58,11 @@ class GateConfig(Config):
     """Optimiser steps between two evaluations."""
     min_positions: int = Field(default=200, ge=1)
     """Minimum positions per evaluation."""
-    min_groups: int = Field(default=3, ge=2)
+    min_groups: ClassVar[int] = 3
     """Minimum sibling groups per evaluation, for an estimate of the noise."""
     draft_steps: int = Field(default=5, ge=1)
     """Drafted tokens per position in an evaluation."""
-    samples: int = Field(default=32, ge=1)
+    samples: ClassVar[int] = 32
     """Maximum samples per evaluation."""
     verification: Literal["same_draw", "rejection"] = "same_draw"
     """The engine's acceptance rule: greedy drafts equal to its draw, or min(1, p/q)."""
@@ -107,8 +107,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """Maximum tokens of a micro-batch."""
     max_epochs: float = Field(default=10, gt=0)
     """Maximum passes over the buffer per activation."""
-    push_deadline_s: float = Field(default=30.0, gt=0)
-    """Maximum time of a push, seconds."""
     data_wait_s: ClassVar[float] = 2.0
     """Maximum wait of an activation for rows, seconds."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)

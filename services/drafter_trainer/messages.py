@@ -114,8 +114,6 @@ class Judged:
     conditional: tuple[float, ...] = ()  # P(draft i accepted | earlier drafts accepted)
     serving_survival: tuple[float, ...] = ()
     over: int = 0  # version that served before
-    # E[len] by part of the response
-    lengths_by_bucket: dict[str, float] = field(default_factory=dict)
 
     @property
     def shift(self) -> AcceptanceShift | None:

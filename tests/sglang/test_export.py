@@ -28,8 +28,8 @@ from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch
-from paceline.speculators.draft_tree import Beam
-from paceline.speculators.layer.drafter import LayerDrafter
+from paceline.speculators.layer_drafter import LayerDrafter
+from paceline.speculators.net_drafter import Beam
 
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"

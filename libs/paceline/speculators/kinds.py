@@ -96,8 +96,8 @@ _KINDS = (
     ),
     SpeculatorKind(
         "eagle3",
-        "paceline.speculators.eagle3.net:Eagle3Drafter",
-        "paceline.speculators.eagle3.net:Eagle3Net",
+        "paceline.speculators.eagle3:Eagle3Drafter",
+        "paceline.speculators.eagle3:Eagle3Net",
         ("LlamaForCausalLMEagle3",),
         shapes=("3_1_4", "5_1_6", "7_1_8"),
         inner_layers=eagle3_inner_layers,
@@ -110,8 +110,8 @@ _KINDS = (
     ),
     SpeculatorKind(
         "dflash",
-        "paceline.speculators.dflash.drafter:DflashDrafter",
-        "paceline.speculators.dflash.net:DflashNet",
+        "paceline.speculators.dflash_drafter:DflashDrafter",
+        "paceline.speculators.dflash:DflashNet",
         ("DFlashDraftModel",),
         shapes=("3_1_4", "5_1_6", "7_1_8"),
         inner_layers=dflash_inner_layers,
@@ -130,7 +130,7 @@ _KINDS = (
     ),
     SpeculatorKind(
         "ngram",
-        "paceline.speculators.ngram.drafter:NgramSpeculator",
+        "paceline.speculators.ngram:NgramSpeculator",
         shapes=("4_1_5",),
         sglang=SGLangSupport("NGRAM", ("4_1_5",), trees=False),
     ),

@@ -18,7 +18,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import Field
@@ -31,9 +31,9 @@ from paceline.models.config import ModelConfig, architecture
 from paceline.models.decoder import DecoderWeights
 from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.draft_tree import Beam, grow_tree
+from paceline.speculators.losses import Targets, target_losses
 from paceline.speculators.net import DraftNet, Objective
-from paceline.speculators.net_drafter import NetDrafter, logprobs
+from paceline.speculators.net_drafter import Beam, NetDrafter, grow_tree, logprobs
 from paceline.speculators.packed import PackedRow
 
 NORM_EPS = 1e-6
@@ -94,7 +94,7 @@ class RecurrentOptions(Config):
     scale_input: bool = Field(
         default=True, description="divide the target's state by its root mean square and by √2"
     )
-    targets: Literal["drawn", "distribution"] = Field(
+    targets: Targets = Field(
         default="drawn",
         description="what a head learns: the policy's token, or the distribution it was drawn from",
     )
@@ -248,13 +248,10 @@ class RecurrentNet(DraftNet):
         policy did not draw. With `targets` "distribution", softmax(lm_head h_{t+1}) is learned.
         Terms: loss_0, loss_1, ..., and the number of correct first drafts.
         """
-        soft = row.valid & (self.options.targets == "distribution")
-        teacher = torch.softmax((row.next_states[soft] @ self.target_head.t()).float(), dim=-1)
-        place = soft.cumsum(0) - 1
         index = row.valid.nonzero()[:, 0]
         state = self.start(self._last(row)[index])
         terms: dict[str, Tensor] = {}
-        total = teacher.new_zeros(())
+        total = row.next_states.new_zeros(())
         # Steps without positions are also computed: all ranks of FSDP2 must have the same
         # gradients.
         for step, weights in enumerate(self.step_weights()):
@@ -263,19 +260,13 @@ class RecurrentNet(DraftNet):
             index = index[kept]
             at = there[index]
             state = self.advance(weights, tuple(part[kept] for part in state), row.next_tokens[at])
-            log_q = torch.log_softmax(linear(state[0], weights.head).float(), dim=-1)
-            by_soft, drawn = soft[at], row.draft_tokens[at]
-            p = teacher[place[at[by_soft]]]
-            loss = (
-                functional.nll_loss(log_q[~by_soft], drawn[~by_soft], reduction="sum")
-                - (p * log_q[by_soft]).sum()
+            losses, right = target_losses(
+                linear(state[0], weights.head), row, self.target_head, at, self.options.targets
             )
-            total = total + loss
-            terms[f"loss_{step}"] = loss.detach()
+            total = total + losses.sum()
+            terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
-                terms["correct"] = (
-                    log_q.argmax(-1) == drawn.index_put((by_soft,), p.argmax(-1))
-                ).sum()
+                terms["correct"] = right.sum()
 
         return Objective(total, row.valid.sum(), terms)
 

@@ -86,14 +86,7 @@ class Activated(_message.Message):
     def __init__(self, attach_s: _Optional[float] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class GateDecision(_message.Message):
-    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "conditional", "serving_survival", "lengths_by_bucket")
-    class LengthsByBucketEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "conditional", "serving_survival")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMOTED_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -112,7 +105,6 @@ class GateDecision(_message.Message):
     SURVIVAL_FIELD_NUMBER: _ClassVar[int]
     CONDITIONAL_FIELD_NUMBER: _ClassVar[int]
     SERVING_SURVIVAL_FIELD_NUMBER: _ClassVar[int]
-    LENGTHS_BY_BUCKET_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
     promoted: bool
     candidate_accept_length: float
@@ -131,8 +123,7 @@ class GateDecision(_message.Message):
     survival: _containers.RepeatedScalarFieldContainer[float]
     conditional: _containers.RepeatedScalarFieldContainer[float]
     serving_survival: _containers.RepeatedScalarFieldContainer[float]
-    lengths_by_bucket: _containers.ScalarMap[str, float]
-    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., conditional: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ..., lengths_by_bucket: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., conditional: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Detached(_message.Message):
     __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped", "first_step_s")

@@ -10,8 +10,7 @@ from paceline.errors import DataLoss
 from paceline.file_hashes import check_hashes, write_hashes
 from paceline.models.config import ModelConfig
 from paceline.speculators.kinds import SpeculatorKind
-from paceline.speculators.loading import read_drafter
-from paceline.speculators.net import DraftNet
+from paceline.speculators.net import DraftNet, read_drafter
 from paceline.telemetry import get_logger
 
 KEPT = 4

@@ -31,9 +31,6 @@ _FASTER = 4
 """How many times as many positions the next piece may have."""
 GREEDY = 0.01
 """Temperature used for 0: the most likely token has all the mass."""
-BUCKETS = ("prompt_end", "early", "late")
-PROMPT_END = 8
-"""Positions after a non-drafting stretch (a prompt, a tool's answer) that count as its end."""
 
 
 class Pace:
@@ -167,41 +164,12 @@ def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     return alpha, (log_q.gather(1, here) - target.gather(1, here)).clamp(max=0).exp()[:, 0]
 
 
-def position_buckets(row: PackedRow) -> Tensor:
-    """int64 [N] index into BUCKETS of the row's judged positions, by their place in the document.
-
-    The first bucket has the first PROMPT_END positions after a prompt or a tool's answer. The
-    second has the first half of the remaining document, the third the second half.
-    """
-    here = torch.arange(len(row))
-    first = torch.full((int(row.documents.max()) + 1,), len(row)).scatter_reduce(
-        0, row.documents, here, "amin"
-    )
-    sizes = torch.bincount(row.documents)
-    drawn = row.valid
-    # the last earlier position that is not judged
-    broken = torch.where(drawn, -1, here).cummax(0).values
-    since = here - broken
-    after_prompt = (broken >= first[row.documents]) & (since <= PROMPT_END)
-    late = (here - first[row.documents]) * 2 >= sizes[row.documents]
-    return torch.where(after_prompt, 0, 1 + late.long())[drawn]
-
-
 @dataclass(frozen=True, slots=True)
 class MeasuredRows:
     """Measurements at N positions, in one order for all drafters."""
 
     accepted: list[Floats]  # [N, K] of each drafter, see chain_survival
     groups: npt.NDArray[np.int64]  # [N] number of the sequence's group of siblings
-    buckets: npt.NDArray[np.int64]  # [N] index into BUCKETS
-
-    def lengths_by_bucket(self, drafter: int) -> dict[str, float]:
-        """E[len] of one drafter by part of the response, without parts that have no position."""
-        totals = 1.0 + self.accepted[drafter].sum(axis=1)
-        there = {name: self.buckets == number for number, name in enumerate(BUCKETS)}
-        return {
-            name: float(totals[chosen].mean()) for name, chosen in there.items() if chosen.any()
-        }
 
 
 class GateJob:
@@ -227,7 +195,6 @@ class GateJob:
         self._settings, self._window = settings, window
         self._accepted: list[list[Floats]] = [[] for _ in self._nets]
         self._groups: list[npt.NDArray[np.int64]] = []
-        self._buckets: list[npt.NDArray[np.int64]] = []
         self._numbers: dict[str, int] = {}  # of groups
         self._measuring: Iterator[None] | None = None  # of the row at hand
         self.heads = {sample.lm_head_hash: heads[sample.lm_head_hash] for sample in samples}
@@ -284,14 +251,12 @@ class GateJob:
         row = pack(samples, window=self._window)
         numbers = [self._numbers.setdefault(s.siblings, len(self._numbers)) for s in samples]
         self._groups.append(np.array(numbers)[row.documents[row.valid].numpy()])
-        self._buckets.append(position_buckets(row).numpy())
         return row
 
     def measured(self) -> MeasuredRows:
         """The measurements so far; call it when `even`."""
         accepted = [np.concatenate(pieces) for pieces in self._accepted]
-        groups, buckets = np.concatenate(self._groups), np.concatenate(self._buckets)
-        return MeasuredRows(accepted, groups, buckets)
+        return MeasuredRows(accepted, np.concatenate(self._groups))
 
 
 def _rows(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:

@@ -247,7 +247,7 @@ class PublishGate:
         return all(one.decided for against in found for one in against)
 
     def _decide(self, now: GateRound) -> list[m.Judged]:
-        measured_rows, head = now.job.measured(), now.job.head
+        head = now.job.head
         found, measured = now.judgements(self.costs)
         ranks = [
             (all(one.better for one in against), against[0].candidate_speedup, -number)
@@ -257,14 +257,7 @@ class PublishGate:
         drafter, judgement = now.candidates[-negative], found[-negative][0]
         decision = self._complete(
             replace(
-                judged(
-                    drafter.kind,
-                    drafter.version,
-                    judgement,
-                    head,
-                    rows=measured_rows,
-                    index=len(now.rivals) - negative,
-                ),
+                judged(drafter.kind, drafter.version, judgement, head),
                 optimizer_steps=0 if drafter.net is self._first else now.steps,
                 over=self.serving.version,
             ),

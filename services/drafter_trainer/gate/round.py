@@ -15,7 +15,7 @@ from paceline.services.drafter_trainer.gate.comparison import (
     MeasuredCosts,
     judge,
 )
-from paceline.services.drafter_trainer.gate.evaluate import GateJob, MeasuredRows
+from paceline.services.drafter_trainer.gate.evaluate import GateJob
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.net import DraftNet
@@ -90,11 +90,8 @@ def judged(
     version: int,
     judgement: Judgement,
     head: PolicyHead,
-    *,
-    rows: MeasuredRows,
-    index: int,
 ) -> m.Judged:
-    """The record of a kept candidate; `index` is its place in `rows`."""
+    """The record of a kept candidate."""
     return m.Judged(
         epoch=0,
         decision="kept",
@@ -103,7 +100,6 @@ def judged(
         policy_version=head.policy_version,
         lm_head_hash=head.hash,
         conditional=conditional(judgement.survival),
-        lengths_by_bucket=rows.lengths_by_bucket(index),
         **{name: getattr(judgement, name) for name in _FIGURES},
     )
 

@@ -15,8 +15,7 @@ from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.membership import Members, on_cpu
 from paceline.services.drafter_trainer.learn.sharded import ShardedDrafter, move
 from paceline.speculators.kinds import drafter_directory
-from paceline.speculators.loading import read_drafter, trained_net
-from paceline.speculators.net import DraftNet
+from paceline.speculators.net import DraftNet, read_drafter, trained_net
 from paceline.speculators.packed import PackedRow
 from paceline.training.process import on_device
 

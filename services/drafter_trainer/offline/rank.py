@@ -43,8 +43,7 @@ from paceline.services.drafter_trainer.offline.data import (
 )
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.base import CaptureSpec
-from paceline.speculators.loading import trained_net
-from paceline.speculators.net import DraftNet
+from paceline.speculators.net import DraftNet, trained_net
 from paceline.speculators.packed import PackedRow
 from paceline.speculators.shift import conditional
 from paceline.training.checkpoints import (

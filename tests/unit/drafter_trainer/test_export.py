@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
-from paceline.services.drafter_trainer.export import app, export_checkpoint
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
+from paceline.services.drafter_trainer.export import Format, app, export_checkpoint
+from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.eagle import EagleNet, EagleOptions
-from paceline.speculators.export import Format
-from paceline.speculators.loading import read_drafter
 from paceline.speculators.lstm import LstmNet, LstmOptions
+from paceline.speculators.net import read_drafter
 
 V, H, DRAFT, INNER, N = 97, 48, 20, 32, 3
 LAYER = {

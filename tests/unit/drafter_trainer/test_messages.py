@@ -31,7 +31,6 @@ EXAMPLES: list[m.Message] = [
         2.25,
         float("inf"),
         survival=(0.75, 0.5),
-        lengths_by_bucket={"late": 2.5},
         path="/candidates/drafter-5",
     ),
     m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 0.25, 44, {"stale_head": 2}),

@@ -20,7 +20,7 @@ from paceline.services.drafter_trainer.offline.config import OfflineConfig
 from paceline.services.drafter_trainer.offline.rank import train
 from paceline.speculators.eagle import EagleDrafter, EagleNet
 from paceline.speculators.kinds import SpeculatorKind
-from paceline.speculators.loading import read_drafter
+from paceline.speculators.net import read_drafter
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

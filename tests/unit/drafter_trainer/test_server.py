@@ -18,7 +18,6 @@ def filled(kind: type[Any]) -> Any:
         "survival": [0.5],
         "conditional": [0.5],
         "serving_survival": [0.25],
-        "lengths_by_bucket": {"late": 2.5},
         "dropped": {"stale_head": 2},
     }
     return kind(

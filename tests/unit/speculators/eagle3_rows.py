@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
+from paceline.speculators.eagle3 import Eagle3Net, Eagle3Options
 from paceline.speculators.packed import PackedRow
 
 Array = npt.NDArray[np.float64]

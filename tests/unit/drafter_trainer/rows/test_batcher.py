@@ -21,7 +21,7 @@ from unit.drafter_trainer.samples import (
 
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack, sample_from
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.loading import trained_net
+from paceline.speculators.net import trained_net
 from paceline.speculators.packed import PackedRow
 
 LENGTHS = (9, 14, 6, 21)

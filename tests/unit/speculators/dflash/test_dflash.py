@@ -11,8 +11,9 @@ from unit.speculators.dflash_rows import BLOCK, arrays, block_logits, formula, r
 from unit.speculators.eagle3_rows import TARGET, document, inner_of, packed
 
 from paceline.errors import ConfigError, DataLoss, InvalidInput
-from paceline.speculators.dflash import net as dflash_net
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
+from paceline.speculators import dflash as dflash_net
+from paceline.speculators import packed as packed_rows
+from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
 
@@ -58,7 +59,7 @@ def test_gradients_are_those_of_the_formula() -> None:
 def test_chain_logits_are_those_of_a_block_at_each_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dflash_net, "TOGETHER", 3)
+    monkeypatch.setattr(packed_rows, "TOGETHER", 3)
     monkeypatch.setattr(dflash_net, "JUDGED_TOGETHER", 7)
     net, rows = rough_net(), [document(4, 3), document(10, 4)]
     with torch.no_grad():
@@ -99,7 +100,7 @@ def test_packed_documents_learn_as_separate_ones() -> None:
 def test_attention_in_stretches_is_attention_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net, row = rough_net(), packed([document(9, 1), document(13, 3)])
     whole = gradients(net, [row])
-    monkeypatch.setattr(dflash_net, "TOGETHER", 2)
+    monkeypatch.setattr(packed_rows, "TOGETHER", 2)
     for name, gradient in gradients(net, [row]).items():
         torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-4)
 

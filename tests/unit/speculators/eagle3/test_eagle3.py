@@ -21,22 +21,17 @@ from unit.speculators.eagle3_rows import (
 )
 
 from paceline.errors import DataLoss
-from paceline.speculators.eagle3.net import Eagle3Net
+from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.packed import PackedRow
 
 STEPS = 4
 
 
-def position_loss(p: Array, logits: Array, ids: Array, kind: str) -> tuple[float, float]:
+def position_loss(p: Array, logits: Array, ids: Array) -> tuple[float, float]:
     """Loss and alpha of one position from the target's full p [V] and the drafter's logits [Vd]."""
     q, own = softmax(logits), p[ids]
     taught, alpha = own / own.sum(), float(np.minimum(own, q).sum())
-    if kind == "soft_ce":
-        return float(-(taught * np.log(q)).sum()), alpha
-    if kind == "lk_alpha":
-        return float(-np.log(alpha)), alpha
-    w = np.exp(-3 * alpha)
-    return float(w * (taught * np.log(taught / q)).sum() + (1 - w) * (1 - alpha)), alpha
+    return float(-(taught * np.log(q)).sum()), alpha
 
 
 def formula(
@@ -56,7 +51,7 @@ def formula(
                 p = teachers[t + i]
                 if not row.valid[t + i] or p.argmax() not in ids:
                     continue
-                loss, alpha = position_loss(p, logits, ids, str(options.get("loss", "soft_ce")))
+                loss, alpha = position_loss(p, logits, ids)
                 terms["loss"] += 0.8**i * loss
                 terms[f"loss_{i}"] += loss
                 if i == 0:
@@ -71,8 +66,6 @@ def formula(
         {},
         {"draft_vocab_size": 21},
         {"draft_vocab_size": 21, "norm_before_residual": True},
-        {"draft_vocab_size": 21, "loss": "lk_alpha"},
-        {"draft_vocab_size": 21, "loss": "lk_hybrid"},
     ],
 )
 def test_loss_is_the_papers_training_time_test_over_packed_documents(
@@ -155,11 +148,8 @@ def smallest_gap(net: Eagle3Net, row: PackedRow, monkeypatch: pytest.MonkeyPatch
     return min(gaps, default=float("inf"))
 
 
-@pytest.mark.parametrize("loss", ["soft_ce", "lk_alpha", "lk_hybrid"])
-def test_packed_documents_learn_as_separate_ones(
-    loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = rough_net(loss=loss, draft_vocab_size=21)
+def test_packed_documents_learn_as_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = rough_net(draft_vocab_size=21)
     drawn = (
         [document(9, seed), document(1, seed + 1), document(13, seed + 2)] for seed in range(1, 100)
     )

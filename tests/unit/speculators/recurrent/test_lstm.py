@@ -15,8 +15,8 @@ from unit.speculators.recurrent.arctic_method import Published
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.services.drafter_trainer.rows.sample import pack
-from paceline.speculators.loading import read_drafter
 from paceline.speculators.lstm import LstmNet, LstmOptions
+from paceline.speculators.net import read_drafter
 
 HEADS = 4
 CONFIG = {

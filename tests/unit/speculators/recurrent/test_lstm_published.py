@@ -14,8 +14,8 @@ from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample, toy
 from unit.speculators.recurrent.arctic_method import Published, declared_shapes
 
 from paceline.services.drafter_trainer.rows.sample import pack
-from paceline.speculators.loading import read_drafter
 from paceline.speculators.lstm import LstmNet, LstmOptions
+from paceline.speculators.net import read_drafter
 
 
 def config_of(method: str, **changes: Any) -> dict[str, Any]:

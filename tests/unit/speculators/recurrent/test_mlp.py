@@ -15,8 +15,8 @@ from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 
 from paceline.errors import InvalidInput, WeightsError
 from paceline.services.drafter_trainer.rows.sample import pack
-from paceline.speculators.loading import read_drafter
 from paceline.speculators.mlp import MlpNet
+from paceline.speculators.net import read_drafter
 from paceline.speculators.recurrent import RecurrentOptions
 
 HEADS = 4

@@ -31,7 +31,7 @@ from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.kinds import find_kind
-from paceline.speculators.loading import build_drafter, trained_net
+from paceline.speculators.net import build_drafter, trained_net
 from paceline.speculators.packed import PackedRow
 from paceline.speculators.recurrent import RecurrentDrafter, RecurrentNet
 
