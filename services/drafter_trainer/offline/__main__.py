@@ -128,7 +128,8 @@ async def follow(config: OfflineConfig) -> int:
             if message["kind"] in ("done", "error"):
                 await group.send(b"bye")
                 break
-            _print(line_of(message))
+            if message["kind"] != "trained" or message["step"] % config.log_every == 0:
+                _print(line_of(message))
 
     if message["kind"] == "error":
         raise ConfigError(message["text"])

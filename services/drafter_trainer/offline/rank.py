@@ -31,7 +31,7 @@ from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_surviv
 from paceline.services.drafter_trainer.learn.heads import PolicyHead, load_policy_head
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.offline.config import FIXED, OfflineConfig
+from paceline.services.drafter_trainer.offline.config import FIXED, OPTIMIZER, OfflineConfig
 from paceline.services.drafter_trainer.offline.data import (
     Example,
     ModelText,
@@ -83,7 +83,9 @@ class OfflineRun:
         fixed = config.model_dump(mode="json", include=FIXED)
         self._settings = fixed | {"data": fingerprint(samples)}
         self._whole = net.twin()
-        optimizer = DrafterOptimizerConfig(lr=config.lr, warmup_steps=config.warmup_steps)
+        optimizer = DrafterOptimizerConfig(
+            kind=config.optimizer, **config.model_dump(include=OPTIMIZER)
+        )
         self._learner = DrafterLearner(
             net, optimizer, micro_batches=config.rows_per_step, members=self._members
         )

@@ -71,7 +71,7 @@ def in_process(world: Path, stopped: bool = False, **settings: Any) -> list[dict
 def test_two_ranks_train_a_speculator_as_one_rank_does_and_one_goes_on_from_them(
     world: Path,
 ) -> None:
-    process = start(world, "--ranks", "2", "--steps", "2")
+    process = start(world, "--ranks", "2", "--steps", "2", "--log-every", "1")
     _, said = process.communicate(timeout=patient(90))
     assert process.returncode == 0, said
     assert "trained: step 2, loss" in said
@@ -97,7 +97,7 @@ def test_two_ranks_train_a_speculator_as_one_rank_does_and_one_goes_on_from_them
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_ctrl_c_saves_and_the_run_goes_on_from_there(world: Path) -> None:
-    process = start(world, "--steps", "100000")
+    process = start(world, "--steps", "100000", "--log-every", "1")
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("trained: step 3,"):

@@ -201,7 +201,7 @@ def test_adapters_without_peft_are_refused_by_name(
     model_dir: Path, tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "paceline.services.policy_trainer.learn.adapters.find_spec", lambda name: None
+        "paceline.services.policy_trainer.learn.weights.find_spec", lambda name: None
     )
     with pytest.raises(ConfigError, match=r"paceline\[lora\].*adapters.rank=2"):
         built(model_dir, tmp_path, mesh)
