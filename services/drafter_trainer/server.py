@@ -199,9 +199,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             **asdict(standing),
             active_epoch=self._ranks.epoch,
             rank_pids=self._ranks.watched.pids,
-            preemptions=len(self._ranks.preemptions),
-            preempt_p50_s=self._ranks.preemption_quantile(0.5),
-            preempt_p99_s=self._ranks.preemption_quantile(0.99),
             checkpoint_steps=self._ranks.saving.total_steps,
             checkpoint_stall_s=self._ranks.saving.stall_s,
         )

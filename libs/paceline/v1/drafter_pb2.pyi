@@ -173,7 +173,7 @@ class GetDrafterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDrafterStatusResponse(_message.Message):
-    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids", "serving_version", "frozen", "preemptions", "preempt_p50_s", "preempt_p99_s", "checkpoint_steps", "checkpoint_stall_s")
+    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids", "serving_version", "frozen", "checkpoint_steps", "checkpoint_stall_s")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -184,9 +184,6 @@ class GetDrafterStatusResponse(_message.Message):
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    PREEMPT_P50_S_FIELD_NUMBER: _ClassVar[int]
-    PREEMPT_P99_S_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STALL_S_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
@@ -199,12 +196,9 @@ class GetDrafterStatusResponse(_message.Message):
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
     serving_version: int
     frozen: bool
-    preemptions: int
-    preempt_p50_s: float
-    preempt_p99_s: float
     checkpoint_steps: int
     checkpoint_stall_s: float
-    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ..., serving_version: _Optional[int] = ..., frozen: _Optional[bool] = ..., preemptions: _Optional[int] = ..., preempt_p50_s: _Optional[float] = ..., preempt_p99_s: _Optional[float] = ..., checkpoint_steps: _Optional[int] = ..., checkpoint_stall_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ..., serving_version: _Optional[int] = ..., frozen: _Optional[bool] = ..., checkpoint_steps: _Optional[int] = ..., checkpoint_stall_s: _Optional[float] = ...) -> None: ...
 
 class SaveDrafterCheckpointRequest(_message.Message):
     __slots__ = ("context",)
