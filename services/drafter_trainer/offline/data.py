@@ -27,6 +27,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
 from paceline.tasks.rows import JsonLines, Rows
 from paceline.training.process import from_all_ranks
+from paceline.whole_files import write_whole
 
 FORMS = (
     '{"messages": [...]}, {"prompt": "...", "response": "..."} or '
@@ -246,19 +247,28 @@ BATCH = 16
 """Number of prompts that one rank answers at a time."""
 
 
-def answer_prompts(
+def own_answers(
     lm: Any,
     samples: Sequence[Example],
     config: OfflineConfig,
     limit: int,
+    read: Callable[[Path], list[Example]],
     told: Callable[[int, int], None],
 ) -> list[Example]:
     """One sample per prompt with the model's own answer, drawn at `config.temperature` (0: the most
-    likely token). Collective; all ranks return all samples.
+    likely token), once per output directory. Collective; all ranks return all samples.
 
     `limit`: maximum tokens of prompt and answer together; longer prompts than limit - 2 are left
-    out. `told(done, all)` reports this rank's share. Raises InvalidInput when no prompt is left.
+    out. `read`: reads the samples of a file. `told(done, all)` reports this rank's share. Raises
+    InvalidInput when no prompt is left.
     """
+    drawn = f"{config.model.resolve()} {config.max_tokens} {config.temperature} {config.seed} "
+    name = hashlib.sha256((drawn + fingerprint(samples)).encode()).hexdigest()[:16]
+    path = config.out / f"answers-{name}.jsonl"
+    known = path.exists()
+    dist.barrier()  # all ranks have checked for the file
+    if known:
+        return read(path)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(config.seed + rank)
     prompts = [p for one in samples if 1 <= len(p := one.prompt.tolist()) <= limit - 2]
@@ -280,26 +290,16 @@ def answer_prompts(
         told(len(own), len(order))
 
     found = dict(pair for share in from_all_ranks(own) for pair in share)
+    if rank == 0:
+        lines = (
+            {
+                "input_ids": [*prompt, *found[i]],
+                "loss_mask": [0] * len(prompt) + [1] * len(found[i]),
+            }
+            for i, prompt in enumerate(prompts)
+        )
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
     return [example([(prompt, False), (found[i], True)]) for i, prompt in enumerate(prompts)]
-
-
-def answers_file(config: OfflineConfig, samples: Iterable[Example]) -> Path:
-    """The file for the answers to these prompts under these settings."""
-    drawn = (
-        f"{config.model.resolve()} {config.max_tokens} {config.temperature} {config.seed} "
-        f"{fingerprint(samples)}"
-    )
-    return config.out / f"answers-{hashlib.sha256(drawn.encode()).hexdigest()[:16]}.jsonl"
-
-
-def write_answers(path: Path, samples: Iterable[Example]) -> None:
-    """Writes samples as {"input_ids", "loss_mask"} records, atomically."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for one in samples:
-            ids, mask = one.token_ids.tolist(), one.mask.astype(int).tolist()
-            file.write(json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n")
-    temporary.rename(path)
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
-from paceline.models.config import ModelConfig, read_config
+from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
@@ -35,11 +35,9 @@ from paceline.services.drafter_trainer.offline.config import FIXED, OPTIMIZER, O
 from paceline.services.drafter_trainer.offline.data import (
     Example,
     ModelText,
-    answer_prompts,
-    answers_file,
     fingerprint,
+    own_answers,
     read_samples,
-    write_answers,
 )
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.base import CaptureSpec
@@ -56,7 +54,7 @@ from paceline.training.checkpoints import (
 )
 from paceline.training.hugging_face import load_causal_lm
 from paceline.training.packing import first_fit
-from paceline.training.process import COLLECTIVE_S, join_ranks
+from paceline.training.process import COLLECTIVE_S, from_all_ranks, join_ranks
 
 Tell = Callable[[dict[str, Any]], None]
 FAREWELL_S = 10.0
@@ -106,7 +104,7 @@ class OfflineRun:
         """
         first = self.step * self._config.rows_per_step
         rows = islice(rows_of(self._train, self._config), first, None)
-        while self.step < self.steps and not self._agreed(stopping()):
+        while self.step < self.steps and not any(from_all_ranks(stopping())):
             self._train_step([*islice(rows, self._config.rows_per_step)])
             if self.step % self._config.eval_every == 0 and self.step < self.steps:
                 self._evaluate()
@@ -180,13 +178,6 @@ class OfflineRun:
                 conditional=list(conditional(survival)),
                 positions=sum(map(len, found)),
             )
-
-    def _agreed(self, stop: bool) -> bool:
-        """Returns True on all ranks if any rank has `stop` set."""
-        flag = torch.tensor(float(stop))
-        if self._world > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
 
     def _state(self) -> dict[str, Any]:
         return {"learner": self._learner.state(), "settings": self._settings}
@@ -348,7 +339,14 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     lm.generation_config.eos_token_id = list(target.eos_token_ids) or None
     limit = min(config.row_tokens, target.max_position_embeddings)
     if config.regenerate:
-        samples = _answers(lm, samples, config, target, limit, tell)
+        samples = own_answers(
+            lm,
+            samples,
+            config,
+            limit,
+            lambda path: read_samples(path, text, target.vocab_size),
+            lambda done, whole: tell({"kind": "answers", "done": done, "of": whole}),
+        )
     kept = usable(samples, limit)
     tell({"kind": "data", "sequences": len(kept), "left out": len(samples) - len(kept)})
     choose = getattr(net, "choose_tokens", None)
@@ -356,32 +354,6 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
         drafted = np.concatenate([one.token_ids[2:][one.mask[2:]] for one in kept])
         choose(torch.from_numpy(np.bincount(drafted, minlength=target.vocab_size)))
     return OfflineRun(config, net, lm, kept, tell).run(stopping)
-
-
-def _answers(
-    lm: Any,
-    prompts: list[Example],
-    config: OfflineConfig,
-    target: ModelConfig,
-    limit: int,
-    tell: Tell,
-) -> list[Example]:
-    """The model's own answers, drawn once per output directory."""
-    path = answers_file(config, prompts)
-    drawn = path.exists()
-    dist.barrier()  # all ranks have checked for the file
-    if drawn:
-        return read_samples(path, lambda: ModelText(config.model, ()), target.vocab_size)
-    samples = answer_prompts(
-        lm,
-        prompts,
-        config,
-        limit,
-        lambda done, whole: tell({"kind": "answers", "done": done, "of": whole}),
-    )
-    if dist.get_rank() == 0:
-        write_answers(path, samples)
-    return samples
 
 
 def main() -> None:
