@@ -62,7 +62,7 @@ class GateConfig(Config):
     """Minimum sibling groups per evaluation, for an estimate of the noise."""
     draft_steps: int = Field(default=5, ge=1)
     """Drafted tokens per position in an evaluation."""
-    samples: ClassVar[int] = 32
+    samples: int = Field(default=32, ge=1)
     """Maximum samples per evaluation."""
     verification: Literal["same_draw", "rejection"] = "same_draw"
     """The engine's acceptance rule: greedy drafts equal to its draw, or min(1, p/q)."""
