@@ -58,7 +58,7 @@ class GateConfig(Config):
     """Optimiser steps between two evaluations."""
     min_positions: int = Field(default=200, ge=1)
     """Minimum positions per evaluation."""
-    min_groups: ClassVar[int] = 3
+    min_groups: int = Field(default=3, ge=2)
     """Minimum sibling groups per evaluation, for an estimate of the noise."""
     draft_steps: int = Field(default=5, ge=1)
     """Drafted tokens per position in an evaluation."""
