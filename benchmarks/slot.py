@@ -175,7 +175,7 @@ def _row(shape: ModelConfig, tokens: int, seed: int) -> PackedRow:
     """Packs the samples that fit, at least one, as the store does."""
     chosen, room = list[FeatureSample](), tokens
     for one in draw_samples(tokens, seed, shape.hidden_size):
-        room -= one.size
+        room -= one.positions
         if chosen and room < 0:
             break
         chosen.append(one)
