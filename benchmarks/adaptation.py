@@ -38,8 +38,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "clip 2": {"--clip-norm": "2"},
     "warm-up 20": {"--warmup-steps": "20"},
     "512 tokens a step": {"--batch-tokens": "512", "--row-tokens": "512"},
-    "features 5 times": {"--option": "feature_weight=5.0"},
-    "tokens 10 times": {"--option": "token_weight=1.0"},
+    "features 5 times": {"--options": "feature_weight=5.0"},
+    "tokens 10 times": {"--options": "token_weight=1.0"},
 }
 """Options of `paceline drafter train` in the place of those of BASE."""
 COMMON = ("--heldout-share", "0.1")

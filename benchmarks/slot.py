@@ -32,11 +32,9 @@ from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.learn.students import initial_nets
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.packed import PackedRow
 
 CEILING_SHARE, GATE_SHARE = 0.6, 0.2
@@ -163,7 +161,7 @@ def _measured(shape: ModelConfig, pairs: int, tokens: int) -> BenchResult:
 def _learner(
     config: DrafterTrainerConfig, shape: ModelConfig, micro_batches: int
 ) -> DrafterLearner:
-    (net,) = initial_nets(config, shape)
+    net = initial_net(config, shape)
     return DrafterLearner(net, config.optimizer, micro_batches=micro_batches, members=on_cpu(1))
 
 
@@ -177,7 +175,7 @@ def _row(shape: ModelConfig, tokens: int, seed: int) -> PackedRow:
     """Packs the samples that fit, at least one, as the store does."""
     chosen, room = list[FeatureSample](), tokens
     for one in draw_samples(tokens, seed, shape.hidden_size):
-        room -= one.size
+        room -= one.positions
         if chosen and room < 0:
             break
         chosen.append(one)

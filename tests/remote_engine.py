@@ -126,7 +126,7 @@ class WorkerClient:
             for version in sorted({int(row["policy_version"]) for row in rows}):
                 part = rows[rows["policy_version"] == version]
                 fields = (part[name] for name in ("request_id", "position", "token_id"))
-                self.rows.write(*fields, version, part["hidden"], part["parent"])
+                self.rows.write(*fields, version, part["hidden"])
         self.chunks += [chunk_from(chunk) for chunk in tokens.chunks]
 
     def send(self, **command: Any) -> None:
@@ -212,10 +212,9 @@ class _Shifted:
         token_ids: Any,
         policy_version: int,
         hidden: Any,
-        parents: Any = None,
     ) -> int:
         return self._sink.write(
-            request_ids - self._first, positions, token_ids, policy_version, hidden, parents
+            request_ids - self._first, positions, token_ids, policy_version, hidden
         )
 
 
@@ -394,7 +393,6 @@ class RemoteEngine:
             ),
             health.rows_dropped,
             health.rows_invalid,
-            rejected_left_out=health.rejected_left_out,
             split=from_message(RoundSplit, health.split) - from_message(RoundSplit, before.split),
             prefixes=PrefixStats(
                 *(

@@ -16,8 +16,7 @@ from benchmarks.policy.work import SPEC_VARIABLE, Work
 from paceline.ranks.group import RankLink
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.build import build_learner
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.trainer import PolicyTrainer
 
 

@@ -20,8 +20,7 @@ from paceline.ranks.group import RankLink
 from paceline.services.policy_trainer.algorithms.advantages import group_relative
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.build import build_learner
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.training.hugging_face import load_causal_lm
 from paceline.trajectory import Trajectory
 

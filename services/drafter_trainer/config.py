@@ -49,8 +49,6 @@ class BufferConfig(Config):
     long_share: ClassVar[float] = 0.5
     """Share of draws from the former step's long samples until the current step has long samples.
     """
-    rejected: bool = True
-    """Whether rejected drafts are trained, if the engine captures them."""
 
 
 class GateConfig(Config):
@@ -91,12 +89,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """
     options: dict[str, Any] = Field(default={})
     """Settings of a fresh speculator's shape and loss."""
-    shadows: list[str] = Field(default=[])
-    """Further speculators trained on the same rows, named as `drafter`."""
-    shadow_share: ClassVar[float] = 0.5
-    """Share of the micro-batches for all shadows together."""
-    servable: list[str] = Field(default=[])
-    """Kinds that the engine can serve; empty: the kind of `drafter`."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of ranks under a lease; with cuda, slot numbers are GPU numbers."""
     ranks: int = Field(default=1, ge=1)
@@ -115,8 +107,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """Maximum tokens of a micro-batch."""
     max_epochs: float = Field(default=10, gt=0)
     """Maximum passes over the buffer per activation."""
-    push_deadline_s: float = Field(default=30.0, gt=0)
-    """Maximum time of a push, seconds."""
     data_wait_s: ClassVar[float] = 2.0
     """Maximum wait of an activation for rows, seconds."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)

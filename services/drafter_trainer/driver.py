@@ -5,9 +5,7 @@ torch.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,6 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 
 FACTS_KEPT = 8
-PREEMPTIONS_KEPT = 1_000
 PREEMPT_S = 4.0  # if no caller waits; longer than a pause that kills no process
 KILL_S = 10.0
 _NO_ACTIVATION = "no activation of this lease trains"
@@ -93,8 +90,6 @@ class DrafterDriver:
         self.lease: Lease | None = None
         self.standing = m.Standing()
         self.saving = m.Saving(0, 0.0)  # the newest checkpoint
-        # seconds from the command to free slots
-        self.preemptions: deque[float] = deque(maxlen=PREEMPTIONS_KEPT)
 
     @property
     def epoch(self) -> int:
@@ -171,13 +166,7 @@ class DrafterDriver:
         """Preempts a lease; returns the seconds until its slots were free."""
         started = time.monotonic()
         await self.stop_lease(lease, deadline_s)
-        self.preemptions.append(time.monotonic() - started)
-        return self.preemptions[-1]
-
-    def preemption_quantile(self, share: float) -> float:
-        """Quantile of the last preemptions' durations, seconds; 0 before the first."""
-        ordered = sorted(self.preemptions)
-        return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
+        return time.monotonic() - started
 
     async def stop_lease(self, lease: Lease, deadline_s: float | None = None) -> None:
         """Stops a lease and returns when its slots are free. The stop continues if the caller is

@@ -85,19 +85,6 @@ class SlotsJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaderboardEntry:
-    """One kind of drafter on the leaderboard, as last judged."""
-
-    kind: str
-    accept_length: float
-    noise: float  # half-width, of the difference to the serving drafter's length
-    speedup: float  # projected
-    optimizer_steps: int
-    policy_version: int  # of the judged rows
-    servable: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Judged:
     """A decision of the gate with its numbers; `path` has a promoted candidate.
 
@@ -127,9 +114,6 @@ class Judged:
     conditional: tuple[float, ...] = ()  # P(draft i accepted | earlier drafts accepted)
     serving_survival: tuple[float, ...] = ()
     over: int = 0  # version that served before
-    # E[len] by part of the response
-    lengths_by_bucket: dict[str, float] = field(default_factory=dict)
-    leaderboard: list[LeaderboardEntry] = field(default_factory=list)  # best first
 
     @property
     def shift(self) -> AcceptanceShift | None:
@@ -167,7 +151,6 @@ class Standing:
     lm_head_hashes: list[str] = field(default_factory=list)  # newest last
     serving_version: int = 0
     frozen: bool = False
-    leaderboard: list[LeaderboardEntry] = field(default_factory=list)  # best first
 
 
 @dataclass(frozen=True, slots=True)

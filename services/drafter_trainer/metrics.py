@@ -51,10 +51,8 @@ LOSS = Gauge(
 ACCEPT_LENGTH = Gauge(
     "paceline.drafter.accept_length",
     "{token}",
-    (*JUDGED, "bucket"),
-    "E[len] on fresh rows, 1 + sum of survivals; role: candidate or serving; bucket: all, "
-    "prompt_end (8 positions after a prompt or a tool's answer), early or late (halves of the "
-    "rest)",
+    JUDGED,
+    "E[len] on fresh rows, 1 + sum of survivals; role: candidate or serving",
 )
 SURVIVAL = Gauge(
     "paceline.drafter.survival",
@@ -123,7 +121,7 @@ def record_decision(decision: Judged) -> None:
         if role == "candidate" and not decision.candidate:
             continue
         labels: Labels = {"drafter": drafter, "temperature": decision.temperature, "role": role}
-        ACCEPT_LENGTH.record(length, **labels, bucket="all")
+        ACCEPT_LENGTH.record(length, **labels)
         PROJECTED_SPEEDUP.record(speedup, **labels)
         before = 1.0
         for position, value in enumerate(survival, 1):
@@ -132,15 +130,6 @@ def record_decision(decision: Judged) -> None:
                 value / before if before else 0.0, **labels, position=position
             )
             before = value
-
-    for bucket, length in decision.lengths_by_bucket.items():
-        ACCEPT_LENGTH.record(
-            length,
-            drafter=drafter,
-            temperature=decision.temperature,
-            role="candidate",
-            bucket=bucket,
-        )
 
 
 @contextmanager

@@ -20,15 +20,14 @@ from paceline.ranks.messages import Doing, Impaired, Save, Saved
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.heads import (
     PolicyHead,
     PolicyHeads,
     load_policy_head,
     read_spooled_head,
 )
-from paceline.services.drafter_trainer.learn.membership import Membership
-from paceline.services.drafter_trainer.learn.students import Students, initial_nets
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
+from paceline.services.drafter_trainer.learn.membership import Membership, announce, receive
 from paceline.services.drafter_trainer.link import TrainerLink, activation_span
 from paceline.services.drafter_trainer.metrics import CHECKPOINTS_DAMAGED
 from paceline.services.drafter_trainer.rows.feed import RowFeed
@@ -67,18 +66,20 @@ class Rank:
             config.buffer, PolicyHeads(), config.run.seed, batch_bytes=config.micro_batch_bytes
         )
         self.rows.add_head(load_policy_head(Path(config.model), 0))
-        nets = initial_nets(config, self._target)
+        net = initial_net(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
-        candidates = Candidates(
-            checkpoints / "drafter-candidates", self._target, [net.kind for net in nets]
-        )
+        candidates = Candidates(checkpoints / "drafter-candidates", self._target, [net.kind])
         if self.rank == 0 and not candidates.versions:
-            candidates.save(0, nets[0])
-        self._whole = nets[0].twin()
+            candidates.save(0, net)
+        self._whole = net.twin()
         self.membership = Membership(config.device)
-        self.students = Students(config, nets, self.membership.members)
-        self.learner = self.students.primary.learner
-        self.trainer = DrafterTrainer(config, self.students, self.rows, self.link, candidates)
+        self.learner = DrafterLearner(
+            net,
+            config.optimizer,
+            micro_batches=config.micro_batches_per_step,
+            members=self.membership.members,
+        )
+        self.trainer = DrafterTrainer(config, self.learner, self.rows, self.link, candidates)
         self.trainer.after_step = self.save_if_due
         self.trainer.take_in = self.take_in
         self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
@@ -162,7 +163,7 @@ class Rank:
             return None
         command = self.link.next_turn(0)
         assert isinstance(command, m.Join)
-        sharing.announce("join", self.learner.members)
+        announce("join", self.learner.members)
         self._join(command, running=True)
         size = self.learner.members.size
         self.link.send(m.SlotsJoined(epoch, len(command.slots), size))
@@ -179,41 +180,36 @@ class Rank:
         return True
 
     def _gather(self, slots: Sequence[int]) -> None:
-        """Moves all students to the ranks on the given slots."""
+        """Moves the drafter to the ranks on the given slots."""
         if not self.membership.stays(slots):
             self._writer.wait()  # the writing thread uses the group
-        members = self.membership.join(slots)
-        for student in self.students:
-            student.learner.attach(members)
+        self.learner.attach(self.membership.join(slots))
 
     def _leave(self) -> None:
         """Leaves the slots; they are free when all members have left."""
-        for student in self.students:
-            student.learner.offload()
+        self.learner.offload()
         self.learner.members.meet()
 
     def _follow(self) -> None:
         """Takes part in every collective that rank 0 announces."""
         while True:
-            student, told = sharing.receive(self.learner.members)
-            learner = self.students[student].learner
-            match told:
+            match receive(self.learner.members):
                 case "stop":
                     return
                 case "wait":
                     continue
                 case "snapshot":
-                    learner.snapshot()
+                    self.learner.snapshot()
                 case "again":
-                    learner.begin_again()
+                    self.learner.begin_again()
                 case "save":
                     self.save()
                 case "join":
                     command = self.link.next_turn(patient(JOIN_DEADLINE_S))
                     assert isinstance(command, m.Join), "ranks have their commands in one order"
                     self._join(command, running=False)
-                case PackedRow():
-                    learner.micro_step(told, self._head(told.lm_head_hash))
+                case PackedRow() as row:
+                    self.learner.micro_step(row, self._head(row.lm_head_hash))
 
     def _head(self, wanted: str) -> PolicyHead:
         """The head that rank 0 trains with. The parent sends it to all ranks, but this rank may not
@@ -262,7 +258,7 @@ class Rank:
         """
         due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
         if due and not self._writer.busy:
-            sharing.announce("save", self.learner.members)
+            announce("save", self.learner.members)
             self.save()
 
     def save(self, *, always: bool = False) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.local.patience import patient
-from paceline.messages import from_message, shared_fields, to_message
+from paceline.messages import from_message, shared_fields
 from paceline.models.config import check_model
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
 from paceline.rpc.progress import add_progress
@@ -201,9 +201,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             **asdict(standing),
             active_epoch=self._ranks.epoch,
             rank_pids=self._ranks.watched.pids,
-            preemptions=len(self._ranks.preemptions),
-            preempt_p50_s=self._ranks.preemption_quantile(0.5),
-            preempt_p99_s=self._ranks.preemption_quantile(0.99),
             checkpoint_steps=self._ranks.saving.total_steps,
             checkpoint_stall_s=self._ranks.saving.stall_s,
         )
@@ -238,7 +235,6 @@ def _pushed(decision: m.Judged, *, prepared: bool) -> pb.ActivateResponse:
 
 def _gate(message: m.Judged) -> pb.ActivateResponse:
     figures = shared_fields(message, pb.GateDecision)
-    figures["leaderboard"] = [to_message(one, pb.Contender) for one in message.leaderboard]
     decision = pb.GateDecision(
         promoted=message.decision == "promoted",
         candidate_accept_length=message.candidate,

@@ -14,9 +14,8 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.gate.gate import PublishGate
-from paceline.services.drafter_trainer.learn import sharing
-from paceline.services.drafter_trainer.learn.learner import MicroResult
-from paceline.services.drafter_trainer.learn.students import Students
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner, MicroResult
+from paceline.services.drafter_trainer.learn.membership import announce, hand_out
 from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.metrics import (
     gate_span,
@@ -77,15 +76,15 @@ class DrafterTrainer:
     def __init__(
         self,
         config: DrafterTrainerConfig,
-        students: Students,
+        learner: DrafterLearner,
         rows: RowStore,
         link: TrainerLink,
         candidates: Candidates,
     ) -> None:
-        self._config, self.students, self.rows, self._link = config, students, rows, link
-        self._learner = students.primary.learner
+        self._config, self._learner, self.rows, self._link = config, learner, rows, link
+        self.seconds_per_token = 0.0  # of a micro-batch, smoothed; 0 before the first
         rows.shape = lambda: (self._learner.members.size, self._micro_batch_tokens())
-        self.gate = PublishGate(config, students, rows, candidates)
+        self.gate = PublishGate(config, learner, rows, candidates)
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
         # between two micro-batches: the new slots if slots were added to the lease, else None
         self.take_in: Callable[[int], Sequence[int] | None] = lambda epoch: None
@@ -124,7 +123,7 @@ class DrafterTrainer:
             else:
                 self.rows.wait(DATA_WAIT_S)
 
-        sharing.announce("stop", self._learner.members)
+        announce("stop", self._learner.members)
         link_current(activation.batches)
         self._link.send(self.standing())
         self.rows.end()
@@ -143,24 +142,23 @@ class DrafterTrainer:
         return "epochs" if activation.tokens >= self._config.max_epochs * self.rows.tokens else None
 
     def _train(self, activation: Activation, batch: PackedBatch) -> None:
-        """Trains one micro-batch of the student with the next turn."""
+        """Trains one micro-batch."""
         activation.first_step_s = activation.first_step_s or time.monotonic() - activation.began
         rows = batch.rows
         with activation.timed():
-            student = self.students.take_turn(rows[0].layers)
             slots = activation.slots[: len(rows)]
-            version, kind = batch.head.policy_version, student.kind
+            version, kind = batch.head.policy_version, self._learner.kind
             traces = batch.traceparents
             with micro_step_span(activation.epoch, slots, version, kind, traces) as record:
-                row = sharing.hand_out(rows, student.learner.members, student.index)
-                result = student.learner.micro_step(row, batch.head)
+                row = hand_out(rows, self._learner.members)
+                result = self._learner.micro_step(row, batch.head)
                 record(result)
 
-        student.learn_speed(activation.last_s / max(len(rows[0]), 1))
+        speed, known = activation.last_s / max(len(rows[0]), 1), self.seconds_per_token
+        self.seconds_per_token = 0.8 * known + 0.2 * speed if known else speed
         activation.batches |= batch.traceparents
-        record_micro_step(student.kind, result, samples=batch.samples)
-        if student is self.students.primary:  # limits, passes and the reported loss use the primary
-            activation.learned(rows, result)
+        record_micro_step(kind, result, samples=batch.samples)
+        activation.learned(rows, result)
         if result.stepped:
             self.after_step()
 
@@ -172,18 +170,17 @@ class DrafterTrainer:
             return
         doing = "judges" if self.gate.judging else f"trains micro-batch {activation.micro_batches}"
         self._link.send(Doing(doing))
-        sharing.announce("wait", self._learner.members)
+        announce("wait", self._learner.members)
         activation.tell_at = time.monotonic() + TOLD_EVERY_S
 
     def _micro_batch_tokens(self) -> int:
-        """Number of tokens that the slowest drafter can train in micro_batch_ms of thread time.
+        """Number of tokens that can be trained in micro_batch_ms of thread time.
         Thread time ignores other work on the same core.
         """
         most = self._config.max_micro_batch_tokens
-        slowest = max(student.seconds_per_token for student in self.students)
-        if not slowest:
+        if not self.seconds_per_token:
             return min(MIN_MICRO_BATCH_TOKENS, most)
-        fitting = int(self._config.micro_batch_ms / 1_000 / slowest)
+        fitting = int(self._config.micro_batch_ms / 1_000 / self.seconds_per_token)
         return max(MIN_MICRO_BATCH_TOKENS, min(fitting, most))
 
     def _advance_gate(self, activation: Activation) -> None:
@@ -222,19 +219,13 @@ class DrafterTrainer:
             lm_head_hashes=list(self.rows.heads.hashes),
             serving_version=self.gate.serving.version,
             frozen=self.gate.frozen,
-            leaderboard=self.gate.leaderboard,
         )
 
     def state(self) -> dict[str, Any]:
         """The state for a later process. Collective over all ranks."""
-        return {
-            "learner": self._learner.state(),
-            "shadows": self.students.state(),
-            "gate": self.gate.state(),
-        }
+        return {"learner": self._learner.state(), "gate": self.gate.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores `state`."""
         self._learner.load_state(state["learner"])
-        self.students.load_state(state["shadows"])
         self.gate.load_state(state["gate"])

@@ -11,12 +11,12 @@ from paceline.config import Config
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"
 ]
-"""Aggregation of token losses into one loss (algorithms/aggregation.py)."""
+"""Aggregation of token losses into one loss (algorithms/losses.py)."""
 
 
 class KlConfig(Config):
     """Penalty on the divergence from the policy at the start of training
-    (algorithms/divergences.py).
+    (algorithms/losses.py).
     """
 
     coefficient: float = Field(default=0.0, ge=0)
@@ -31,7 +31,7 @@ class KlConfig(Config):
 
 class CorrectionConfig(Config):
     """Corrections for tokens drawn with other weights or another arithmetic than the start of the
-    step (algorithms/corrections.py).
+    step (algorithms/losses.py).
     """
 
     weight: Literal["none", "token", "sequence"] = "none"

@@ -12,8 +12,7 @@ from paceline.errors import InternalError
 from paceline.ranks.group import RankLink
 from paceline.ranks.progress import ProgressReport
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.build import build_learner
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.messages import MESSAGES, Command
 from paceline.services.policy_trainer.rank_zero import RankZero
 from paceline.services.policy_trainer.trainer import PolicyTrainer

@@ -16,8 +16,12 @@ from paceline.plugins import import_filter
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Doing, Failed, Saved
 from paceline.rpc.progress import REDIS
-from paceline.services.policy_trainer.batches.batcher import Batcher
-from paceline.services.policy_trainer.batches.collected import Collected, collected_of, count_batch
+from paceline.services.policy_trainer.batches.batcher import (
+    Batcher,
+    Collected,
+    collected_of,
+    count_batch,
+)
 from paceline.services.policy_trainer.batches.groups import Wanted
 from paceline.services.policy_trainer.batches.records import RecordFile, StepRecord
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
@@ -38,8 +42,12 @@ from paceline.services.policy_trainer.metrics import (
     VERSIONS_TAKEN,
     record_step,
 )
-from paceline.services.policy_trainer.publish import Publication, check_same_model, pull_served
-from paceline.services.policy_trainer.publisher import Publisher
+from paceline.services.policy_trainer.publish import (
+    Publication,
+    Publisher,
+    check_same_model,
+    pull_served,
+)
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, link_current, names, span
 from paceline.tensors import NamedTensor

@@ -24,8 +24,8 @@ from paceline.ranks.messages import Impaired, Save
 from paceline.ranks.progress import ProgressReport
 from paceline.services.policy_trainer.audit import audit_figures, judged
 from paceline.services.policy_trainer.batches.batch import TrainBatch
-from paceline.services.policy_trainer.batches.collected import Collected
-from paceline.services.policy_trainer.best import Best, read_best, write_best
+from paceline.services.policy_trainer.batches.batcher import Collected
+from paceline.services.policy_trainer.batches.records import Best, read_best, write_best
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.services.policy_trainer.messages import (
@@ -39,8 +39,12 @@ from paceline.services.policy_trainer.messages import (
     Train,
 )
 from paceline.services.policy_trainer.metrics import CHECKPOINT_TIME, PART_TIME, UPDATES
-from paceline.services.policy_trainer.publish import Publication, publication_of, take_served
-from paceline.services.policy_trainer.publisher import Publisher
+from paceline.services.policy_trainer.publish import (
+    Publication,
+    Publisher,
+    publication_of,
+    take_served,
+)
 from paceline.services.policy_trainer.rank_zero import RankZero
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, names, span

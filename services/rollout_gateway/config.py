@@ -36,8 +36,6 @@ class FeaturesConfig(Config):
     """Share of the training requests with captured rows."""
     layers: tuple[int, ...] = ()
     """Decoder layers with inputs in a row; empty: the drafters' layers."""
-    rejected: bool = False
-    """Whether rows include rejected drafts, at most 4 per request and round."""
     byte_budget: int = Field(default=256 << 20, ge=1)
     """Maximum size of the features stream in Redis, bytes."""
 

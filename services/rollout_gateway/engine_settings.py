@@ -46,7 +46,6 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
         "bandit": config.speculation.bandit.model_dump(mode="json"),
         "seed": config.run.seed,
         "features_dtype": config.features.dtype,
-        "rejected_rows": config.features.rejected,
         "capture_inner": list(config.features.layers),
     }
     if config.speculation.arms:

@@ -30,7 +30,7 @@ from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engine_settings import local_workers, row_shape
 from paceline.services.rollout_gateway.engines import find_engine
-from paceline.services.rollout_gateway.engines.nouns import Capability, Request, missing
+from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.environments.table import Equipment
@@ -264,15 +264,7 @@ class Gateway:
         return self.quarantined.paths, self._forced_arm, self.weights.versions
 
     async def _equip(self, process: WorkerProcess) -> None:
-        """Prepare a worker before its first request.
-
-        Raises MissingCapability when it lacks a configured capability.
-        """
-        if (
-            self.config.features.rejected
-            and Capability.REJECTED_ROWS not in process.ready.capabilities
-        ):
-            raise missing(self.config.engine.kind, Capability.REJECTED_ROWS)
+        """Prepare a worker before its first request."""
         await self.weights.load_committed(process)
         await self.quarantined.tell(process)
         await self._force(process)

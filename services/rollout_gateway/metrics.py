@@ -191,8 +191,7 @@ ROWS_LEFT_OUT = Counter(
     "{row}",
     ("engine", "reason"),
     "hidden rows that never left their worker; reason: no_room (in its ring, or SGLang's transfer "
-    "from the device), invalid (SGLang's cache slot held another row or none), or rejected "
-    "(drafts above the limit per request and round)",
+    "from the device) or invalid (SGLang's cache slot held another row or none)",
 )
 
 # Calls and workers of the gateway.

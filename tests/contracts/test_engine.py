@@ -52,7 +52,6 @@ class Rows:
     token_ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     hidden: list[npt.NDArray[np.uint8]] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
 
     def write(
         self,
@@ -61,7 +60,6 @@ class Rows:
         token_ids: npt.NDArray[np.uint32],
         policy_version: int,
         hidden: npt.NDArray[np.uint8],
-        parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         n = min(len(request_ids), self.room - len(self.ids))
         self.ids += request_ids[:n].tolist()
@@ -69,7 +67,6 @@ class Rows:
         self.token_ids += token_ids[:n].tolist()
         self.versions += [policy_version] * n
         self.hidden += list(hidden[:n])
-        self.parents += [0] * n if parents is None else parents[:n].tolist()
         return n
 
 
@@ -528,16 +525,6 @@ def test_rows_leave_once_for_every_token_but_the_last(case: Case) -> None:
         assert sorted((rows.positions[i], rows.token_ids[i]) for i in mine) == expected
     assert {len(row) for row in rows.hidden} == {case.row_bytes}
     assert set(rows.versions) == {0}
-
-
-def test_an_engine_that_declares_no_rejected_rows_writes_none(case: Case) -> None:
-    rows = Rows()
-    engine = case.build(rows)
-    assert Capability.REJECTED_ROWS not in engine.info.capabilities
-    for number in range(3):
-        engine.enqueue(request(number, capture=True))
-    drain(engine)
-    assert rows.parents == [0] * len(rows.ids) != []
 
 
 def test_a_full_sink_never_holds_a_request_up(case: Case) -> None:

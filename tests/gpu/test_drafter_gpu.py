@@ -20,7 +20,7 @@ from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import Membership, on_cpu
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
 from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 

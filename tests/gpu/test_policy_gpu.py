@@ -15,10 +15,9 @@ from unit.policy_trainer.sharded_step import trajectories, whole
 
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.build import build_learner
-from paceline.services.policy_trainer.learn.head import head_logprobs
+from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn.model import head_logprobs
 from paceline.training import STORE_VARIABLE
 from paceline.training.offload import give_back_cached
 

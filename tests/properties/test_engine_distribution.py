@@ -19,7 +19,7 @@ from paceline.services.rollout_gateway.engines.embedded.build import build_embed
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
+from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.trajectory import SpeculationStats
 
 VOCAB, LENGTH, REQUESTS, ALPHA = 4, 4, 12_000, 1e-3

@@ -54,7 +54,7 @@ EVENTS: list[Event] = [
         3,
         "kept",
         2,
-        {"kind": "eagle", "survival": (0.5, 0.25), "lengths_by_bucket": {"late": 1.5}},
+        {"kind": "eagle", "survival": (0.5, 0.25)},
     ),
     events.TasksFinished(
         6.0,

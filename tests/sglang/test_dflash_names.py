@@ -15,9 +15,8 @@ from sglang_served import CPU_KERNELS
 
 from paceline.local.patience import patient
 from paceline.models.config import read_config
-from paceline.services.drafter_trainer.export import export_checkpoint
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
-from paceline.speculators.export import Format
+from paceline.services.drafter_trainer.export import Format, export_checkpoint
+from paceline.speculators.dflash import DflashNet, DflashOptions
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 

@@ -28,8 +28,8 @@ from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch
-from paceline.speculators.draft_tree import Beam
-from paceline.speculators.layer.drafter import LayerDrafter
+from paceline.speculators.layer_drafter import LayerDrafter
+from paceline.speculators.net_drafter import Beam
 
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"
@@ -273,7 +273,7 @@ def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[st
         "out": folder / name,
         "speculator": "eagle3",
     }
-    settings = paths | LEARNING | {"draft-steps": 3, "heldout-share": 0.02}
+    settings = paths | LEARNING | {"heldout-share": 0.02}
     options = [f"draft_vocab_size={draft_vocab_size}", "ttt_steps=3"]
     return subprocess.Popen(
         [sys.executable, "-m", "paceline.services.drafter_trainer.offline"]

@@ -14,8 +14,7 @@ from unit.policy_trainer.sharded_step import trajectories
 from paceline.ranks.messages import Save
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.build import build_learner
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.messages import Progress
 from paceline.services.policy_trainer.trainer import PolicyTrainer
 from paceline.training import STORE_VARIABLE

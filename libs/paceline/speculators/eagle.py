@@ -11,7 +11,6 @@ target's last hidden state after the final norm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,72 +22,29 @@ from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, architecture, parse_config
-from paceline.models.decoder import LayerWeights, project_inputs
+from paceline.models.decoder import project_inputs
 from paceline.models.loading import fuse_layer, layer_shapes
 from paceline.models.products import Linear, added, linear
-from paceline.speculators.base import CaptureSpec
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
-from paceline.speculators.layer.drafter import LayerDrafter
-from paceline.speculators.layer.parts import (
+from paceline.speculators.layer_drafter import LayerDrafter
+from paceline.speculators.layer_net import (
     Attention,
     ChainKeys,
     LayerNet,
     RmsNorm,
     SwiGlu,
+    check_one_layer,
+    layer_config_json,
     reset_weights,
     rotary_angles,
 )
 from paceline.speculators.losses import eagle_loss
-from paceline.speculators.net import Objective, check_fit
+from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
 
 KIND = SPECULATORS["eagle"]
 ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 """Family of the target -> architecture of its drafter."""
-
-
-def layer_config_json(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """config.json of a drafter of one layer; max_position_embeddings is the target's: loaders clamp
-    RoPE by it.
-    """
-    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
-    if config.rope.kind != "default":
-        rope["factor"] = config.rope.factor
-    if config.rope.kind == "llama3":
-        rope |= {
-            "low_freq_factor": config.rope.low_freq_factor,
-            "high_freq_factor": config.rope.high_freq_factor,
-            "original_max_position_embeddings": config.rope.original_max_position,
-        }
-
-    return {
-        "architectures": [architecture],
-        "model_type": config.family,
-        "num_hidden_layers": 1,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": config.output_bias,
-        "tie_word_embeddings": False,
-        "rope_theta": config.rope.theta,
-        "rope_parameters": rope,
-    }
-
-
-def check_one_layer(raw: Mapping[str, Any], target: ModelConfig) -> None:
-    """Raises InvalidInput for a drafter of another width, vocabulary or depth."""
-    check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
-    layers = raw.get("num_hidden_layers", "(none)")
-    if layers != 1:
-        raise InvalidInput(
-            "num_hidden_layers does not fit: this drafter has one layer", seen=layers, allowed=1
-        )
 
 
 class EagleOptions(Config):
@@ -115,7 +71,7 @@ class EagleLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
     ) -> Tensor:
-        """x [B, T, H] -> same shape; see layer/parts.py, Attention.forward, for the rest."""
+        """x [B, T, H] -> same shape; see layer_net.py, Attention.forward, for the rest."""
         x = x + self.self_attn(x, cos, sin, mask, chain)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -164,11 +120,6 @@ class EagleNet(LayerNet):
         """See DraftNet.twin."""
         return type(self)(self.config, self.options)
 
-    @property
-    def capture(self) -> CaptureSpec:
-        """See DraftNet.capture."""
-        return CaptureSpec()
-
     def shards(self) -> tuple[nn.Module, ...]:
         """See DraftNet.shards."""
         return (self.layers[0],)
@@ -185,14 +136,6 @@ class EagleNet(LayerNet):
         """See DraftNet.config_json."""
         described = layer_config_json(self.config, ARCHITECTURES[self.config.family])
         return described | {"fc_bias": self.options.fc_bias}
-
-    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See DraftNet.own_tensors. SGLang's loader prefixes each name with "model.", so
-        checkpoints saved from its modules have that prefix.
-        """
-        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        shared = ("embed_tokens.weight", "lm_head.weight")
-        return {name: tensor for name, tensor in named.items() if name not in shared}
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -228,10 +171,6 @@ class EagleNet(LayerNet):
         )
         for step, features in enumerate(chain):
             yield step, slice(0, len(row)), features[0]
-
-    def draft_logits(self, step: int, states: Tensor) -> Tensor:
-        """See DraftNet.draft_logits."""
-        return self.logits(states)
 
     def _last(self, row: PackedRow) -> Tensor:
         """The last hidden state [1, T, H] of captured rows."""
@@ -287,44 +226,27 @@ def chain_features(
         tokens = functional.pad(tokens[:, 1:], (0, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class EagleState:
-    """One version of the drafter's weights, fused for inference."""
-
-    layer: LayerWeights
-    fc_hidden: Tensor
-    """[H, H]: the half of fc that reads the hidden state."""
-    token_table: Tensor
-    """[V, H]: fc's other half applied to every embedding, plus its bias."""
-
-
 class EagleDrafter(LayerDrafter[EagleNet]):
     """The speculator "eagle"."""
 
     net = EagleNet
-    _state: EagleState
 
     def _fuse(self, net: EagleNet) -> None:
         device, hidden = self._device, self._config.hidden_size
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
         fc = tensors["fc.weight"].to(device, self._dtype)
         bias = net.fc.bias.detach().to(device, self._dtype) if net.fc.bias is not None else None
-        self._state = EagleState(
-            layer=fuse_layer(net.config, tensors, "layers.0.", self._dtype, device),
-            fc_hidden=fc[:, hidden:].contiguous(),
-            token_table=linear(self._target.embed, fc[:, :hidden], bias),
-        )
+        self._layer = fuse_layer(net.config, tensors, "layers.0.", self._dtype, device)
+        # The half of fc that reads the state, and its other half applied to every embedding.
+        self._fc_hidden = fc[:, hidden:].contiguous()
+        self._token_table = linear(self._target.embed, fc[:, :hidden], bias)
 
     def _true_features(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        x = added(self._state.token_table.index_select(0, tokens), features, self._state.fc_hidden)
+        x = added(self._token_table.index_select(0, tokens), features, self._fc_hidden)
         return x, project_inputs(self._layer, x, self._config.rms_norm_eps)
-
-    @property
-    def _layer(self) -> LayerWeights:
-        return self._state.layer
 
     def _logits(self, features: Tensor) -> Tensor:
         return linear(features, self._target.head)

@@ -77,7 +77,6 @@ class SpeculatorKind:
         return tuple(f"{self.name}:{shape}" for shape in self.shapes)
 
 
-_RECURRENT = "paceline.speculators.recurrent"
 _SGLANG_SHAPES = ("3_1_4", "5_1_6", "3_2_8")
 
 _KINDS = (
@@ -97,8 +96,8 @@ _KINDS = (
     ),
     SpeculatorKind(
         "eagle3",
-        "paceline.speculators.eagle3.net:Eagle3Drafter",
-        "paceline.speculators.eagle3.net:Eagle3Net",
+        "paceline.speculators.eagle3:Eagle3Drafter",
+        "paceline.speculators.eagle3:Eagle3Net",
         ("LlamaForCausalLMEagle3",),
         shapes=("3_1_4", "5_1_6", "7_1_8"),
         inner_layers=eagle3_inner_layers,
@@ -111,27 +110,27 @@ _KINDS = (
     ),
     SpeculatorKind(
         "dflash",
-        "paceline.speculators.dflash.drafter:DflashDrafter",
-        "paceline.speculators.dflash.net:DflashNet",
+        "paceline.speculators.dflash_drafter:DflashDrafter",
+        "paceline.speculators.dflash:DflashNet",
         ("DFlashDraftModel",),
         shapes=("3_1_4", "5_1_6", "7_1_8"),
         inner_layers=dflash_inner_layers,
     ),
     SpeculatorKind(
         "lstm",
-        f"{_RECURRENT}.drafter:LstmDrafter",
-        f"{_RECURRENT}.lstm:LstmNet",
+        "paceline.speculators.lstm:LstmDrafter",
+        "paceline.speculators.lstm:LstmNet",
         ("ArcticLSTMSpeculatorPreTrainedModel",),
     ),
     SpeculatorKind(
         "mlp",
-        f"{_RECURRENT}.drafter:MlpDrafter",
-        f"{_RECURRENT}.mlp:MlpNet",
+        "paceline.speculators.mlp:MlpDrafter",
+        "paceline.speculators.mlp:MlpNet",
         ("MLPSpeculatorPreTrainedModel",),
     ),
     SpeculatorKind(
         "ngram",
-        "paceline.speculators.ngram.drafter:NgramSpeculator",
+        "paceline.speculators.ngram:NgramSpeculator",
         shapes=("4_1_5",),
         sglang=SGLangSupport("NGRAM", ("4_1_5",), trees=False),
     ),

@@ -11,6 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from paceline.speculators.net import Objective
+from paceline.speculators.packed import PackedRow
+
+Targets = Literal["drawn", "distribution"]
+"""What a draft learns: the policy's token, or the distribution it was drawn from."""
 
 
 def eagle_loss(
@@ -43,13 +47,6 @@ def eagle_loss(
     )
 
 
-DraftLoss = Literal["soft_ce", "lk_alpha", "lk_hybrid"]
-"""Losses of a drafter with its own head, see draft_losses."""
-
-_KL_FADING = 3.0
-"""Speed at which lk_hybrid changes from KL to acceptance as acceptance grows."""
-
-
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """The target's distributions p over a drafter's Vd tokens."""
@@ -70,55 +67,35 @@ def teacher_of(
 
 
 def draft_losses(
-    logits: Float[Tensor, "N Vd"], log_p: Float[Tensor, "N Vd"], kind: DraftLoss
+    logits: Float[Tensor, "N Vd"], log_p: Float[Tensor, "N Vd"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Loss of each position and its acceptance alpha = sum_v min(p_v, q_v), both with gradients.
+    """Loss -sum_v p'_v log q_v of each position (EAGLE-3, Li et al. 2025, arXiv 2503.01840), and
+    its acceptance sum_v min(p_v, q_v), without gradient.
 
     q = softmax(logits); p as in Teacher; p' = p / sum_v p_v over the draftable tokens v.
-
-    soft_ce: -sum_v p'_v log q_v (EAGLE-3, Li et al. 2025, arXiv 2503.01840). lk_alpha: -log alpha;
-    lk_hybrid: w KL(p' | q) + (1 - w) (1 - alpha), w = exp(-3 alpha) without gradient (LK losses,
-    arXiv 2602.23881).
     """
     log_q = torch.log_softmax(logits.float(), dim=-1)
-    # In logs: alpha of an untrained drafter may be too small for a float.
-    log_alpha = torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
-    alpha = log_alpha.exp()
-    if kind == "lk_alpha":
-        return -log_alpha, alpha
-    log_taught = torch.log_softmax(log_p, dim=-1)
-    cross_entropy = -(log_taught.exp() * log_q).sum(-1)
-    if kind == "soft_ce":
-        return cross_entropy, alpha
-    kl = cross_entropy + (log_taught.exp() * log_taught).sum(-1)
-    weight = torch.exp(-_KL_FADING * alpha.detach())
-    return weight * kl + (1 - weight) * (1 - alpha), alpha
+    alpha = torch.minimum(log_p, log_q.detach()).exp().sum(-1)
+    return -(torch.softmax(log_p, dim=-1) * log_q).sum(-1), alpha
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTargets:
-    """Targets for drafts of blocks, at each of T positions of a row."""
-
-    next_states: Float[Tensor, "T H"]
-    lm_head: Float[Tensor, "V H"]
-    soft: Bool[Tensor, " T"]
-    """Where true, the target is the distribution softmax(lm_head h), else the token."""
-    tokens: Int[Tensor, " T"]
-
-
-def block_losses(
-    logits: Float[Tensor, "M V"], targets: BlockTargets, places: Int[Tensor, " M"]
+def target_losses(
+    logits: Float[Tensor, "M V"],
+    row: PackedRow,
+    head: Float[Tensor, "V H"],
+    places: Int[Tensor, " M"],
+    targets: Targets,
 ) -> tuple[Float[Tensor, " M"], Bool[Tensor, " M"]]:
-    """Cross-entropy of each draft to the target at its place, and whether the most likely token is
-    the target's most likely or drawn one.
+    """Cross-entropy of each draft to the target at its place in the row, the policy's token or its
+    distribution softmax(head h); and whether the most likely token is the target's drawn or most
+    likely one.
     """
-    soft, log_q = targets.soft[places], torch.log_softmax(logits.float(), dim=-1)
+    log_q = torch.log_softmax(logits.float(), dim=-1)
+    if targets == "drawn":
+        tokens = row.draft_tokens[places]
+        return -log_q.gather(1, tokens[:, None])[:, 0], log_q.argmax(-1) == tokens
     # Each distribution is computed once, even if several blocks draft the same token.
-    needed = torch.zeros_like(targets.soft).index_fill(0, places[soft], value=True)
-    states = targets.next_states[needed]
-    teacher = torch.softmax((states @ targets.lm_head.T.to(states.dtype)).float(), dim=-1)
-    p = teacher[(needed.long().cumsum(0) - 1)[places[soft]]]
-    tokens = targets.tokens[places]
-    of_tokens = -log_q.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-    losses = of_tokens.masked_scatter(soft, -(p * log_q[soft]).sum(-1))
-    return losses, log_q.argmax(-1) == tokens.masked_scatter(soft, p.argmax(-1))
+    needed, which = places.unique(return_inverse=True)
+    states = row.next_states[needed]
+    p = torch.softmax((states @ head.T.to(states.dtype)).float(), dim=-1)[which]
+    return -(p * log_q).sum(-1), log_q.argmax(-1) == p.argmax(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -17,8 +17,14 @@ from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config_json
 from paceline.models.loading import check_tensors, read_tensors
-from paceline.speculators.base import CaptureSpec
-from paceline.speculators.kinds import SpeculatorKind
+from paceline.plugins import import_object
+from paceline.speculators.base import CaptureSpec, Speculator, SpeculatorSetup
+from paceline.speculators.kinds import (
+    SPECULATORS,
+    SpeculatorKind,
+    find_kind,
+    kind_of_checkpoint,
+)
 from paceline.speculators.packed import PackedRow
 
 HEADS = frozenset({"head", "lm_head"})
@@ -224,3 +230,46 @@ def check_fit(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             raise InvalidInput(
                 f"{key} of drafter and target differ", seen=raw.get(key, "(none)"), allowed=value
             )
+
+
+def net_of(kind: SpeculatorKind) -> type[DraftNet]:
+    """The network of a kind.
+
+    Raises ConfigError for a kind without weights, and for a network of another kind.
+    """
+    if not kind.trained:
+        raise ConfigError(
+            "a speculator without weights is not trained",
+            seen=kind.name,
+            allowed="one with weights",
+        )
+    net: type[DraftNet] = import_object(kind.net)
+    if net.kind is not kind:
+        raise ConfigError("a network names another kind", seen=net.kind.name, allowed=kind.name)
+    return net
+
+
+def trained_net(name: str) -> type[DraftNet]:
+    """The network of a speculator, named as in `find_kind`.
+
+    Raises ConfigError for a speculator without weights.
+    """
+    return net_of(find_kind(name))
+
+
+def build_drafter(kind: SpeculatorKind, setup: SpeculatorSetup) -> Speculator:
+    """The embedded engine's drafter. Raises the errors of the drafter's class."""
+    drafter = import_object(kind.drafter) if isinstance(kind.drafter, str) else kind.drafter
+    built: Speculator = drafter(setup)
+    return built
+
+
+def read_drafter(
+    directory: Path, target: ModelConfig, own: Iterable[SpeculatorKind] = ()
+) -> DraftNet:
+    """The network of a checkpoint directory, of any kind; `own`: kinds besides the table's.
+
+    Raises InvalidInput, WeightsError or DataLoss, each naming the directory.
+    """
+    kind = kind_of_checkpoint(directory, [*SPECULATORS.values(), *own])
+    return net_of(kind).read(directory, target)

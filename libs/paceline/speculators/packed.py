@@ -1,8 +1,7 @@
 """Holds several documents in one training row, with the visibility of each position.
 
-Terms: a document is (part of) one sequence. A branch is a chain of drafts that the target verified
-and rejected, attached to a position of its document. Position t pairs the states captured at a
-token with the next token.
+A document is (part of) one sequence. Position t pairs the states captured at a token with the next
+token.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -38,21 +35,13 @@ class PackedRow:
     next_tokens: Tensor
     """int64 [T]: token t + 1."""
     draft_tokens: Tensor
-    """int64 [T]: token t + 2, compared with the first draft; -1 in a branch, where the target drew
-    none.
-    """
+    """int64 [T]: token t + 2, compared with the first draft."""
     positions: Tensor
     """int64 [T]: t within its document, from 0 on."""
-    parents: Tensor
-    """int64 [T]: the previous position in its document or branch; -1 for the first of a
-    document.
-    """
     documents: Tensor
     """int64 [T]: number of the document."""
     valid: Tensor
-    """bool [T]: a drafting target: the policy drew token t + 2, or could have drawn it after a
-    rejected draft.
-    """
+    """bool [T]: a drafting target: the policy drew token t + 2."""
     lm_head_hash: str
     layers: str = "last"
     """Content of `states`, see CaptureSpec.layers."""
@@ -68,12 +57,8 @@ class PackedRow:
 
     def padded(self, spare: int) -> PackedRow:
         """The same row followed by a document of `spare` positions without targets."""
-        count = len(self)
-        here = torch.arange(spare)
         behind: dict[str, Tensor] = {
-            "draft_tokens": torch.full((spare,), -1),
-            "positions": here,
-            "parents": torch.where(here > 0, count + here - 1, -1),
+            "positions": torch.arange(spare),
             "documents": torch.full((spare,), int(self.documents[-1]) + 1),
         }
         held = ((one.name, getattr(self, one.name)) for one in fields(self))
@@ -87,55 +72,15 @@ class PackedRow:
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
         """The position `steps` tokens later: indices [T] (its own if there is none) and bool [T] if
         there is one.
-
-        Position t + 1 follows t when it is t's child with the token that t must draft. In a branch,
-        where the target drew no token, any child directly after its parent follows.
         """
-        count, device = len(self), self.next_tokens.device
-        here = torch.arange(count, device=device)
-        follows = torch.zeros(count, dtype=torch.int64, device=device)
-        drawn = self.draft_tokens[:-1]
-        follows[1:] = (self.parents[1:] == here[:-1]) & (
-            (drawn == self.next_tokens[1:]) | (drawn < 0)
-        )
-        runs = (1 - follows).cumsum(0)
+        count, here = len(self), torch.arange(len(self), device=self.next_tokens.device)
         there = (here + steps).clamp(max=count - 1)
-        inside = (runs[there] == runs) & (here + steps < count)
+        inside = (self.documents[there] == self.documents) & (here + steps < count)
         return torch.where(inside, there, here), inside
 
     def mask(self) -> Tensor:
-        """bool [T, T], True if query t may see key s: s is t or one of its ancestors."""
-        return ancestor_mask(self.parents)
-
-
-def ancestor_mask(parents: Tensor) -> Tensor:
-    """bool [T, T] from parents int64 [T]: True at (t, s) when s is t or an ancestor of t; parents
-    precede their children.
-
-    It works on runs, in which each position is the parent of the next. All positions of a run see
-    the same positions of every other run: its first positions up to a limit.
-    """
-    count, device = len(parents), parents.device
-    here = torch.arange(count, device=device)
-    starts = parents != here - 1
-    starts[:1] = True
-    runs = starts.long().cumsum(0) - 1
-    limits = torch.as_tensor(_limits(parents[starts].tolist(), runs.tolist()), device=device)
-    seen = here <= limits[:, runs]  # [R, T]
-    return seen[runs] & (here[:, None] >= here)
-
-
-def _limits(parents: list[int], runs: list[int]) -> npt.NDArray[np.int64]:
-    """[R, R]: the last position of run k visible to run r, -1 for none, from the parents of R runs'
-    first positions.
-    """
-    limits = np.full((len(parents), len(parents)), -1)
-    for run, parent in enumerate(parents):
-        if parent >= 0:
-            limits[run] = limits[runs[parent]]
-            limits[run, runs[parent]] = parent
-        limits[run, run] = len(runs)
-    return limits
+        """bool [T, T], True if query t may see key s: s is t or earlier in its document."""
+        return (self.documents[:, None] == self.documents).tril()
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -172,3 +117,75 @@ def _edges(mask: Tensor) -> list[int]:
         if place - edges[-1] >= _BLOCK:
             edges.append(place)
     return [*edges, len(mask)]
+
+
+TOGETHER = 32
+"""Blocks that are attended at once, so that each product is over few of a row's documents. Without
+gradients it also bounds the scores in memory: TOGETHER B for each head and row of the context.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Blocks that are attended at once, and the part of the context that any of them sees."""
+
+    blocks: slice
+    rows: slice
+    hidden: Tensor
+    """bool [n, 1, 1, t]: rows that a block does not see."""
+
+
+def stretches(seen: Tensor) -> list[Stretch]:
+    """Groups of up to TOGETHER blocks, at least one group. seen bool [N, T]: rows of the context
+    that each block sees, at least one row.
+    """
+    found = []
+    for begin in range(0, max(len(seen), 1), TOGETHER):
+        part = seen[begin : begin + TOGETHER]
+        there = part.any(0).nonzero()[:, 0].tolist()
+        rows = slice(there[0], there[-1] + 1) if there else slice(0, 0)
+        found.append(Stretch(slice(begin, begin + len(part)), rows, ~part[:, None, None, rows]))
+    return found
+
+
+def block_attention(
+    queries: Tensor,
+    own: tuple[Tensor, Tensor],
+    context: tuple[Tensor, Tensor],
+    parts: list[Stretch],
+) -> Tensor:
+    """softmax over the context rows that a block sees and over all of its own positions.
+
+    queries [N, heads, B, D]; own keys and values [N, kv_heads, B, D]; those of the context
+    [kv_heads, T, D]. Returns [N, heads, B, D].
+    """
+    keys, values = context
+    outs = [
+        _attend(
+            queries[one.blocks],
+            (own[0][one.blocks], own[1][one.blocks]),
+            (keys[:, one.rows], values[:, one.rows]),
+            one.hidden,
+        )
+        for one in parts
+    ]
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def _attend(
+    queries: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], hidden: Tensor
+) -> Tensor:
+    count, heads, tokens, dim = queries.shape
+    kv, rows = context[0].shape[:2]
+    each = heads // kv * tokens
+    # The query heads of a KV head, of all blocks, are rows of one product with the context.
+    grouped = (queries / dim**0.5).view(count, kv, each, dim)
+    beside = grouped.transpose(0, 1).reshape(kv, count * each, dim)
+    before = (beside @ context[0].transpose(1, 2)).view(kv, count, each, rows).transpose(0, 1)
+    scores = torch.cat(
+        (before.masked_fill(hidden, float("-inf")), grouped @ own[0].transpose(2, 3)), dim=-1
+    )
+    weights = torch.softmax(scores, dim=-1)
+    seen = weights[..., :rows].transpose(0, 1).reshape(kv, count * each, rows) @ context[1]
+    out = seen.view(kv, count, each, dim).transpose(0, 1) + weights[..., rows:] @ own[1]
+    return out.reshape(count, heads, tokens, dim)

@@ -6,7 +6,7 @@ Names within a run: "trajectories" (group "policy"), "features" (group "drafter"
 
 from paceline.streams.base import Depth, Entry, Stream
 from paceline.streams.connection import connect, run_key
-from paceline.streams.features import FeatureBatch, RejectedRows, decode_features, encode_features
+from paceline.streams.features import FeatureBatch, decode_features, encode_features
 from paceline.streams.ledger import NOTED, Ledger, LedgerCount
 from paceline.streams.open_sessions import OpenSessions, api_key_hash
 from paceline.streams.redis_stream import RedisStream
@@ -21,7 +21,6 @@ __all__ = [
     "LedgerCount",
     "OpenSessions",
     "RedisStream",
-    "RejectedRows",
     "Stream",
     "api_key_hash",
     "connect",

@@ -3,9 +3,6 @@
 Row i is the target's state at the token of absolute position positions[i]. token_ids[i] is that
 token, token_ids[i + 1] the next one. The state of the last token is absent: a request of N tokens
 has T = N - 1 rows and T + 1 token ids.
-
-A batch may also hold rows of verified and rejected drafts, in tensors of their own. An older reader
-skips these tensors, and a batch without them has the older form, so both have one schema version.
 """
 
 from __future__ import annotations
@@ -30,30 +27,6 @@ from paceline.tensors import (
 )
 
 FEATURE_DTYPES = ("BF16", "F32")
-_REJECTED = "rejected_"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RejectedRows:
-    """States at drafts that the target verified and rejected: R rows beside the T rows of the
-    sequence.
-
-    Row i is the state at token_ids[i], after the tokens on the path of its parents. The target's
-    distribution of the token after the draft is softmax(lm_head(hidden[i])). The probability of the
-    draft itself follows in the same way from its parent's row. Head and policy version are those of
-    the sequence's row at the root of the drafts.
-    """
-
-    hidden: NamedTensor = field(repr=False)  # [R, H] with the sequence's dtype
-    token_ids: npt.NDArray[np.int32] = field(repr=False)  # [R]
-    positions: npt.NDArray[np.int32] = field(repr=False)  # [R] one more than the parent's position
-    # [R] i < T: row i of the sequence; T + j: earlier rejected row j
-    parents: npt.NDArray[np.int32] = field(repr=False)
-
-    @property
-    def rows(self) -> int:
-        """Number of rejected rows, R."""
-        return self.hidden.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +48,6 @@ class FeatureBatch:
     group_id: str = ""
     temperature: float = 1.0
     traceparent: str = ""
-    rejected: RejectedRows | None = None
 
     def __post_init__(self) -> None:
         if self.hidden.dtype not in FEATURE_DTYPES or len(self.hidden.shape) != 2:
@@ -95,49 +67,10 @@ class FeatureBatch:
                 allowed=f"{rows} rows",
             )
 
-        if self.rejected is not None:
-            self._check_rejected(self.rejected)
-
-    def _check_rejected(self, rejected: RejectedRows) -> None:
-        """Raises InvalidInput unless each rejected row follows its parent, one position later."""
-        form = (rejected.hidden.dtype, rejected.hidden.shape[1:])
-        if form != (self.hidden.dtype, (self.hidden_size,)):
-            raise InvalidInput(
-                "rejected rows have another form",
-                seen=form,
-                allowed=(self.hidden.dtype, self.hidden_size),
-            )
-
-        lengths = {
-            array.shape for array in (rejected.token_ids, rejected.positions, rejected.parents)
-        }
-        if lengths != {(rejected.rows,)}:
-            raise InvalidInput(
-                "arrays of rejected rows do not fit", seen=lengths, allowed=f"{rejected.rows} rows"
-            )
-
-        if (rejected.parents < 0).any() or (
-            rejected.parents >= self.rows + np.arange(rejected.rows)
-        ).any():
-            raise InvalidInput(
-                "a rejected row's parent does not stand before it", seen=rejected.parents.tolist()
-            )
-
-        positions = np.concatenate((self.positions, rejected.positions)).astype(np.int64)
-        if (positions[rejected.parents] + 1 != rejected.positions).any():
-            raise InvalidInput(
-                "a rejected row does not follow its parent", seen=rejected.positions.tolist()
-            )
-
     @property
     def rows(self) -> int:
         """Number of sequence rows, T."""
         return self.hidden.shape[0]
-
-    @property
-    def all_rows(self) -> int:
-        """Number of rows including rejected drafts."""
-        return self.rows + (self.rejected.rows if self.rejected is not None else 0)
 
     @property
     def hidden_size(self) -> int:
@@ -154,13 +87,7 @@ def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
         hidden=batch.hidden_size,
         traceparent=batch.traceparent or inject().get("traceparent", ""),
     )
-    tensors = []
-    for one in FEATURES.payload:
-        whose = batch.rejected if one.name.startswith(_REJECTED) else batch
-        if whose is not None:
-            value = getattr(whose, one.name.removeprefix(_REJECTED))
-            tensors.append(_tensor(one, value))
-
+    tensors = [_tensor(one, getattr(batch, one.name)) for one in FEATURES.payload]
     return header, encode_safetensors(tensors)
 
 
@@ -192,16 +119,8 @@ def _decode(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
         found = FEATURES.read_tensor(tensors, name, computed["dtype"], **sizes)
         return found if name.endswith("hidden") else as_numpy(found)
 
-    parts = {one.name: one.name.startswith(_REJECTED) for one in FEATURES.payload}
-    rejected = None
-    if any(name.startswith(_REJECTED) for name in tensors):
-        sizes["R"] = part("rejected_hidden").shape[0]
-        drafts = [name for name, apart in parts.items() if apart]
-        rejected = RejectedRows(**{name.removeprefix(_REJECTED): part(name) for name in drafts})
-
     return FeatureBatch(
         **values,
-        **{name: part(name) for name, apart in parts.items() if not apart},
+        **{one.name: part(one.name) for one in FEATURES.payload},
         traceparent=computed["traceparent"],
-        rejected=rejected,
     )

@@ -231,13 +231,7 @@ FEATURES = EntryLayout(
         PayloadTensor("versions", "I64", ("T",), "policy version that computed the row"),
         PayloadTensor("token_ids", "I32", ("T + 1",), "token of each row, and the last one"),
         PayloadTensor("positions", "I32", ("T",), "absolute position of the token"),
-        PayloadTensor("rejected_token_ids", "I32", ("R",), "the draft"),
-        PayloadTensor("rejected_positions", "I32", ("R",), "one more than its parent's"),
-        PayloadTensor(
-            "rejected_parents", "I32", ("R",), "i < T: row i; T + j: rejected row j before it"
-        ),
         PayloadTensor("hidden", "", ("T", "H"), "hidden state of the policy at the token"),
-        PayloadTensor("rejected_hidden", "", ("R", "H"), "hidden state of the policy at the draft"),
         PayloadTensor("mask", "U8", ("T",), "1 if the policy generated the token"),
     ),
 )

@@ -86,14 +86,7 @@ class Activated(_message.Message):
     def __init__(self, attach_s: _Optional[float] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class GateDecision(_message.Message):
-    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "conditional", "serving_survival", "lengths_by_bucket", "leaderboard")
-    class LengthsByBucketEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "conditional", "serving_survival")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMOTED_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -112,8 +105,6 @@ class GateDecision(_message.Message):
     SURVIVAL_FIELD_NUMBER: _ClassVar[int]
     CONDITIONAL_FIELD_NUMBER: _ClassVar[int]
     SERVING_SURVIVAL_FIELD_NUMBER: _ClassVar[int]
-    LENGTHS_BY_BUCKET_FIELD_NUMBER: _ClassVar[int]
-    LEADERBOARD_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
     promoted: bool
     candidate_accept_length: float
@@ -132,27 +123,7 @@ class GateDecision(_message.Message):
     survival: _containers.RepeatedScalarFieldContainer[float]
     conditional: _containers.RepeatedScalarFieldContainer[float]
     serving_survival: _containers.RepeatedScalarFieldContainer[float]
-    lengths_by_bucket: _containers.ScalarMap[str, float]
-    leaderboard: _containers.RepeatedCompositeFieldContainer[Contender]
-    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., conditional: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ..., lengths_by_bucket: _Optional[_Mapping[str, float]] = ..., leaderboard: _Optional[_Iterable[_Union[Contender, _Mapping]]] = ...) -> None: ...
-
-class Contender(_message.Message):
-    __slots__ = ("kind", "accept_length", "noise", "speedup", "optimizer_steps", "policy_version", "servable")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    NOISE_FIELD_NUMBER: _ClassVar[int]
-    SPEEDUP_FIELD_NUMBER: _ClassVar[int]
-    OPTIMIZER_STEPS_FIELD_NUMBER: _ClassVar[int]
-    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    SERVABLE_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    accept_length: float
-    noise: float
-    speedup: float
-    optimizer_steps: int
-    policy_version: int
-    servable: bool
-    def __init__(self, kind: _Optional[str] = ..., accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., speedup: _Optional[float] = ..., optimizer_steps: _Optional[int] = ..., policy_version: _Optional[int] = ..., servable: _Optional[bool] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., conditional: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Detached(_message.Message):
     __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped", "first_step_s")
@@ -202,7 +173,7 @@ class GetDrafterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDrafterStatusResponse(_message.Message):
-    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids", "serving_version", "frozen", "leaderboard", "preemptions", "preempt_p50_s", "preempt_p99_s", "checkpoint_steps", "checkpoint_stall_s")
+    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids", "serving_version", "frozen", "checkpoint_steps", "checkpoint_stall_s")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -213,10 +184,6 @@ class GetDrafterStatusResponse(_message.Message):
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
-    LEADERBOARD_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    PREEMPT_P50_S_FIELD_NUMBER: _ClassVar[int]
-    PREEMPT_P99_S_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STALL_S_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
@@ -229,13 +196,9 @@ class GetDrafterStatusResponse(_message.Message):
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
     serving_version: int
     frozen: bool
-    leaderboard: _containers.RepeatedCompositeFieldContainer[Contender]
-    preemptions: int
-    preempt_p50_s: float
-    preempt_p99_s: float
     checkpoint_steps: int
     checkpoint_stall_s: float
-    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ..., serving_version: _Optional[int] = ..., frozen: _Optional[bool] = ..., leaderboard: _Optional[_Iterable[_Union[Contender, _Mapping]]] = ..., preemptions: _Optional[int] = ..., preempt_p50_s: _Optional[float] = ..., preempt_p99_s: _Optional[float] = ..., checkpoint_steps: _Optional[int] = ..., checkpoint_stall_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ..., serving_version: _Optional[int] = ..., frozen: _Optional[bool] = ..., checkpoint_steps: _Optional[int] = ..., checkpoint_stall_s: _Optional[float] = ...) -> None: ...
 
 class SaveDrafterCheckpointRequest(_message.Message):
     __slots__ = ("context",)

@@ -379,7 +379,7 @@ class PrefixStats(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_s: _Optional[float] = ..., copy_s: _Optional[float] = ...) -> None: ...
 
 class WorkerHealth(_message.Message):
-    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "prefixes", "split", "rejected_left_out", "rows_invalid")
+    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "prefixes", "split", "rows_invalid")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -390,7 +390,6 @@ class WorkerHealth(_message.Message):
     ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     ROWS_INVALID_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
@@ -402,6 +401,5 @@ class WorkerHealth(_message.Message):
     rows_dropped: int
     prefixes: PrefixStats
     split: RoundSplit
-    rejected_left_out: int
     rows_invalid: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., split: _Optional[_Union[RoundSplit, _Mapping]] = ..., rejected_left_out: _Optional[int] = ..., rows_invalid: _Optional[int] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., split: _Optional[_Union[RoundSplit, _Mapping]] = ..., rows_invalid: _Optional[int] = ...) -> None: ...

@@ -149,11 +149,4 @@ def _event(at_s: float, epoch: int, name: str, answer: Any) -> Event:
 
 def gate_figures(gate: drafter_pb2.GateDecision) -> dict[str, Figure]:
     """All figures of a gate decision that the journal keeps."""
-    board = gate.leaderboard
-    return {
-        **message_figures(gate, "decision", "promoted", "drafter_version", "leaderboard"),
-        "leaderboard_speedups": {one.kind: one.speedup for one in board},
-        "leaderboard_lengths": {one.kind: one.accept_length for one in board},
-        "leaderboard_noises": {one.kind: one.noise for one in board},
-        "leaderboard_steps": {one.kind: one.optimizer_steps for one in board},
-    }
+    return message_figures(gate, "decision", "promoted", "drafter_version")

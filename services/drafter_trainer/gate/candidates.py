@@ -10,8 +10,7 @@ from paceline.errors import DataLoss
 from paceline.file_hashes import check_hashes, write_hashes
 from paceline.models.config import ModelConfig
 from paceline.speculators.kinds import SpeculatorKind
-from paceline.speculators.loading import read_drafter
-from paceline.speculators.net import DraftNet
+from paceline.speculators.net import DraftNet, read_drafter
 from paceline.telemetry import get_logger
 
 KEPT = 4
@@ -29,7 +28,6 @@ class Candidates:
         """`own`: a user's kinds outside the table of speculators."""
         self._directory, self._target, self._own = directory, target, tuple(own)
         self._needed: list[int] = []
-        self._best: dict[str, tuple[int, float]] = {}
 
     def path(self, version: int) -> Path:
         """Directory of a version."""
@@ -61,17 +59,6 @@ class Candidates:
             log.error("drafter is damaged", drafter_version=version, error=str(error))
             return None
         return read_drafter(self.path(version), self._target, self._own).eval()
-
-    def export_best(self, net: DraftNet, rank: tuple[int, float]) -> None:
-        """Keeps the best drafter of a kind that no engine here serves, as `speculator-<kind>`
-        beside the directory.
-
-        `rank`: policy version, and length on its fresh rows. Lengths on rows of different policies
-        do not compare, so the newer policy's length counts more.
-        """
-        if rank >= self._best.get(net.kind.name, (-1, 0.0)):
-            self._best[net.kind.name] = rank
-            net.save(self._directory.parent / f"speculator-{net.kind.name}")
 
     def serves(self, version: int) -> None:
         """Keeps this version and its predecessor in service."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.comparison import Floats
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 
@@ -32,25 +31,6 @@ _FASTER = 4
 """How many times as many positions the next piece may have."""
 GREEDY = 0.01
 """Temperature used for 0: the most likely token has all the mass."""
-BUCKETS = ("prompt_end", "early", "late")
-PROMPT_END = 8
-"""Positions after a non-drafting stretch (a prompt, a tool's answer) that count as its end."""
-
-
-@torch.inference_mode()
-def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
-    """[N, K] bool at the N valid positions of a row: whether draft k of a greedy chain equals the
-    policy's own token.
-
-    Teacher-forced on the true tokens, which equals the engine's chain as long as all earlier drafts
-    are right. Drafts past the end of a document count as misses.
-    """
-    net.bind(head.embed_tokens, head.lm_head)
-    matches = []
-    for step, logits in enumerate(net.chain_logits(row, steps)):
-        there, inside = row.ahead(step)
-        matches.append((logits.argmax(-1) == row.draft_tokens[there]) & inside)
-    return torch.stack(matches, dim=1)[row.valid]
 
 
 class Pace:
@@ -128,9 +108,9 @@ def survival_in_pieces(
         sum_y min(p(y), q(y)),
 
     with step k teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the draft"
-    and alpha is p(draft): chain_matches with its last draw replaced by the expectation, so its
-    variance is never larger. The product of p(draft) over all steps would be biased, since it
-    counts paths that the engine has left.
+    and alpha is p(draft), so its variance is never larger than that of counted matches.
+    The product of p(draft) over all steps would be biased, since it counts paths that the engine
+    has left.
 
     Drafts past the end of a document or of the policy's own tokens count as rejected. Yields after
     each piece of `pace`.
@@ -143,7 +123,7 @@ def survival_in_pieces(
             logits = row.next_states[part] @ head.lm_head.T
             target[part] = (logits.double() / temperature).log_softmax(-1)
         yield
-    drawn = _drawn(row)
+    drawn = row.valid
     reached = torch.ones(len(row), dtype=torch.float64)
     survival: dict[int, Tensor] = {}
     for step, at, states in net.chain_states(row, steps):
@@ -184,46 +164,12 @@ def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     return alpha, (log_q.gather(1, here) - target.gather(1, here)).clamp(max=0).exp()[:, 0]
 
 
-def position_buckets(row: PackedRow) -> Tensor:
-    """int64 [N] index into BUCKETS of the row's judged positions, by their place in the document.
-
-    The first bucket has the first PROMPT_END positions after a prompt or a tool's answer. The
-    second has the first half of the remaining document, the third the second half.
-    """
-    here = torch.arange(len(row))
-    first = torch.full((int(row.documents.max()) + 1,), len(row)).scatter_reduce(
-        0, row.documents, here, "amin"
-    )
-    sizes = torch.bincount(row.documents)
-    drawn = _drawn(row)
-    # the last earlier position that is not judged
-    broken = torch.where(drawn, -1, here).cummax(0).values
-    since = here - broken
-    after_prompt = (broken >= first[row.documents]) & (since <= PROMPT_END)
-    late = (here - first[row.documents]) * 2 >= sizes[row.documents]
-    return torch.where(after_prompt, 0, 1 + late.long())[drawn]
-
-
-def _drawn(row: PackedRow) -> Tensor:
-    """bool [T]: whether the policy drew token t + 2; rejected branches have none."""
-    return row.valid & (row.draft_tokens >= 0)
-
-
 @dataclass(frozen=True, slots=True)
 class MeasuredRows:
     """Measurements at N positions, in one order for all drafters."""
 
     accepted: list[Floats]  # [N, K] of each drafter, see chain_survival
     groups: npt.NDArray[np.int64]  # [N] number of the sequence's group of siblings
-    buckets: npt.NDArray[np.int64]  # [N] index into BUCKETS
-
-    def lengths_by_bucket(self, drafter: int) -> dict[str, float]:
-        """E[len] of one drafter by part of the response, without parts that have no position."""
-        totals = 1.0 + self.accepted[drafter].sum(axis=1)
-        there = {name: self.buckets == number for number, name in enumerate(BUCKETS)}
-        return {
-            name: float(totals[chosen].mean()) for name, chosen in there.items() if chosen.any()
-        }
 
 
 class GateJob:
@@ -249,7 +195,6 @@ class GateJob:
         self._settings, self._window = settings, window
         self._accepted: list[list[Floats]] = [[] for _ in self._nets]
         self._groups: list[npt.NDArray[np.int64]] = []
-        self._buckets: list[npt.NDArray[np.int64]] = []
         self._numbers: dict[str, int] = {}  # of groups
         self._measuring: Iterator[None] | None = None  # of the row at hand
         self.heads = {sample.lm_head_hash: heads[sample.lm_head_hash] for sample in samples}
@@ -305,15 +250,13 @@ class GateJob:
     def _open(self, samples: list[FeatureSample]) -> PackedRow:
         row = pack(samples, window=self._window)
         numbers = [self._numbers.setdefault(s.siblings, len(self._numbers)) for s in samples]
-        self._groups.append(np.array(numbers)[row.documents[_drawn(row)].numpy()])
-        self._buckets.append(position_buckets(row).numpy())
+        self._groups.append(np.array(numbers)[row.documents[row.valid].numpy()])
         return row
 
     def measured(self) -> MeasuredRows:
         """The measurements so far; call it when `even`."""
         accepted = [np.concatenate(pieces) for pieces in self._accepted]
-        groups, buckets = np.concatenate(self._groups), np.concatenate(self._buckets)
-        return MeasuredRows(accepted, groups, buckets)
+        return MeasuredRows(accepted, np.concatenate(self._groups))
 
 
 def _rows(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:

@@ -12,15 +12,20 @@ from typing import Any
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.gate.comparison import Judgement, MeasuredCosts
-from paceline.services.drafter_trainer.gate.decisions import judged, log_decision, reopened
+from paceline.services.drafter_trainer.gate.comparison import MeasuredCosts
 from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
-from paceline.services.drafter_trainer.gate.fall import Hurry, ServedLength
-from paceline.services.drafter_trainer.gate.freeze import Freeze
-from paceline.services.drafter_trainer.gate.round import DrafterState, GateRound, judged_parts
-from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.gate.freeze import Freeze, Hurry, ServedLength
+from paceline.services.drafter_trainer.gate.round import (
+    DrafterState,
+    GateRound,
+    judged,
+    judged_parts,
+    log_decision,
+    reopened,
+)
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.learn.students import Students
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import announce
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.telemetry import get_logger
@@ -34,28 +39,27 @@ class PublishGate:
     def __init__(
         self,
         config: DrafterTrainerConfig,
-        students: Students,
+        learner: DrafterLearner,
         rows: RowStore,
         candidates: Candidates,
     ) -> None:
         self._config, self._settings = config, config.gate
-        self._students = students
+        self._learner = learner
         self._rows = rows
         self._candidates = candidates
         self._warm_start = Path(config.drafter).is_dir()
         self._round: GateRound | None = None
         self._freeze = Freeze(config.gate.freeze_after, config.gate.freeze_gain)
         self._handed_over = False  # whether this activation has promoted a candidate
-        self._last_judged_step = students.primary.learner.total_steps
+        self._last_judged_step = learner.total_steps
         # newest policy version with rows that measured the serving drafter while frozen
         self._checked_policy = 0
         self._promoted: m.Judged | None = None  # the newest promotion
         self._untold: list[m.Judged] = []  # decisions between activations
         self._taken_back: DrafterState | None = None
         self._on_its_way: DrafterState | None = None
-        self._contenders: dict[str, m.LeaderboardEntry] = {}  # by kind, from the last judgement
         self.costs = MeasuredCosts(config.gate)
-        self.serving = DrafterState(0, students.primary.learner.snapshot())
+        self.serving = DrafterState(0, learner.snapshot())
         self._first = self.serving.net if self._warm_start else None
         self._served, self._hurry = ServedLength(), Hurry()
         self.next_version = max([0, *candidates.versions]) + 1
@@ -64,11 +68,6 @@ class PublishGate:
     def frozen(self) -> bool:
         """Whether training does not pay now."""
         return self._freeze.frozen
-
-    @property
-    def leaderboard(self) -> list[m.LeaderboardEntry]:
-        """The last judgement of every kind, best projected speed-up first."""
-        return sorted(self._contenders.values(), key=lambda one: (-one.speedup, one.kind))
 
     @property
     def judging(self) -> bool:
@@ -96,22 +95,19 @@ class PublishGate:
         fresh = self._fresh() if self._hurry.lasts else []
         if self._enough(fresh) and self._hurry.due(fresh[-1].policy_version):
             return True
-        return (
-            self._students.primary.learner.total_steps - self._last_judged_step
-            >= self._settings.interval_steps
-        )
+        return self._learner.total_steps - self._last_judged_step >= self._settings.interval_steps
 
     def start(self) -> None:
         """Starts a round, unless there are too few fresh rows; snapshots are collectives of all
         ranks.
         """
-        self._last_judged_step = self._students.primary.learner.total_steps
+        self._last_judged_step = self._learner.total_steps
         samples = self._fresh()
         if not self._enough(samples):
             return
         self._hurry.begun(samples[-1].policy_version)
         heads = self._rows.heads.snapshot()
-        candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
+        candidates = [] if self.frozen else self._snapshots()
         self._round = self._round_of(samples, heads, candidates)
 
     def _rivals(self, policy_version: int) -> list[DrafterState]:
@@ -139,7 +135,7 @@ class PublishGate:
             window,
             Pace(),
         )
-        steps = {student.kind: student.learner.total_steps for student in self._students}
+        steps = self._learner.total_steps
         return GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
 
     def advance(self, epoch: int) -> list[m.Judged]:
@@ -201,7 +197,7 @@ class PublishGate:
             self._taken_back = DrafterState(taken_back, net)
         self._freeze.load_state(state["freeze"])
         self._checked_policy = state["checked_policy"]
-        self._last_judged_step = self._students.primary.learner.total_steps
+        self._last_judged_step = self._learner.total_steps
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -218,16 +214,12 @@ class PublishGate:
             and len({sample.siblings for sample in samples}) >= self._settings.min_groups
         )
 
-    def _snapshots(self, layers: str) -> list[DrafterState]:
-        """Candidates of all students that have learned. They share the next version number, which
-        at most one candidate receives.
-        """
-        taken = []
-        for student in self._students:
-            if student.learner.total_steps and student.reads(layers):
-                sharing.announce("snapshot", student.learner.members, student.index)
-                taken.append(DrafterState(self.next_version, student.learner.snapshot()))
-        return taken
+    def _snapshots(self) -> list[DrafterState]:
+        """The drafter in training as a candidate, once it has learned."""
+        if not self._learner.total_steps:
+            return []
+        announce("snapshot", self._learner.members)
+        return [DrafterState(self.next_version, self._learner.snapshot())]
 
     def _looked_back(self, now: GateRound) -> GateRound | None:
         """The same round with the run's first drafter, if the serving drafter has fallen: the first
@@ -255,24 +247,20 @@ class PublishGate:
         return all(one.decided for against in found for one in against)
 
     def _decide(self, now: GateRound) -> list[m.Judged]:
-        measured_rows, head = now.job.measured(), now.job.head
+        head = now.job.head
         found, measured = now.judgements(self.costs)
-        judgements = [against[0] for against in found]
-        best: tuple[bool, float, int] | None = None
-        for number, (drafter, against) in enumerate(zip(now.candidates, found, strict=True)):
-            rank = (all(one.better for one in against), against[0].candidate_speedup, -number)
-            if self._place(drafter, against[0], head.policy_version, self._steps(now, drafter)):
-                best = rank if best is None else max(best, rank)
-
-        if best is None:
-            return []
-        promoted, number = best[0], -best[2]
-        drafter, index = now.candidates[number], len(now.rivals) + number
-        decision = judged(
-            drafter.kind, drafter.version, judgements[number], head, rows=measured_rows, index=index
-        )
+        ranks = [
+            (all(one.better for one in against), against[0].candidate_speedup, -number)
+            for number, against in enumerate(found)
+        ]
+        promoted, _, negative = max(ranks)
+        drafter, judgement = now.candidates[-negative], found[-negative][0]
         decision = self._complete(
-            replace(decision, optimizer_steps=self._steps(now, drafter), over=self.serving.version),
+            replace(
+                judged(drafter.kind, drafter.version, judgement, head),
+                optimizer_steps=0 if drafter.net is self._first else now.steps,
+                over=self.serving.version,
+            ),
             measured,
             now,
         )
@@ -281,39 +269,11 @@ class PublishGate:
         # A fresh drafter that is not yet better is no reason to freeze. Neither is a drafter that
         # has just met new tasks.
         learning = self._hurry.judged() or not (self.serving.version or self._warm_start)
-        if not self._freeze.judged(
-            judgements[number], head.policy_version, promoted=promoted or learning
-        ):
+        if not self._freeze.judged(judgement, head.policy_version, promoted=promoted or learning):
             return [decision]
 
         self._checked_policy = head.policy_version
         return [decision, replace(decision, decision="frozen")]
-
-    def _steps(self, now: GateRound, drafter: DrafterState) -> int:
-        """Optimiser steps of this run behind a candidate."""
-        return 0 if drafter.net is self._first else now.steps[drafter.kind]
-
-    def _place(
-        self, drafter: DrafterState, judgement: Judgement, policy_version: int, steps: int
-    ) -> bool:
-        """Puts a candidate on the leaderboard and keeps the best of an unserved kind. Returns True
-        if the candidate can serve.
-        """
-        servable = next(
-            student.servable for student in self._students if student.kind == drafter.kind
-        )
-        self._contenders[drafter.kind] = m.LeaderboardEntry(
-            kind=drafter.kind,
-            accept_length=judgement.candidate,
-            noise=judgement.noise,
-            speedup=judgement.candidate_speedup,
-            optimizer_steps=steps,
-            policy_version=policy_version,
-            servable=servable,
-        )
-        if not servable:
-            self._candidates.export_best(drafter.net, (policy_version, judgement.candidate))
-        return servable
 
     def _promote(self, drafter: DrafterState, decision: m.Judged) -> m.Judged:
         path = str(self._candidates.save(drafter.version, drafter.net))
@@ -321,9 +281,8 @@ class PublishGate:
         self.next_version = drafter.version + 1
         self._promoted = replace(decision, decision="promoted", path=path)
         if drafter.net is self._first:  # training continues from it, not from the worse weights
-            primary = self._students.primary
-            sharing.announce("again", primary.learner.members, primary.index)
-            primary.learner.begin_again(self._first)
+            announce("again", self._learner.members)
+            self._learner.begin_again(self._first)
         return self._promoted
 
     def _check_drift(self, now: GateRound) -> list[m.Judged]:
@@ -349,7 +308,6 @@ class PublishGate:
             decision,
             costs_measured=measured,
             temperature=now.samples[-1].temperature,
-            leaderboard=self.leaderboard,
         )
 
     def _rolled_back(self, taken_back: DrafterState) -> None:

@@ -1,13 +1,14 @@
-"""One round of judgements: the compared drafters and their rows."""
+"""One round of judgements: the compared drafters, their rows, and the records of decisions."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.gate.comparison import (
     Chain,
     Judgement,
@@ -15,8 +16,11 @@ from paceline.services.drafter_trainer.gate.comparison import (
     judge,
 )
 from paceline.services.drafter_trainer.gate.evaluate import GateJob
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.net import DraftNet
+from paceline.speculators.shift import conditional
+from paceline.telemetry import get_logger
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class GateRound:
     samples: tuple[FeatureSample, ...]  # rows of the judgement
     candidates: tuple[DrafterState, ...]
     rivals: tuple[DrafterState, ...]
-    steps: Mapping[str, int]  # optimiser steps behind each candidate, by kind
+    steps: int  # optimiser steps behind the drafter in training
 
     def judgements(self, costs: MeasuredCosts) -> tuple[list[list[Judgement]], bool]:
         """Each candidate against each rival by the measurements so far, and whether the costs are
@@ -69,12 +73,65 @@ class GateRound:
 
 
 def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureSample]:
-    """The judged part of each sample: a stretch, the same for a session each time, without rejected
-    drafts, since no drawn token follows them.
-    """
+    """The judged part of each sample: a stretch, the same for a session each time."""
     return [
-        replace(one, branches=None).window(
-            window, np.random.default_rng(zlib.crc32(one.session.encode()))
-        )
+        one.window(window, np.random.default_rng(zlib.crc32(one.session.encode())))
         for one in samples
     ]
+
+
+log = get_logger("drafter_trainer")
+
+_FIGURES = {field.name for field in fields(m.Judged)} & {field.name for field in fields(Judgement)}
+
+
+def judged(
+    kind: str,
+    version: int,
+    judgement: Judgement,
+    head: PolicyHead,
+) -> m.Judged:
+    """The record of a kept candidate."""
+    return m.Judged(
+        epoch=0,
+        decision="kept",
+        kind=kind,
+        drafter_version=version,
+        policy_version=head.policy_version,
+        lm_head_hash=head.hash,
+        conditional=conditional(judgement.survival),
+        **{name: getattr(judgement, name) for name in _FIGURES},
+    )
+
+
+def reopened(kind: str, version: int, itself: Judgement, head: PolicyHead) -> m.Judged:
+    """The record of a serving drafter that has fallen while training was frozen."""
+    return m.Judged(
+        epoch=0,
+        decision="reopened",
+        kind=kind,
+        drafter_version=version,
+        serving=itself.serving,
+        noise=itself.serving_noise,
+        serving_speedup=itself.serving_speedup,
+        policy_version=head.policy_version,
+        positions=itself.positions,
+        lm_head_hash=head.hash,
+        serving_survival=itself.serving_survival,
+    )
+
+
+def log_decision(decision: m.Judged) -> None:
+    """Logs one line with the main numbers."""
+    log.info(
+        "gate",
+        decision=decision.decision,
+        drafter=decision.kind,
+        drafter_version=decision.drafter_version,
+        policy_version=decision.policy_version,
+        candidate=decision.candidate,
+        serving=decision.serving,
+        noise=decision.noise,
+        speedups=(decision.candidate_speedup, decision.serving_speedup, decision.speedup_noise),
+        positions=decision.positions,
+    )

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.membership import Members, on_cpu
 from paceline.services.drafter_trainer.learn.sharded import ShardedDrafter, move
-from paceline.speculators.net import DraftNet
+from paceline.speculators.kinds import drafter_directory
+from paceline.speculators.net import DraftNet, read_drafter, trained_net
 from paceline.speculators.packed import PackedRow
 from paceline.training.process import on_device
 
@@ -49,6 +51,7 @@ class DrafterLearner:
         micro_batches: int,
         members: Members | None = None,
     ) -> None:
+        self.kind = net.kind.name
         self._whole = net.twin()  # never sharded: the source of snapshots
         self._config, self._micro_batches = config, micro_batches
         self.members = members or on_cpu(dist.get_world_size())
@@ -179,3 +182,11 @@ class DrafterLearner:
         """Restores the `state` of the same number of members."""
         self.sharded.load_state(state)
         self.total_steps, self.total_tokens = state["total_steps"], state["total_tokens"]
+
+
+def initial_net(config: DrafterTrainerConfig, target: ModelConfig) -> DraftNet:
+    """The drafter at the start of a run. Raises ConfigError, InvalidInput or WeightsError."""
+    if (directory := drafter_directory(config.drafter)) is not None:
+        return read_drafter(directory, target)
+    net = trained_net(config.drafter)
+    return net.fresh(target, net.read_options(config.options), config.run.seed)

@@ -19,9 +19,8 @@ from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.net import DraftNet
 from paceline.training.checkpoints import copy_local, copy_on_cpu
-from paceline.training.muon import MOMENTUM
 from paceline.training.offload import Aside, bring_back, give_back_cached, lay_aside
-from paceline.training.optimizer import MOMENTS, NamedOptimizer
+from paceline.training.optimizer import MOMENTS, MOMENTUM, NamedOptimizer
 from paceline.training.shards import local_of, rows_of
 
 

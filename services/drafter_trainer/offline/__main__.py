@@ -9,19 +9,18 @@ import inspect
 import json
 import signal
 import tomllib
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from rich.console import Console
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.hub import model_directory
 from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
-from paceline.services.drafter_trainer.offline.report import TerminalLines
 
 START_DEADLINE_S = 120.0
 SILENCE_DEADLINE_S = 3600.0
@@ -38,24 +37,30 @@ Leaves OUT/checkpoint/speculator/{config.json, model.safetensors} and OUT/log.js
 the same command goes on where it stopped.
 """
 
-
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-console = Console(stderr=True)
 
 
 def train(**given: Any) -> None:
     """See HELP."""
     try:
         given["options"] = parse_options(given["options"] or [])
-        given["model"] = model_directory(str(given["model"]), console.print)
-        config = OfflineConfig.model_validate(given)
-        code = asyncio.run(follow(config, TerminalLines(console, config.log_every)))
+        given["model"] = model_directory(str(given["model"]), _print)
+        code = asyncio.run(follow(OfflineConfig.model_validate(given)))
     except ValidationError as error:
         first = error.errors()[0]
-        _refuse(f"{_flag(str(first['loc'][0]))}: {first['msg']}; seen: {first['input']}")
+        _print(
+            f"paceline drafter train: {_flag(str(first['loc'][0]))}: {first['msg']}; "
+            f"seen: {first['input']}"
+        )
+        raise typer.Exit(2) from error
     except PacelineError as error:
-        _refuse(str(error))
+        _print(f"paceline drafter train: {error}")
+        raise typer.Exit(2) from error
     raise typer.Exit(code)
+
+
+def _print(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _flag(name: str) -> str:
@@ -64,17 +69,16 @@ def _flag(name: str) -> str:
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """A setting as a parameter of the command."""
-    kind: Any = field.annotation
-    default: Any = inspect.Parameter.empty
-    metavar = None
-    if name == "options":
-        kind, default, metavar = list[str] | None, None, "KEY=VALUE"
-    elif not field.is_required():
-        default = field.default
+    kind: Any = list[str] | None if name == "options" else field.annotation
+    default: Any = inspect.Parameter.empty if field.is_required() else field.default
     flags = [] if kind is bool else [_flag(name)]  # typer adds --no-... to a flag without a name
+    metavar = "KEY=VALUE" if name == "options" else None
     option = typer.Option(*flags, help=field.description, metavar=metavar)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if name == "options" else default,
+        annotation=Annotated[kind, option],
     )
 
 
@@ -84,12 +88,7 @@ train.__annotations__ = {one.name: one.annotation for one in _parameters}  # typ
 app.command(help=HELP)(train)
 
 
-def _refuse(text: str) -> None:
-    console.print(f"paceline drafter train: {text}", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(2)
-
-
-def parse_options(texts: list[str]) -> dict[str, Any]:
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Parses `key=value` pairs; a value is a TOML value, else text. Raises ConfigError for a pair
     without a key.
     """
@@ -105,7 +104,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
     return options
 
 
-async def follow(config: OfflineConfig, progress: TerminalLines) -> int:
+async def follow(config: OfflineConfig) -> int:
     """Runs the ranks to their end. Returns the exit code: 0, or 130 after Ctrl-C and a written
     checkpoint.
 
@@ -122,22 +121,37 @@ async def follow(config: OfflineConfig, progress: TerminalLines) -> int:
     async with group:
         await group.start(patient(START_DEADLINE_S))
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _ask_to_stop, group, progress)
+            loop.add_signal_handler(number, _stop, group)
         while True:
             _, payload = await group.receive(SILENCE_DEADLINE_S)
             message = json.loads(payload)
             if message["kind"] in ("done", "error"):
                 await group.send(b"bye")
                 break
-            progress.show(message)
+            if message["kind"] != "trained" or message["step"] % config.log_every == 0:
+                _print(line_of(message))
 
     if message["kind"] == "error":
         raise ConfigError(message["text"])
     return 0 if message["whole"] else 130
 
 
-def _ask_to_stop(group: RankGroup, progress: TerminalLines) -> None:
-    progress.say("saving; the same command goes on from there")
+def line_of(message: dict[str, Any]) -> str:
+    """A message of rank 0 as a line: its kind, then its figures by name."""
+    figures = {name: value for name, value in message.items() if name != "kind"}
+    return f"{message['kind']}: " + ", ".join(f"{n} {_shown(v)}" for n, v in figures.items())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name} {_shown(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _stop(group: RankGroup) -> None:
+    _print("saving; the same command goes on from there")
     group.signal(signal.SIGTERM)
 
 

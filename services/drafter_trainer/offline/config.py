@@ -1,7 +1,4 @@
-"""Declares the settings of one offline run, which are the options of `paceline drafter train`.
-
-Imports no torch: the parent process checks the settings before any rank starts.
-"""
+"""Declares the options of `paceline drafter train`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +8,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paceline.config import Config, Temperature
-from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.speculators.kinds import SPECULATORS
 
 TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
+FIXED = {
+    *("speculator", "options", "batch_tokens", "row_tokens", "window", "heldout_share", "seed"),
+    *("optimizer", "average"),
+}
+"""Options that must stay equal when a run is resumed."""
+OPTIMIZER = {"lr", "warmup_steps", "iterations", "average", "clip_norm"}
+"""Options with the names of a run's settings."""
 
 
 class OfflineConfig(Config):
@@ -49,12 +52,12 @@ class OfflineConfig(Config):
     """Newton-Schulz iterations of Muon."""
     average: float = Field(default=0.98, ge=0, lt=1)
     """Decay per step of the averaged weights, which are evaluated and kept; 0: the last weights."""
+    clip_norm: float = Field(default=0.5, gt=0)
+    """Maximum gradient norm."""
     lr: float = Field(default=3e-4, gt=0)
     """Learning rate of the speculator."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear warm-up."""
-    clip_norm: float = Field(default=0.5, gt=0)
-    """Maximum gradient norm."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the model: float32 | bfloat16."""
     regenerate: bool = False
@@ -62,11 +65,9 @@ class OfflineConfig(Config):
     max_tokens: int = Field(default=256, ge=2)
     """Maximum tokens of such an answer."""
     temperature: Temperature = 1.0
-    """Temperature of such an answer; 0 is greedy."""
+    """Temperature of such answers and of evaluations; 0 is greedy."""
     heldout_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of sequences for evaluation."""
-    draft_steps: int = Field(default=5, ge=1)
-    """Evaluated drafts per position."""
     eval_every: int = Field(default=200, ge=1)
     """Steps between two evaluations."""
     log_every: int = Field(default=10, ge=1)
@@ -83,36 +84,8 @@ class OfflineConfig(Config):
     """Continue the run in OUT."""
 
     @property
-    def optimizer_config(self) -> DrafterOptimizerConfig:
-        """The speculator's optimiser, in the form of a run's settings."""
-        return DrafterOptimizerConfig(
-            kind=self.optimizer,
-            iterations=self.iterations,
-            average=self.average,
-            lr=self.lr,
-            clip_norm=self.clip_norm,
-            warmup_steps=self.warmup_steps,
-        )
-
-    @property
-    def rows_per_rank(self) -> int:
-        """Rows of one rank in one optimiser step: `batch_tokens` over all ranks, rounded up to
-        whole rows.
+    def rows_per_step(self) -> int:
+        """Rows of one optimiser step: `batch_tokens`, rounded up to as many whole rows for each
+        rank.
         """
-        return max(1, -(-self.batch_tokens // (self.row_tokens * self.ranks)))
-
-    def settings(self, samples: str) -> dict[str, Any]:
-        """Settings that must stay equal between two processes of one run; `samples` is a hash of
-        the data.
-        """
-        kept = (
-            "speculator",
-            "options",
-            "batch_tokens",
-            "row_tokens",
-            "window",
-            "heldout_share",
-            "optimizer",
-            "average",
-        )
-        return {**{key: getattr(self, key) for key in kept}, "seed": self.seed, "data": samples}
+        return self.ranks * max(1, -(-self.batch_tokens // (self.row_tokens * self.ranks)))

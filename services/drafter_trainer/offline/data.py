@@ -9,69 +9,50 @@ A record has one of these forms:
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import jinja2
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput
-from paceline.tasks.rows import check_values, read_json
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.tasks.rows import JsonLines, Rows
+from paceline.training.process import from_all_ranks
+from paceline.whole_files import write_whole
 
 FORMS = (
-    '{"messages": [...]}',
-    '{"prompt": "...", "response": "..."}',
-    '{"input_ids": [...], "loss_mask": [...]}',
+    '{"messages": [...]}, {"prompt": "...", "response": "..."} or '
+    '{"input_ids": [...], "loss_mask": [...]}'
 )
 SUFFIXES = (".jsonl", ".parquet")
 
 
-class Record(BaseModel):
-    """The fields of a record in the file."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class MessageRecord(Record):
+class MessageRecord(BaseModel):
     """One message of a conversation; chat templates may read further fields."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow")
     role: str
     content: Any
 
 
-class Conversation(Record):
-    """A conversation under the model's chat template."""
+class Record(BaseModel):
+    """A record of one of the three forms; fields of the other forms are None."""
 
-    messages: list[MessageRecord] = Field(min_length=1)
-
-
-class Completion(Record):
-    """A prompt, with its answer if there is one."""
-
-    prompt: str = Field(min_length=1)
+    model_config = ConfigDict(strict=True)
+    messages: list[MessageRecord] | None = Field(default=None, min_length=1)
+    prompt: str | None = Field(default=None, min_length=1)
     response: str | None = Field(default=None, min_length=1)
-
-
-class TokenRecord(Record):
-    """A tokenised sequence."""
-
-    input_ids: list[Annotated[int, Field(lt=1 << 63)]] = Field(min_length=1)
+    input_ids: list[Annotated[int, Field(lt=1 << 63)]] | None = Field(default=None, min_length=1)
     loss_mask: list[Literal[0, 1] | bool] | None = None
-
-
-_KINDS: Mapping[str, type[Conversation | Completion | TokenRecord]] = {
-    "messages": Conversation,
-    "input_ids": TokenRecord,
-    "prompt": Completion,
-}
-"""Record classes by their distinctive key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +69,6 @@ class Example:
         return len(self.token_ids)
 
     @property
-    def targets(self) -> int:
-        """Number of positions that a drafter can learn from: a draft needs two tokens before it."""
-        return int(self.mask[2:].sum())
-
-    @property
     def prompt(self) -> npt.NDArray[np.int64]:
         """The tokens before the last answer; all tokens without an answer."""
         said = np.flatnonzero(self.mask)
@@ -101,59 +77,45 @@ class Example:
         gaps = np.flatnonzero(np.diff(said) > 1)
         return self.token_ids[: said[gaps[-1] + 1] if len(gaps) else said[0]]
 
-    def cut(self, length: int) -> Example:
-        """The first `length` tokens."""
-        return self if len(self) <= length else Example(self.token_ids[:length], self.mask[:length])
+
+Parts = Sequence[tuple[Sequence[int], bool]]
+"""Tokens, and whether they are the model's."""
 
 
-class TextEncoder(Protocol):
-    """Encodes text as tokens; it is created only when a record needs it.
-
-    Both methods raise InvalidInput for text that cannot be encoded.
-    """
-
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
-        """Encodes a conversation."""
-        ...
-
-    def completion(self, prompt: str, response: str | None) -> Example:
-        """Encodes a prompt and its answer."""
-        ...
+def example(parts: Parts) -> Example:
+    """The parts of a sequence together."""
+    ids = [token for part, _ in parts for token in part]
+    mask = [said for part, said in parts for _ in part]
+    return Example(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))
 
 
 def read_samples(
-    path: Path, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool = False
+    path: Path, text: Callable[[], ModelText], vocab_size: int, *, prompts: bool = False
 ) -> list[Example]:
     """All records of a file, or of a directory's .jsonl and .parquet files in order of name.
 
-    `prompts`: accept records without an answer. Raises InvalidInput with file and line of a bad
-    record, ConfigError for a path without data.
+    `text`: called for records of text. `prompts`: accept records without an answer. Raises
+    InvalidInput with file and line of a bad record, ConfigError for a path without data.
     """
-    samples = []
-    for file in data_files(path):
-        unit = "row" if file.suffix == ".parquet" else "line"
-        for number, record in _records(file):
-            try:
-                samples.append(_sample(record, encoder, vocab_size, prompts=prompts))
-            except ConfigError:
-                raise  # not a fault of this line
-            except InvalidInput as error:
-                message = f"{file}, {unit} {number}: {error.message}"
-                raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
-
-    if not samples:
-        raise ConfigError("the data holds no record", seen=path, allowed=" or ".join(FORMS))
-    return samples
-
-
-def data_files(path: Path) -> list[Path]:
-    """The files of a path. Raises ConfigError for a path without files."""
     files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files or not files[0].is_file() or files[0].suffix not in SUFFIXES:
         raise ConfigError(
             "no training data there", seen=path, allowed=f"a file or a directory of {SUFFIXES}"
         )
-    return files
+    samples = []
+    for file in files:
+        rows = _rows(file)
+        for index, found in enumerate(rows):
+            try:
+                samples.append(_sample(found, text, vocab_size, prompts=prompts))
+            except ConfigError:
+                raise  # not a fault of this line
+            except InvalidInput as error:
+                raise error.within(rows.place(index)) from error
+
+    if not samples:
+        raise ConfigError("the data holds no record", seen=path, allowed=FORMS)
+    return samples
 
 
 def fingerprint(samples: Iterable[Example]) -> str:
@@ -164,102 +126,58 @@ def fingerprint(samples: Iterable[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    if file.suffix == ".parquet":
-        yield from enumerate(_parquet_rows(file), start=1)
-        return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if line.strip():
-                try:
-                    found = read_json(line)
-                except (ValueError, RecursionError) as error:
-                    raise InvalidInput(
-                        f"{file}, line {number}: not JSON: {error}", seen=_short(line)
-                    ) from error
-                if isinstance(found, dict):
-                    check_values(f"{file}, line {number}", found)
-                yield number, found
-
-
-def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
+def _rows(file: Path) -> Rows:
+    if file.suffix == ".jsonl":
+        return JsonLines(file)
     # The import is slow, and only Parquet needs it.
-    from pyarrow import ArrowException, parquet
+    from paceline.tasks.arrow import parquet_rows
 
-    try:
-        for batch in parquet.ParquetFile(file).iter_batches():
-            # A table has all columns in each row; columns without a value do not belong to the
-            # record.
-            yield from (
-                {k: v for k, v in row.items() if v is not None} for row in batch.to_pylist()
-            )
-    except (ArrowException, OSError) as error:
-        raise InvalidInput(f"{file} is no Parquet file: {error}") from error
+    return parquet_rows(file, [file])
 
 
 def _sample(
-    found: Any, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool
+    found: Mapping[str, object], text: Callable[[], ModelText], vocab_size: int, *, prompts: bool
 ) -> Example:
-    sample = _example(_record(found), encoder, prompts=prompts)
-    if (
-        len(sample)
-        and not 0 <= int(sample.token_ids.min()) <= int(sample.token_ids.max()) < vocab_size
-    ):
-        seen = (int(sample.token_ids.min()), int(sample.token_ids.max()))
+    try:
+        record = Record.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        seen = repr(first["input"])[:80]
+        raise InvalidInput(f"{where}: {first['msg']}", seen=seen) from error
+
+    sample = _example(record, text, sorted(found))
+    low, high = int(sample.token_ids.min(initial=0)), int(sample.token_ids.max(initial=0))
+    if low < 0 or high >= vocab_size:
         raise InvalidInput(
-            "tokens outside the model's vocabulary", seen=seen, allowed=f"0 to {vocab_size - 1}"
+            "tokens outside the model's vocabulary",
+            seen=(int(sample.token_ids.min()), high),
+            allowed=f"0 to {vocab_size - 1}",
         )
     if not prompts and not sample.mask.any():
         raise InvalidInput(
-            "nothing to learn from: the model says nothing", allowed="an answer, or --regenerate"
+            "no answer of the model to learn from",
+            seen=sorted(found),
+            allowed="a response, a loss_mask with ones, or --regenerate",
         )
     return sample
 
 
-def _record(found: Any) -> Conversation | Completion | TokenRecord:
-    if not isinstance(found, dict):
+def _example(record: Record, text: Callable[[], ModelText], names: Sequence[str]) -> Example:
+    if record.messages is not None:
+        return text().chat([message.model_dump() for message in record.messages])
+    if record.prompt is not None:
+        return text().completion(record.prompt, record.response)
+    if record.input_ids is None:
+        raise InvalidInput("a record of no known form", seen=names, allowed=FORMS)
+    mask = [False] * len(record.input_ids) if record.loss_mask is None else record.loss_mask
+    if len(mask) != len(record.input_ids):
         raise InvalidInput(
-            "a record must be an object", seen=_short(found), allowed=" or ".join(FORMS)
+            "loss_mask and input_ids differ in length",
+            seen=len(mask),
+            allowed=len(record.input_ids),
         )
-    kind = next((kind for key, kind in _KINDS.items() if key in found), None)
-    if kind is None:
-        raise InvalidInput(
-            "a record of no known form", seen=sorted(found), allowed=" or ".join(FORMS)
-        )
-    try:
-        return kind.model_validate(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidInput(f"{where}: {first['msg']}", seen=_short(first["input"])) from error
-
-
-def _example(
-    record: Conversation | Completion | TokenRecord,
-    encoder: Callable[[], TextEncoder],
-    *,
-    prompts: bool,
-) -> Example:
-    if isinstance(record, Conversation):
-        return encoder().chat([message.model_dump() for message in record.messages])
-    answer = record.response if isinstance(record, Completion) else record.loss_mask
-    if answer is None and not prompts:
-        raise InvalidInput("a record has no response, or no loss_mask", allowed=" or ".join(FORMS))
-    if isinstance(record, Completion):
-        return encoder().completion(record.prompt, record.response)
-    ids, mask = record.input_ids, record.loss_mask
-    bits = [False] * len(ids) if mask is None else mask
-    if len(bits) != len(ids):
-        raise InvalidInput(
-            "loss_mask and input_ids differ in length", seen=len(bits), allowed=len(ids)
-        )
-    return Example(np.array(ids, dtype=np.int64), np.array(bits, dtype=bool))
-
-
-def _short(value: object) -> str:
-    text = value.decode(errors="replace").strip() if isinstance(value, bytes) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return Example(np.array(record.input_ids, dtype=np.int64), np.array(mask, dtype=bool))
 
 
 class ModelText:
@@ -283,30 +201,23 @@ class ModelText:
         """The tokens of a conversation. An answer counts as the model's if the template renders its
         beginning independently of later messages. Raises InvalidInput if no answer counts.
         """
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if messages[-1]["role"] != "assistant":
-            whole = self._render(messages, answer=True)
-            answers = []
-        else:
-            whole = self._render(messages)
-
-        parts, done = list[tuple[str, bool]](), 0
-        for i in answers:
+            return example([(self._encode(self._render(messages, answer=True)), False)])
+        whole, parts, done = self._render(messages), list[tuple[Sequence[int], bool]](), 0
+        for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
             before, after = self._render(messages[:i], answer=True), self._render(messages[: i + 1])
             if whole.startswith(after) and after.startswith(before) and len(before) >= done:
-                parts += [
-                    (whole[done : len(before)], False),
-                    (whole[len(before) : len(after)], True),
-                ]
+                parts.append((self._encode(whole[done : len(before)]), False))
+                said = self._encode(whole[len(before) : len(after)])
+                # What a template writes after the end token was never generated.
+                end = next((i + 1 for i, token in enumerate(said) if token in self._eos), len(said))
+                parts += [(said[:end], True), (said[end:], False)]
                 done = len(after)
-
-        if answers and not parts:
+        if not parts:
             raise InvalidInput(
                 "the chat template does not begin an answer as it ends a prompt", seen=whole[-80:]
             )
-
-        parts.append((whole[done:], False))
-        return self._join([(self._encode(text), said) for text, said in parts])
+        return example([*parts, (self._encode(whole[done:]), False)])
 
     def completion(self, prompt: str, response: str | None) -> Example:
         """The prompt as the tokenizer begins a text; the answer ends with the model's end token."""
@@ -315,7 +226,7 @@ class ModelText:
         while len(begun) > 1 and begun[-1] in self._eos:
             begun = begun[:-1]
         said = [] if response is None else [*self._encode(response), *self._eos[:1]]
-        return self._join([(begun, False), (said, True)])
+        return example([(begun, False), (said, True)])
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
         try:
@@ -331,11 +242,85 @@ class ModelText:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _join(self, parts: Sequence[tuple[list[int], bool]]) -> Example:
-        ids, mask = list[int](), list[bool]()
-        for part, said in parts:
-            ids += part
-            # What a template writes after the end token was never generated.
-            end = next((i + 1 for i, token in enumerate(part) if token in self._eos), len(part))
-            mask += [said and i < end for i in range(len(part))]
-        return Example(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))
+
+BATCH = 16
+"""Number of prompts that one rank answers at a time."""
+
+
+def own_answers(
+    lm: Any,
+    samples: Sequence[Example],
+    config: OfflineConfig,
+    limit: int,
+    read: Callable[[Path], list[Example]],
+    told: Callable[[int, int], None],
+) -> list[Example]:
+    """One sample per prompt with the model's own answer, drawn at `config.temperature` (0: the most
+    likely token), once per output directory. Collective; all ranks return all samples.
+
+    `limit`: maximum tokens of prompt and answer together; longer prompts than limit - 2 are left
+    out. `read`: reads the samples of a file. `told(done, all)` reports this rank's share. Raises
+    InvalidInput when no prompt is left.
+    """
+    drawn = f"{config.model.resolve()} {config.max_tokens} {config.temperature} {config.seed} "
+    name = hashlib.sha256((drawn + fingerprint(samples)).encode()).hexdigest()[:16]
+    path = config.out / f"answers-{name}.jsonl"
+    known = path.exists()
+    dist.barrier()  # all ranks have checked for the file
+    if known:
+        return read(path)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(config.seed + rank)
+    prompts = [p for one in samples if 1 <= len(p := one.prompt.tolist()) <= limit - 2]
+    if not prompts:
+        raise InvalidInput(
+            "no prompt can be answered",
+            seen=f"{len(samples)} prompts",
+            allowed=f"1 to {limit - 2} tokens",
+        )
+
+    # A batch is padded to its longest prompt, so similar lengths are batched together.
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))[rank::world]
+    own: list[tuple[int, list[int]]] = []
+    for begin in range(0, len(order), BATCH):
+        chunk = order[begin : begin + BATCH]
+        room = min(config.max_tokens, limit - max(len(prompts[i]) for i in chunk))
+        answers = _generate(lm, [prompts[i] for i in chunk], room, config.temperature)
+        own += zip(chunk, answers, strict=True)
+        told(len(own), len(order))
+
+    found = dict(pair for share in from_all_ranks(own) for pair in share)
+    if rank == 0:
+        lines = (
+            {
+                "input_ids": [*prompt, *found[i]],
+                "loss_mask": [0] * len(prompt) + [1] * len(found[i]),
+            }
+            for i, prompt in enumerate(prompts)
+        )
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    return [example([(prompt, False), (found[i], True)]) for i, prompt in enumerate(prompts)]
+
+
+@torch.inference_mode()
+def _generate(
+    lm: Any, prompts: Sequence[Sequence[int]], room: int, temperature: float
+) -> list[list[int]]:
+    """Answers up to the end token, included."""
+    from transformers import GenerationConfig
+
+    ends = set(lm.generation_config.eos_token_id or [])
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(one)) + [*one] for one in prompts])
+    seen = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
+    drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    settings = GenerationConfig(
+        max_new_tokens=room,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=min(ends, default=0),
+        do_sample=temperature > 0,
+        **drawn,
+    )
+    out = lm.generate(input_ids=ids, attention_mask=seen, generation_config=settings)
+    rows = out[:, width:].tolist()
+    return [row[: next((i for i, t in enumerate(row, 1) if t in ends), len(row))] for row in rows]

@@ -1,37 +1,323 @@
-"""Runs one rank of an offline run as its own process: set-up and signals."""
+"""Trains a drafter offline on one rank: the policy's forward over conversations, and the online
+trainer's learner over its states.
+
+Rows depend on the seed and the step alone. A resumed run therefore continues with the same rows,
+for any number of ranks with the same rows per step.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
-from paceline.errors import PacelineError
-from paceline.models.config import ModelConfig, read_config
+from paceline.errors import ConfigError, InvalidInput, PacelineError
+from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
+from paceline.services.drafter_trainer.learn.heads import PolicyHead, load_policy_head
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.offline.config import OfflineConfig
-from paceline.services.drafter_trainer.offline.data import Example, ModelText, read_samples
-from paceline.services.drafter_trainer.offline.generation import (
-    answer_prompts,
-    answers_file,
-    write_answers,
+from paceline.services.drafter_trainer.offline.config import FIXED, OPTIMIZER, OfflineConfig
+from paceline.services.drafter_trainer.offline.data import (
+    Example,
+    ModelText,
+    fingerprint,
+    own_answers,
+    read_samples,
 )
-from paceline.services.drafter_trainer.offline.target import TargetModel
-from paceline.services.drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
-from paceline.speculators.loading import trained_net
-from paceline.speculators.net import DraftNet
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.net import DraftNet, trained_net
+from paceline.speculators.packed import PackedRow
+from paceline.speculators.shift import conditional
+from paceline.training.checkpoints import (
+    PREFIX,
+    CheckpointWriter,
+    find_whole,
+    read_checkpoint,
+    read_state,
+    read_whole,
+)
 from paceline.training.hugging_face import load_causal_lm
-from paceline.training.process import COLLECTIVE_S, join_ranks
+from paceline.training.packing import first_fit
+from paceline.training.process import COLLECTIVE_S, from_all_ranks, join_ranks
 
+Tell = Callable[[dict[str, Any]], None]
 FAREWELL_S = 10.0
+OPEN_ROWS = 32
+DRAFTS = 5
+"""Drafts of an evaluated chain."""
+
+
+class OfflineRun:
+    """One rank of the run; every public method is collective."""
+
+    def __init__(
+        self, config: OfflineConfig, net: DraftNet, lm: Any, samples: Sequence[Example], tell: Tell
+    ) -> None:
+        self._config, self._tell = config, tell
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._members = on_cpu(self._world)
+        self._capture, self._head = net.capture, load_policy_head(config.model, 0)
+        # no dropout, so the states equal the engine's
+        self._policy = lm.model.requires_grad_(requires_grad=False).eval()
+        for part in (*lm.model.layers, lm.model):
+            fully_shard(part, mesh=self._members.mesh)
+        self._train, self._heldout = split(samples, config.heldout_share, config.seed)
+        fixed = config.model_dump(mode="json", include=FIXED)
+        self._settings = fixed | {"data": fingerprint(samples)}
+        self._whole = net.twin()
+        optimizer = DrafterOptimizerConfig(
+            kind=config.optimizer, **config.model_dump(include=OPTIMIZER)
+        )
+        self._learner = DrafterLearner(
+            net, optimizer, micro_batches=config.rows_per_step, members=self._members
+        )
+        rows = sum(1 for _ in rows_of(self._train, config, config.epochs))
+        self.steps = config.steps or -(-rows // config.rows_per_step)
+        self._writer = CheckpointWriter(config.out / "states", self._export)
+        self._saved = -1
+        self._resume()
+
+    @property
+    def step(self) -> int:
+        """Finished optimiser steps, over all processes of the run."""
+        return self._learner.total_steps
+
+    def run(self, stopping: Callable[[], bool]) -> bool:
+        """Trains until the end, or until a rank is `stopping`, and saves. Returns whether it
+        reached the end.
+        """
+        first = self.step * self._config.rows_per_step
+        rows = islice(rows_of(self._train, self._config), first, None)
+        while self.step < self.steps and not any(from_all_ranks(stopping())):
+            self._train_step([*islice(rows, self._config.rows_per_step)])
+            if self.step % self._config.eval_every == 0 and self.step < self.steps:
+                self._evaluate()
+            if self.step % self._config.save_every == 0 and self.step < self.steps:
+                self._save()
+        whole = self.step >= self.steps
+        if whole:
+            self._evaluate()
+        self._save()
+        self._writer.wait()
+        return whole
+
+    def _packed(self, row: Sequence[Example], random: np.random.Generator) -> PackedRow:
+        return packed_row(self._policy, self._head, self._capture, row, self._config.window, random)
+
+    def _train_step(self, rows: Sequence[Sequence[Example]]) -> None:
+        """One optimiser step over the rows of all ranks, with a line in the log."""
+        started, sums = time.perf_counter(), dict[str, float]()
+        for number in range(self._rank, len(rows), self._world):
+            random = np.random.default_rng([self._config.seed, 3, self.step, number])
+            result = self._learner.micro_step(self._packed(rows[number], random), self._head)
+            means = {"loss": result.loss, "positions": 1.0, **result.terms}
+            for name, mean in means.items():
+                sums[name] = sums.get(name, 0.0) + mean * result.positions
+
+        values = torch.tensor([*sums.values()], dtype=torch.float64)
+        if self._world > 1:
+            dist.all_reduce(values)
+        figures = dict(zip(sums, values.tolist(), strict=True))
+        positions = int(figures.pop("positions"))
+        self._log(
+            "trained",
+            **{name: value / max(positions, 1) for name, value in figures.items()},
+            positions=positions,
+            seconds=round(time.perf_counter() - started, 4),
+        )
+
+    @property
+    def _file(self) -> Path:
+        return self._config.out / "log.jsonl"
+
+    def _log(self, kind: str, **figures: Any) -> None:
+        """Sends figures of the present step to the parent and, on rank 0, to the log."""
+        self._tell({"kind": kind, "step": self.step, **figures})
+        if self._rank == 0:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.step, kind: figures}) + "\n")
+
+    def _evaluate(self) -> None:
+        """Measures acceptance on the held-out sequences as the gate does, on rank 0, which alone
+        has the whole drafter.
+        """
+        if not self._heldout:
+            return
+        net, random = self._learner.snapshot(), np.random.default_rng([self._config.seed, 4])
+        lengths, found = [len(one) for one in self._heldout], []
+        for row in first_fit(lengths, self._config.row_tokens, range(len(lengths))):
+            packed = self._packed([self._heldout[i] for i in row], random)
+            if self._rank == 0:
+                temperature = self._config.temperature or GREEDY
+                found.append(
+                    chain_survival(net, packed, self._head, DRAFTS, temperature=temperature)
+                )
+
+        if self._rank == 0:
+            survival = torch.cat(found).mean(dim=0).tolist()
+            self._log(
+                "heldout",
+                length=1.0 + sum(survival),
+                survival=survival,
+                conditional=list(conditional(survival)),
+                positions=sum(map(len, found)),
+            )
+
+    def _state(self) -> dict[str, Any]:
+        return {"learner": self._learner.state(), "settings": self._settings}
+
+    def _save(self) -> None:
+        """Starts a checkpoint of this step, unless it exists."""
+        if self._saved != self.step:
+            self._writer.write(self._state(), self.step, self._members.writing)
+            self._tell({"kind": "saved", "step": self.step})
+            self._saved = self.step
+
+    def _export(self, state: dict[str, Any], directory: Path) -> None:
+        """Writes the whole drafter from the shards in `directory` to OUT/checkpoint/speculator."""
+        net, out = self._whole.twin(), self._config.out
+        net.load_tensors(read_whole(directory, "learner/model", state))
+        net.save(out / ".checkpoint" / "speculator")
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)
+        (out / ".checkpoint").rename(out / "checkpoint")
+
+    def _resume(self) -> None:
+        """Resumes from the newest state in the output directory; without `resume`, removes the
+        states. Raises ConfigError for the state of another run.
+        """
+        if self._config.resume:
+            found = find_whole(self._config.out / "states", PREFIX, self._members.group)
+            for fault in found.damaged:
+                self._tell({"kind": "damaged", "fault": fault})
+            if found.checkpoint is not None:
+                self._load(found.checkpoint)
+        elif self._rank == 0:
+            shutil.rmtree(self._config.out / "states", ignore_errors=True)
+        self._members.meet()  # no rank reads the states any more
+        if self._rank == 0 and self._file.exists():  # lines of later steps are written again
+            lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+            # A process that died during a write leaves a line without an end.
+            kept = [
+                one for one in lines if one.endswith("\n") and json.loads(one)["step"] <= self.step
+            ]
+            self._file.write_text("".join(kept if self.step else []), encoding="utf-8")
+
+    def _load(self, checkpoint: Path) -> None:
+        seen = read_state(checkpoint)["settings"]
+        for key, own in self._settings.items():
+            if seen.get(key) != own:
+                raise ConfigError(
+                    f"{self._config.out} holds a run with another {key}; --no-resume or another "
+                    f"--out starts afresh",
+                    seen=own,
+                    allowed=seen.get(key),
+                )
+        self._learner.load_state(read_checkpoint(checkpoint, self._state())["learner"])
+        self._saved = self.step
+        self._tell({"kind": "resumed", "step": self.step})
+
+
+def rows_of(
+    samples: Sequence[Example], config: OfflineConfig, epochs: int | None = None
+) -> Iterator[list[Example]]:
+    """Rows of sequences, pass after pass; each pass has its own order. None: endless."""
+    lengths = [len(one) for one in samples]
+    for epoch in count() if epochs is None else range(epochs):
+        order = np.random.default_rng([config.seed, 2, epoch]).permutation(len(lengths)).tolist()
+        for row in first_fit(lengths, config.row_tokens, order, open_rows=OPEN_ROWS):
+            yield [samples[i] for i in row]
+
+
+@torch.no_grad()
+def packed_row(
+    policy: Any,
+    head: PolicyHead,
+    capture: CaptureSpec,
+    row: Sequence[Example],
+    window: int,
+    random: np.random.Generator,
+) -> PackedRow:
+    """A random window of each sequence with the states of transformers' `policy`. Collective.
+
+    A position that does not continue its left neighbour's starts a new document; transformers
+    masks attention between documents.
+    """
+    tokens = [torch.from_numpy(one.token_ids) for one in row]
+    lengths, entering = [len(ids) - 1 for ids in tokens], dict[int, torch.Tensor]()
+
+    def kept(layer: int) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entering[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    hooks = [
+        policy.layers[layer].register_forward_pre_hook(kept(layer), with_kwargs=True)
+        for layer in capture.inner
+    ]
+    last = policy(
+        input_ids=torch.cat([ids[:-1] for ids in tokens])[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        use_cache=False,
+    ).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0].float()
+    samples = [
+        FeatureSample(
+            session="",
+            step=0,
+            policy_version=0,
+            lm_head_hash=head.hash,
+            hidden=part,
+            token_ids=ids,
+            generated=torch.from_numpy(one.mask),
+            hidden_size=head.lm_head.shape[1],
+            layers=capture.layers,
+        ).window(window, random)
+        for part, ids, one in zip(states.split(lengths), tokens, row, strict=True)
+    ]
+    return pack(samples, window=window)
+
+
+def split(
+    samples: Sequence[Example], share: float, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """(training, held-out) samples; with a share above 0, each list has at least one sample."""
+    held = min(max(1, round(share * len(samples))), len(samples) - 1) if share > 0 else 0
+    order = np.random.default_rng([seed, 1]).permutation(len(samples))
+    return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]
+
+
+def usable(samples: Sequence[Example], limit: int) -> list[Example]:
+    """The samples cut to `limit` tokens that have a drafting target: a draft needs two tokens
+    before it. Raises InvalidInput for fewer than two samples: one for training, one for evaluation.
+    """
+    shortened = [Example(one.token_ids[:limit], one.mask[:limit]) for one in samples]
+    kept = [one for one in shortened if one.mask[2:].any()]
+    if len(kept) < 2:
+        raise InvalidInput(
+            "too few sequences with an answer of the model at the third or a later token",
+            seen=f"{len(kept)} of {len(samples)}, cut to {limit} tokens",
+            allowed="at least 2",
+        )
+    return kept
 
 
 def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bool:
@@ -40,75 +326,40 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
 
     Raises ConfigError, InvalidInput, WeightsError or DataLoss for unusable settings or data.
     """
-    target = read_config(config.model)
-    net = make_net(config, target)  # before the data, to reject a wrong option at once
-    encoder = cache(lambda: ModelText(config.model, target.eos_token_ids))
-    samples = read_samples(config.data, encoder, target.vocab_size, prompts=config.regenerate)
+    target, kind = read_config(config.model), trained_net(config.speculator)
+    options = kind.read_options(config.options)  # before the data, to reject a wrong one at once
+    if config.start is None:
+        net = kind.fresh(target, options, config.seed)
+    else:
+        net = kind.read(config.start, target, options)
+    text = cache(lambda: ModelText(config.model, target.eos_token_ids))
+    samples = read_samples(config.data, text, target.vocab_size, prompts=config.regenerate)
     config.out.mkdir(parents=True, exist_ok=True)
     lm = load_causal_lm(config.model, DTYPES[config.dtype])
     lm.generation_config.eos_token_id = list(target.eos_token_ids) or None
     limit = min(config.row_tokens, target.max_position_embeddings)
     if config.regenerate:
-        samples = _answers(lm, samples, config, target, limit, tell)
-    samples, counted = usable(samples, limit)
-    tell({"kind": "data", **counted})
-    if config.start is None:
-        _choose_tokens(net, samples, target)
-    members = on_cpu(dist.get_world_size())
-    base = TargetModel(lm, config.model, net.capture, members.mesh)
-    return OfflineTrainer(config, net, base, samples, tell, members).run(stopping)
-
-
-def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
-    """The network to train: fresh, or from the start checkpoint. Raises ConfigError, InvalidInput
-    or WeightsError.
-    """
-    kind = trained_net(config.speculator)
-    options = kind.read_options(config.options)
-    if config.start is not None:
-        return kind.read(config.start, target, options)
-    return kind.fresh(target, options, config.seed)
-
-
-def _choose_tokens(net: DraftNet, samples: list[Example], target: ModelConfig) -> None:
-    """Passes the count of each drafting target to a fresh network with a reduced vocabulary."""
+        samples = own_answers(
+            lm,
+            samples,
+            config,
+            limit,
+            lambda path: read_samples(path, text, target.vocab_size),
+            lambda done, whole: tell({"kind": "answers", "done": done, "of": whole}),
+        )
+    kept = usable(samples, limit)
+    tell({"kind": "data", "sequences": len(kept), "left out": len(samples) - len(kept)})
     choose = getattr(net, "choose_tokens", None)
-    if choose is not None:
-        drafted = np.concatenate([sample.token_ids[2:][sample.mask[2:]] for sample in samples])
+    if choose is not None and config.start is None:  # a reduced vocabulary
+        drafted = np.concatenate([one.token_ids[2:][one.mask[2:]] for one in kept])
         choose(torch.from_numpy(np.bincount(drafted, minlength=target.vocab_size)))
-
-
-def _answers(
-    lm: Any,
-    prompts: list[Example],
-    config: OfflineConfig,
-    target: ModelConfig,
-    limit: int,
-    tell: Tell,
-) -> list[Example]:
-    """The model's own answers, drawn once per output directory."""
-    path = answers_file(config, prompts)
-    drawn = path.exists()
-    dist.barrier()  # all ranks have checked for the file
-    if drawn:
-        return read_samples(path, cache(lambda: ModelText(config.model, ())), target.vocab_size)
-    samples = answer_prompts(
-        lm,
-        prompts,
-        config,
-        limit,
-        lambda done, whole: tell({"kind": "answers", "done": done, "of": whole}),
-    )
-    if dist.get_rank() == 0:
-        write_answers(path, samples)
-    return samples
+    return OfflineRun(config, net, lm, kept, tell).run(stopping)
 
 
 def main() -> None:
     """Reads the settings from the environment, where the parent put them, and trains."""
     link = RankLink.from_environment()
-    config = link.config(OfflineConfig)
-    stop = [False]
+    config, stop = link.config(OfflineConfig), [False]
     signal.signal(signal.SIGTERM, lambda *_: stop.__setitem__(0, True))
     join_ranks("cpu", COLLECTIVE_S, threads=config.threads_per_rank, seed=config.seed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from statistics import median_high
@@ -64,7 +63,6 @@ class FeatureBuffer:
         """Adds a sample. If samples or bytes exceed the budget, past steps are evicted first, and
         their short samples before all.
         """
-        sample = sample if self._config.rejected else replace(sample, branches=None)
         if zlib.crc32(sample.siblings.encode()) % self._config.judged_every:
             self._place(sample)
         else:
@@ -128,7 +126,7 @@ class FeatureBuffer:
 
     def _count(self, sample: FeatureSample, sign: int) -> None:
         self.nbytes += sign * sample.nbytes
-        self._sizes[sample.lm_head_hash] += sign * sample.size
+        self._sizes[sample.lm_head_hash] += sign * sample.positions
 
     def forget(self, keep: Callable[[FeatureSample], bool], reason: str) -> None:
         """Drops the samples that `keep` refuses, and counts them under `reason`."""
@@ -185,7 +183,7 @@ class FeatureBuffer:
         )
         weights = np.array(
             [
-                self._config.recency**age * sum(s.size for s in group)
+                self._config.recency**age * sum(s.positions for s in group)
                 for age, group in enumerate(groups)
             ]
         )
@@ -197,7 +195,7 @@ class FeatureBuffer:
         drawn, room = list[FeatureSample](), tokens
         for index in self._random.permutation(len(group)):
             sample = group[index].window(self._config.window, self._random)
-            room -= sample.size
+            room -= sample.positions
             if len(drawn) >= at_least and room < 0:
                 break
             drawn.append(sample)

@@ -1,63 +1,21 @@
-"""Makes a sample from a finished request: its rows, its rejected drafts, and windows of both."""
+"""Makes a sample from the rows of a finished request, and packs windows of samples into rows."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
-from paceline.streams import FeatureBatch, RejectedRows
+from paceline.speculators.packed import PackedRow
+from paceline.streams import FeatureBatch
 from paceline.tensors import NamedTensor
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class Branches:
-    """B rejected drafts beside R rows, depth first: the first child of a draft follows it
-    directly.
-    """
-
-    hidden: Tensor  # [B, W] states at the drafts
-    token_ids: Tensor  # [B] int64
-    parents: Tensor  # [B] int64, i < R: row i of the sample; R + j: earlier draft j
-    roots: Tensor  # [B] int64: the row at the root of the draft's tree
-    depths: Tensor  # [B] int64: drafts between the draft and its root
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return sum(
-            part.nbytes
-            for part in (self.hidden, self.token_ids, self.parents, self.roots, self.depths)
-        )
-
-    def cut(self, rows: int, start: int, length: int) -> Branches:
-        """The drafts under rows start .. start + length - 1 of `rows`, renumbered for a sample of
-        these rows.
-        """
-        kept = (self.roots >= start) & (self.roots < start + length)
-        places = kept.long().cumsum(0) - 1
-        under = self.parents[kept]
-        parents = torch.where(
-            under < rows, under - start, length + places[(under - rows).clamp(min=0)]
-        )
-        return Branches(
-            self.hidden[kept],
-            self.token_ids[kept],
-            parents,
-            self.roots[kept] - start,
-            self.depths[kept],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +32,6 @@ class FeatureSample:
     generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
     hidden_size: int  # H
     layers: str = "last"  # content of a row, see CaptureSpec.layers
-    branches: Branches | None = None
     group: str = ""  # group of siblings; their sequences may begin alike
     temperature: float = 1.0  # of the draws
     traceparent: str = ""  # of the stream entry
@@ -95,25 +52,18 @@ class FeatureSample:
         return int(self.generated[2:].sum())
 
     @property
-    def size(self) -> int:
-        """Training positions including rejected drafts."""
-        return self.positions + (len(self.branches) if self.branches is not None else 0)
-
-    @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        own = self.hidden.nbytes + self.token_ids.nbytes + self.generated.nbytes
-        return own + (self.branches.nbytes if self.branches is not None else 0)
+        return self.hidden.nbytes + self.token_ids.nbytes + self.generated.nbytes
 
     def cut(self, start: int, length: int) -> FeatureSample:
-        """A copy of training positions start .. start + length - 1 with the drafts beside them."""
-        rows, branches = length + 1, self.branches
+        """A copy of training positions start .. start + length - 1."""
+        rows = length + 1
         return replace(
             self,
             hidden=self.hidden[start : start + rows].clone(),
             token_ids=self.token_ids[start : start + rows + 1].clone(),
             generated=self.generated[start : start + rows + 1].clone(),
-            branches=None if branches is None else branches.cut(self.hidden.shape[0], start, rows),
         )
 
     def window(self, length: int, random: np.random.Generator) -> FeatureSample:
@@ -140,8 +90,7 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
     _check(batch, target)
     # The last token has no row and no mask bit; the policy always drew it.
     generated = np.append(batch.mask, 1).astype(bool)
-    own = batch.versions == batch.policy_version
-    generated[1:] &= own
+    generated[1:] &= batch.versions == batch.policy_version
     return FeatureSample(
         session=batch.session_id,
         step=batch.step,
@@ -154,38 +103,6 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
         layers=batch.layers,
         group=batch.group_id,
         temperature=batch.temperature,
-        branches=None
-        if batch.rejected is None
-        else _branches(batch.rejected, own, batch.session_id),
-    )
-
-
-def _branches(rejected: RejectedRows, own: npt.NDArray[np.bool_], session: str) -> Branches | None:
-    """The rejected drafts under rows of the last version; own [R] bool marks these rows."""
-    rows, parents = len(own), rejected.parents.tolist()
-    children = defaultdict[int, list[int]](list)
-    for draft, parent in enumerate(parents):
-        children[parent].append(draft)
-    order, roots, depths = list[int](), list[int](), list[int]()
-    stack = [(draft, root, 0) for root in range(rows) if own[root] for draft in children[root]][
-        ::-1
-    ]
-    while stack:
-        draft, root, depth = stack.pop()
-        order.append(draft)
-        roots.append(root)
-        depths.append(depth)
-        stack += [(child, root, depth + 1) for child in reversed(children[rows + draft])]
-
-    if not order:
-        return None
-    places = {rows + draft: rows + place for place, draft in enumerate(order)}
-    return Branches(
-        hidden=_states(rejected.hidden, session)[order],
-        token_ids=torch.as_tensor(rejected.token_ids[order].astype(np.int64)),
-        parents=torch.tensor([places.get(parents[draft], parents[draft]) for draft in order]),
-        roots=torch.tensor(roots),
-        depths=torch.tensor(depths),
     )
 
 
@@ -219,11 +136,7 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
             "rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size
         )
 
-    tokens = (
-        batch.token_ids
-        if batch.rejected is None
-        else np.append(batch.token_ids, batch.rejected.token_ids)
-    )
+    tokens = batch.token_ids
     if tokens.min() < 0 or tokens.max() >= target.vocab_size:
         seen = (int(tokens.min()), int(tokens.max()))
         raise DataLoss(
@@ -232,3 +145,33 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
 
     if (np.diff(batch.positions) != 1).any():
         raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)
+
+
+def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
+    """One row from samples of one head; of a sample longer than `window` positions, the last
+    `window` are used.
+
+    A document is a sample's sequence.
+    """
+    parts = list[dict[str, Tensor]]()
+    for number, sample in enumerate(samples):
+        if sample.positions > window:
+            sample = sample.cut(sample.positions - window, window)
+        here, hidden = torch.arange(sample.positions), sample.hidden.float()
+        parts.append(
+            {
+                "states": hidden[:-1],
+                "next_states": hidden[1:, -sample.hidden_size :].detach(),  # a target
+                "next_tokens": sample.token_ids[1:-1],
+                "draft_tokens": sample.token_ids[2:],
+                "positions": here,
+                "documents": torch.full_like(here, number),
+                "valid": sample.generated[2:],
+            }
+        )
+
+    return PackedRow(
+        **{name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        lm_head_hash=samples[0].lm_head_hash,
+        layers=samples[0].layers,
+    )

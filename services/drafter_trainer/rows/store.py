@@ -12,9 +12,8 @@ import torch
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import BufferConfig
 from paceline.services.drafter_trainer.learn.heads import PolicyHead, PolicyHeads
-from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
-from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators.packed import PackedRow
 
 READY = 4

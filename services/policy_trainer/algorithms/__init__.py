@@ -17,13 +17,13 @@ _HERE = "paceline.services.policy_trainer.algorithms"
 ALGORITHMS = {
     "grpo": f"{_HERE}.grpo:Grpo",
     "dr_grpo": f"{_HERE}.grpo:DrGrpo",
-    "rloo": f"{_HERE}.rloo:Rloo",
-    "reinforce_plus_plus": f"{_HERE}.reinforce:ReinforcePlusPlus",
-    "reinforce_plus_plus_baseline": f"{_HERE}.reinforce:ReinforcePlusPlus",
+    "rloo": f"{_HERE}.grpo:Rloo",
+    "reinforce_plus_plus": f"{_HERE}.ppo:ReinforcePlusPlus",
+    "reinforce_plus_plus_baseline": f"{_HERE}.ppo:ReinforcePlusPlus",
     "ppo": f"{_HERE}.ppo:Ppo",
-    "dapo": f"{_HERE}.dapo:Dapo",
-    "gspo": f"{_HERE}.gspo:Gspo",
-    "cispo": f"{_HERE}.cispo:Cispo",
+    "dapo": f"{_HERE}.grpo:Dapo",
+    "gspo": f"{_HERE}.grpo:Gspo",
+    "cispo": f"{_HERE}.grpo:Cispo",
     "decoupled": f"{_HERE}.grpo:Decoupled",
 }
 

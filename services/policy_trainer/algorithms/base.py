@@ -70,7 +70,7 @@ class TokenLoss:
 
 class Algorithm(Protocol):
     """A policy-gradient variant, as pure functions. Weighting and summation of losses are in
-    corrections.py and aggregation.py.
+    losses.py.
     """
 
     def needs(self) -> Needs:

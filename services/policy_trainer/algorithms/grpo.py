@@ -1,16 +1,62 @@
-"""GRPO, Dr. GRPO and decoupled PPO: rewards are compared within their group."""
+"""The clipped surrogate, and the algorithms that compare rewards within their group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from paceline.services.policy_trainer.algorithm_settings import GroupedConfig
-from paceline.services.policy_trainer.algorithms.advantages import group_relative
-from paceline.services.policy_trainer.algorithms.base import SessionBatch
-from paceline.services.policy_trainer.algorithms.surrogate import Clipped
+from paceline.services.policy_trainer.algorithm_settings import (
+    AlgorithmConfig,
+    DapoConfig,
+    GroupedConfig,
+)
+from paceline.services.policy_trainer.algorithms.advantages import group_relative, leave_one_out
+from paceline.services.policy_trainer.algorithms.base import (
+    Needs,
+    SessionBatch,
+    TokenBatch,
+    TokenLoss,
+)
+from paceline.services.policy_trainer.algorithms.losses import (
+    bounded_ratio,
+    clipped_surrogate,
+    sequence_means,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """L_t = -min(u_t A_t, clip(u_t) A_t), u_t = exp(policy - proximal); see clipped_surrogate."""
+
+    settings: AlgorithmConfig
+
+    def needs(self) -> Needs:
+        """Requirements of the settings: several updates need log-probs at the step's start. A
+        divergence needs the reference; subtracted from the reward, it needs both.
+        """
+        settings = self.settings
+        several = settings.mini_batches * settings.passes > 1
+        kl = settings.kl.coefficient > 0
+        return Needs(proximal=several or (kl and settings.kl.place == "reward"), reference=kl)
+
+    def loss(self, tokens: TokenBatch) -> TokenLoss:
+        """Loss of each token, with the token's own ratio."""
+        ratio = bounded_ratio(tokens.policy_logprobs - tokens.proximal_logprobs)
+        return self.surrogate(ratio, tokens)
+
+    def surrogate(self, ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
+        """Loss of each token with the given ratio [M]."""
+        losses, clipped = clipped_surrogate(
+            ratio,
+            tokens.advantages,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
+            dual_clip=self.settings.dual_clip,
+        )
+        return TokenLoss(losses, clipped, {"ratio": ratio.detach()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +96,66 @@ class Decoupled(Grpo):
     2505.24298, eq. 5; PPO-EWMA, arXiv 2110.00641). The clip holds the policy near the step's start,
     for any age of the sampling weights. The weight rho is the correction in its settings.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Dapo(Clipped):
+    """Clip-higher and token mean. From the reward of a trajectory of n generated tokens it
+    subtracts (arXiv 2503.14476, eq. 13)
+
+        penalty * clip((n - (limit - buffer)) / buffer, 0, 1)
+    """
+
+    settings: DapoConfig
+
+    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+        """Advantages; 0 for groups without variance."""
+        shaped = replace(batch, rewards=batch.rewards - self.overlong(batch))
+        return group_relative(shaped.scores, batch.groups, batch.weights)[batch.owners]
+
+    def overlong(self, batch: SessionBatch) -> Float[Tensor, " B"]:
+        """Penalty subtracted from each reward."""
+        limit, buffer = self.settings.overlong_tokens, self.settings.overlong_buffer
+        if not limit:
+            return torch.zeros_like(batch.rewards)
+        tokens = torch.bincount(batch.owners, minlength=len(batch.rewards))
+        over = (tokens - (limit - buffer)) / max(buffer, 1)
+        return self.settings.overlong_penalty * over.clamp(0, 1).to(batch.rewards.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Gspo(Grpo):
+    """Clips s_i = exp(mean over the tokens of sequence i of (policy - proximal)) instead of token
+    ratios (arXiv 2507.18071, eq. 7). The gradient is each token's log-prob gradient over the
+    length.
+    """
+
+    def loss(self, tokens: TokenBatch) -> TokenLoss:
+        """Loss of each token, with the ratio of its sequence."""
+        gaps = tokens.policy_logprobs - tokens.proximal_logprobs
+        return self.surrogate(bounded_ratio(sequence_means(gaps, tokens.sequences)), tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo(Grpo):
+    """L_t = -sg(clip(u_t, 1 - clip_low, 1 + clip_high)) A_t log policy_t (MiniMax-M1, arXiv
+    2506.13585, eq. 4). A token beyond the bounds keeps a gradient.
+    """
+
+    def loss(self, tokens: TokenBatch) -> TokenLoss:
+        """Loss of each token."""
+        ratio = bounded_ratio(tokens.policy_logprobs - tokens.proximal_logprobs).detach()
+        weight = ratio.clamp(1.0 - self.settings.clip_low, 1.0 + self.settings.clip_high)
+        losses = -weight * tokens.advantages * tokens.policy_logprobs
+        return TokenLoss(losses, weight != ratio, {"ratio": ratio})
+
+
+@dataclass(frozen=True, slots=True)
+class Rloo(Clipped):
+    """A_i = r_i - mean(r of the siblings) (arXiv 2402.14740, eq. 7), equal for all tokens of a
+    trajectory.
+    """
+
+    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+        """Advantages; 0 for groups without variance."""
+        return leave_one_out(batch.scores, batch.groups, batch.weights)[batch.owners]

@@ -1,4 +1,4 @@
-"""PPO with a critic."""
+"""The algorithms with one advantage per token: PPO with a critic, and REINFORCE++."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from paceline.services.policy_trainer.algorithm_settings import PpoConfig
+from paceline.services.policy_trainer.algorithm_settings import PpoConfig, ReinforceConfig
 from paceline.services.policy_trainer.algorithms.advantages import (
     at_last_tokens,
     generalized_advantages,
+    group_relative,
     normalized,
+    returns_to_go,
 )
 from paceline.services.policy_trainer.algorithms.base import Needs, SessionBatch
-from paceline.services.policy_trainer.algorithms.surrogate import Clipped
+from paceline.services.policy_trainer.algorithms.grpo import Clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +46,20 @@ class Ppo(Clipped):
             gamma=self.settings.gamma,
             gae_lambda=self.settings.gae_lambda,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlus(Clipped):
+    """A_t = r - sum of the penalties from t on, normalised over all tokens of the batch (arXiv
+    2501.03262, eq. 5). With the baseline, r is first compared within its group (section 3.3).
+    """
+
+    settings: ReinforceConfig
+
+    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+        """Advantages; 0 if all tokens of the batch would have the same."""
+        rewards = batch.rewards
+        if self.settings.name == "reinforce_plus_plus_baseline":
+            rewards = group_relative(rewards, batch.groups, batch.weights, normalize_std=False)
+        earned = at_last_tokens(rewards, batch.owners) - batch.penalties
+        return normalized(returns_to_go(earned, batch.owners))

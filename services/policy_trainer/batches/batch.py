@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from paceline.services.policy_trainer.audit import cell_name, drafted_so_far, is_audited
-from paceline.services.policy_trainer.batches.prefixes import Tokens, TreeRow
+from paceline.services.policy_trainer.batches.packing import Tokens, TreeRow
 from paceline.trajectory import Trajectory
 
 _NONE = torch.zeros(0, dtype=torch.int64)
@@ -96,7 +96,7 @@ class MicroBatch:
 
     input_ids: Int[Tensor, "R W"]
     position_ids: Int[Tensor, "R W"]
-    # end of the subtree that attends to each token (prefixes.py); None: one trajectory per row
+    # end of the subtree that attends to each token (packing.py); None: one trajectory per row
     subtree_ends: Int[Tensor, "R W"] | None
     predict_at: Int[Tensor, " U"]  # flat index into R * W of the token before each prediction
     targets: Int[Tensor, " U"]

@@ -1,20 +1,16 @@
-"""Records the entries of each step on disk, until two checkpoints hold the step.
-
-The record is written before the optimiser step. A step replayed after a crash therefore has exactly
-its original siblings, even if more have arrived.
-"""
+"""Keeps the records of batches and of the best evaluation beside the checkpoints."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
-from paceline.whole_files import replace_synced
+from paceline.whole_files import replace_synced, write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +67,34 @@ class RecordFile:
 
 def _hash_of(record: Any) -> str:
     return hashlib.sha256(json.dumps(record).encode()).hexdigest()
+
+
+FILE = "best.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The policy version with the best evaluation, and that evaluation; its checkpoint is kept."""
+
+    policy_version: int
+    evaluation: float
+
+
+def read_best(directory: Path) -> Best | None:
+    """Reads the record; None before the first evaluation. Raises DataLoss for a file in another
+    form.
+    """
+    file = directory / FILE
+    if not file.exists():
+        return None
+    text = file.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+        return Best(int(found["policy_version"]), float(found["evaluation"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataLoss(f"{file} does not say which checkpoint is best", seen=text[:80]) from error
+
+
+def write_best(directory: Path, best: Best) -> None:
+    """Replaces the record. Raises ResourceExhausted if the disk is full."""
+    write_whole(directory / FILE, json.dumps(asdict(best)) + "\n")

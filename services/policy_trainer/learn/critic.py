@@ -19,9 +19,9 @@ from paceline.services.policy_trainer.algorithm_settings import PpoConfig
 from paceline.services.policy_trainer.algorithms.losses import clipped_value_loss
 from paceline.services.policy_trainer.batches.batch import TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.figures import Figures
 from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer
 from paceline.services.policy_trainer.learn.model import ValueModel, pair_cost
+from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.training.optimizer import NamedOptimizer
 
 

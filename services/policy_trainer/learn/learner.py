@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,20 +25,41 @@ from paceline.services.policy_trainer.algorithms.base import (
     TokenBatch,
     ValueAlgorithm,
 )
-from paceline.services.policy_trainer.algorithms.divergences import divergence
+from paceline.services.policy_trainer.algorithms.losses import divergence
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.critic import Critic
-from paceline.services.policy_trainer.learn.device_memory import DeviceMemory
-from paceline.services.policy_trainer.learn.figures import Figures
-from paceline.services.policy_trainer.learn.kept_weights import KeptWeights
+from paceline.services.policy_trainer.learn.memory import DeviceMemory, KeptWeights
 from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, pair_cost
-from paceline.services.policy_trainer.learn.objective import PolicyObjective
-from paceline.services.policy_trainer.learn.parts import StepParts
+from paceline.services.policy_trainer.learn.objective import Figures, PolicyObjective
 from paceline.services.policy_trainer.learn.weights import PolicyWeights
 from paceline.services.policy_trainer.messages import StepFacts
+from paceline.telemetry import names, span
 from paceline.training.optimizer import NamedOptimizer
+
+
+class StepParts:
+    """Seconds of this rank by part, until they are taken. Rank 0 also records a span per part."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Attributes the block to that part. On CUDA, work may finish in a later part, at the
+        latest in the optimiser, which waits for the gradient's norm.
+        """
+        started = time.perf_counter()
+        with span(names.policy_part(name)) if dist.get_rank() == 0 else nullcontext():
+            yield
+        self._seconds[name] += time.perf_counter() - started
+
+    def taken(self) -> dict[str, float]:
+        """Seconds by figure; restarts from 0."""
+        found = {f"seconds/{name}": value for name, value in self._seconds.items()}
+        self._seconds.clear()
+        return found
 
 
 @dataclass(frozen=True, slots=True)

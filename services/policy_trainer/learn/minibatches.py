@@ -10,11 +10,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.services.policy_trainer.algorithms.aggregation import token_weights
+from paceline.services.policy_trainer.algorithms.losses import token_weights
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
-from paceline.services.policy_trainer.batches.packing import plan_micro_batches
-from paceline.services.policy_trainer.batches.prefixes import neighbours, prefix_units
-from paceline.services.policy_trainer.batches.row_width import Packing, cheapest, widths
+from paceline.services.policy_trainer.batches.packing import (
+    Packing,
+    cheapest,
+    neighbours,
+    plan_micro_batches,
+    prefix_units,
+    widths,
+)
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.training.process import on_device
 

@@ -1,20 +1,31 @@
-"""Combines the loss of a token: the algorithm's corrected loss, the divergence from the reference,
-and the entropy.
-
-Shape letters: M trained tokens.
-"""
+"""Computes the losses of a micro-batch's tokens, and sums the figures of a step."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from paceline.services.policy_trainer.algorithm_settings import AlgorithmConfig
 from paceline.services.policy_trainer.algorithms.base import Algorithm, TokenBatch
-from paceline.services.policy_trainer.algorithms.corrections import correction_weights
-from paceline.services.policy_trainer.algorithms.divergences import divergence
+from paceline.services.policy_trainer.algorithms.losses import (
+    bounded_ratio,
+    correction_weights,
+    divergence,
+)
+from paceline.services.policy_trainer.audit import (
+    BUCKETS,
+    LARGEST_GAP,
+    LEAST_GAP,
+    PER_DECADE,
+    AuditCell,
+)
+from paceline.tagged_json import from_object, to_object
+from paceline.training.process import from_all_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +74,87 @@ class PolicyObjective:
         if self.has_entropy:
             losses = losses - self.settings.entropy_coefficient * entropy
         return losses, metrics
+
+
+_RATIO, _SQUARED, _LARGEST = "_ratio", "_ratio_squared", "behavior_gap_max"
+
+
+class Figures:
+    """Means and maxima by name, of this rank until they are `reduced`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}  # sum, count
+        self._maxima: dict[str, float] = {}
+        self._cells: dict[str, AuditCell] = {}
+
+    def add(self, values: Mapping[str, Float[Tensor, " M"]]) -> None:
+        """Adds one value per token, by name."""
+        for name, value in values.items():
+            total = self._sums.setdefault(name, [0.0, 0.0])
+            total[0] += float(value.double().sum())
+            total[1] += value.numel()
+
+    def add_mismatch(
+        self,
+        gaps: Float[Tensor, " M"],
+        lags: Int[Tensor, " M"],
+        kinds: Mapping[str, Bool[Tensor, " M"]],
+    ) -> None:
+        """Records the difference between sampler and step's start: `gaps` is proximal - behavior
+        per token.
+
+        behavior_gap is the mean |gap|. behavior_k3 estimates KL(sampler || start) by e^gap - 1 -
+        gap. Both are also recorded by lag, and for each of the `kinds` of tokens.
+        """
+        ratio = bounded_ratio(gaps)
+        sizes = {"behavior_gap": gaps.abs(), "behavior_k3": ratio - 1 - gaps}
+        self.add({**sizes, _RATIO: ratio, _SQUARED: ratio.square()})
+        if len(gaps):
+            largest = float(sizes["behavior_gap"].max())
+            self._maxima[_LARGEST] = max(largest, self._maxima.get(_LARGEST, 0.0))
+        for lag in lags.unique().tolist():
+            self.add(_of(sizes, lags == lag, f"lag={lag}"))
+        for name, chosen in kinds.items():
+            self.add(_of(sizes, chosen, name))
+
+    def add_audit(self, gaps: Float[Tensor, " M"], cells: Mapping[str, Bool[Tensor, " M"]]) -> None:
+        """Adds the tokens of each audit cell; a gap that is not a number counts as the largest."""
+        sizes = gaps.abs().double().nan_to_num(LARGEST_GAP, LARGEST_GAP).clamp(max=LARGEST_GAP)
+        buckets = torch.log10((sizes / LEAST_GAP).clamp(min=1.0)) * PER_DECADE
+        buckets = buckets.ceil().long().clamp(max=BUCKETS - 1)
+        for name, own in cells.items():
+            counts = torch.bincount(buckets[own]).tolist()
+            found = {str(number): count for number, count in enumerate(counts) if count}
+            cell = AuditCell(int(own.sum()), float(sizes[own].sum()), found)
+            self._cells[name] = self._cells.get(name, AuditCell()) + cell
+
+    def audited(self) -> dict[str, AuditCell]:
+        """Audit cells of all ranks. Collective."""
+        found: dict[str, AuditCell] = {}
+        own = {name: to_object(cell) for name, cell in self._cells.items()}
+        for cells in from_all_ranks(own):
+            for name, cell in cells.items():
+                found[name] = found.get(name, AuditCell()) + from_object(AuditCell, cell)
+        return dict(sorted(found.items()))
+
+    def reduced(self) -> dict[str, float]:
+        """Figures of all ranks, sorted by name, without non-finite values. Collective."""
+        sums: dict[str, list[float]] = {}
+        maxima: dict[str, float] = {}
+        for part, largest in from_all_ranks((self._sums, self._maxima)):
+            for name, (total, count) in part.items():
+                one = sums.setdefault(name, [0.0, 0.0])
+                one[0] += total
+                one[1] += count
+            for name, value in largest.items():
+                maxima[name] = max(value, maxima.get(name, value))
+        found = {name: total / count for name, (total, count) in sums.items() if count}
+        ratio, squared = found.pop(_RATIO, 0.0), found.pop(_SQUARED, 0.0)
+        if squared:
+            found["effective_sample_size"] = ratio * ratio / squared  # share of the tokens
+        every = sorted({**found, **maxima}.items())
+        return {name: value for name, value in every if math.isfinite(value)}
+
+
+def _of(values: Mapping[str, Tensor], chosen: Tensor, label: str) -> dict[str, Tensor]:
+    return {f"{name}/{label}": value[chosen] for name, value in values.items()}

@@ -38,7 +38,6 @@ class RowSink(Protocol):
         policy_version: int,
         hidden: npt.NDArray[np.uint8],  # [n, row bytes]
         # [n] see engines/worker/ring.py; None: all rows belong to sequences
-        parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         """Writes the first rows that fit; returns their number, at most n."""
         ...

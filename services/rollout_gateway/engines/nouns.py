@@ -24,7 +24,6 @@ class Capability(StrEnum):
     GRAMMARS = "grammars"  # responses by a regex, a choice or a grammar; such tool calls
     RELEASE_MEMORY = "release_memory"
     PROFILES = "profiles"  # a new set may have a different profile
-    REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and rejected
 
 
 SETTINGS = {
@@ -42,8 +41,6 @@ SETTINGS = {
     Capability.GRAMMARS: "engine.kind=embedded or engine.kind=sglang, and a model directory "
     "with a tokenizer.json and an eos_token_id",
     Capability.PROFILES: "engine.kind=embedded",
-    Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
-    "gateway.trajectories=true",
 }
 """The settings that enable each optional capability."""
 
@@ -205,8 +202,6 @@ class EngineLoad:
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
     rows_invalid: int = 0  # of ended requests: slots that held rows of other tokens, or none
-    # Rejected drafts above the limit of rows per request and round.
-    rejected_left_out: int = 0
     split: RoundSplit = field(default_factory=RoundSplit)
     prefixes: PrefixStats = field(default_factory=PrefixStats)
 

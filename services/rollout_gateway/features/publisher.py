@@ -23,15 +23,10 @@ from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import FeaturesConfig
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.features.selection import (
-    Indices,
-    hanging_drafts,
-    longest_run,
-)
+from paceline.services.rollout_gateway.features.selection import longest_run
 from paceline.streams import (
     FeatureBatch,
     RedisStream,
-    RejectedRows,
     Stream,
     encode_features,
     run_key,
@@ -155,14 +150,13 @@ class FeaturePublisher:
         if batch is None:
             return
         if len(self._queue) >= self._queue_batches:
-            self._drop(self._queue.popleft().all_rows)
+            self._drop(self._queue.popleft().rows)
         self._queue.append(batch)
         self._wake.set()
 
     def _batch(self, rows: RowArray, origin: Origin) -> FeatureBatch | None:
         path = longest_run(rows, origin.token_ids)
-        drafts, parents = hanging_drafts(rows, path)
-        self._drop(len(rows) - len(path) - len(drafts))
+        self._drop(len(rows) - len(path))
         if not len(path):
             return None
         kept = rows[path]
@@ -177,7 +171,7 @@ class FeaturePublisher:
             temperature=origin.temperature,
             policy_version=version,
             lm_head_hash=self._head_hash(version),
-            hidden=self._states("hidden", kept),
+            hidden=self._states(kept),
             token_ids=np.asarray(origin.token_ids[start : end + 1], dtype=np.int32),
             positions=positions,
             mask=(positions >= origin.prompt_tokens).astype(np.uint8),
@@ -185,20 +179,13 @@ class FeaturePublisher:
             layers=self._layout.layers,
             convention=self._layout.convention,
             traceparent=inject().get("traceparent", ""),
-            rejected=self._rejected(rows[drafts], parents) if len(drafts) else None,
         )
 
-    def _rejected(self, rows: RowArray, parents: Indices) -> RejectedRows:
-        token_ids, positions = (rows[name].astype(np.int32) for name in ("token_id", "position"))
-        return RejectedRows(
-            self._states("rejected_hidden", rows), token_ids, positions, parents.astype(np.int32)
-        )
-
-    def _states(self, name: str, rows: RowArray) -> NamedTensor:
+    def _states(self, rows: RowArray) -> NamedTensor:
         """[n, H]"""
         dtype, size = ROW_DTYPES[self._config.dtype]
         hidden = np.ascontiguousarray(rows["hidden"])
-        return NamedTensor(name, dtype, (len(rows), hidden.shape[1] // size), hidden.tobytes())
+        return NamedTensor("hidden", dtype, (len(rows), hidden.shape[1] // size), hidden.tobytes())
 
     async def _run(self) -> None:
         while True:
@@ -210,7 +197,7 @@ class FeaturePublisher:
                 await self._send(run_id, list(batches))
 
     async def _send(self, run_id: str, batches: Sequence[FeatureBatch]) -> None:
-        rows = sum(batch.all_rows for batch in batches)
+        rows = sum(batch.rows for batch in batches)
         try:
             with span(
                 names.FEATURES_PUBLISH,

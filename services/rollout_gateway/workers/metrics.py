@@ -93,7 +93,6 @@ class EngineMetrics:
         for reason, rows in (
             ("no_room", health.rows_dropped),
             ("invalid", health.rows_invalid),
-            ("rejected", health.rejected_left_out),
         ):
             if new := int(life.grown(rows, "rows", reason)):
                 metrics.ROWS_LEFT_OUT.record(new, engine=self._engine, reason=reason)

@@ -42,7 +42,7 @@ from paceline.plugins import import_object
 from paceline.services.rollout_gateway.bandits.base import BanditSettings
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.speculators.kinds import SPECULATORS
-from paceline.speculators.ngram.drafter import NgramSpeculator
+from paceline.speculators.ngram import NgramSpeculator
 
 PROMPTS = [(5, 6, 7, index) for index in range(2, 6)]
 STEPS, TOKENS = 7, 200

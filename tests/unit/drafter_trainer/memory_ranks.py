@@ -17,7 +17,7 @@ from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import Members, Membership, on_cpu
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
 
 ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]

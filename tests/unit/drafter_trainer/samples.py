@@ -5,7 +5,7 @@ capture from it.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
-from paceline.streams import FeatureBatch, RejectedRows
-from paceline.tensors import as_numpy, from_numpy
+from paceline.streams import FeatureBatch
+from paceline.tensors import from_numpy
 
 VOCABULARY, HIDDEN = 23, 16
 TARGET = ModelConfig(
@@ -93,32 +93,6 @@ def batch(
         versions=np.full(rows, version, dtype=np.int64),
         temperature=0.0,
     )
-
-
-def with_rejected(one: FeatureBatch, seed: int = 0, count: int = 6) -> FeatureBatch:
-    """The same batch with rejected drafts under random rows of it or under one another, their
-    states the policy's.
-    """
-    random, policy = np.random.default_rng(seed), toy_policy()
-    states, positions = list(as_numpy(one.hidden)), one.positions.tolist()
-    tokens, parents = list[int](), list[int]()
-    for _ in range(count):
-        deeper = bool(tokens) and random.random() < 0.5
-        parents.append(
-            int(random.integers(one.rows, len(states)) if deeper else random.integers(one.rows))
-        )
-        tokens.append(int(random.integers(VOCABULARY)))
-        state = policy.step(torch.tensor(states[parents[-1]]), torch.tensor(tokens[-1]))
-        states.append(state.numpy())
-        positions.append(positions[parents[-1]] + 1)
-    hidden = from_numpy("rejected_hidden", np.stack(states[one.rows :]))
-    numbers = (np.array(part, dtype=np.int32) for part in (tokens, positions[one.rows :], parents))
-    return replace(one, rejected=RejectedRows(hidden, *numbers))
-
-
-def sample_with_rejected(length: int, seed: int) -> FeatureSample:
-    """A sample of the toy policy and some rejected drafts."""
-    return sample_from(with_rejected(batch(length, seed), seed), TARGET)
 
 
 def sample(

@@ -16,16 +16,19 @@ from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 from whole_tensors import whole_of
 
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
-from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
-from paceline.services.drafter_trainer.learn.membership import Membership
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.learn.membership import (
+    Membership,
+    announce,
+    hand_out,
+    receive,
+)
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.training.checkpoints import CheckpointWriter
 
-STUDENT = 1  # any that is not the default
 ROWS = 6  # of an optimiser step
 
 
@@ -57,20 +60,15 @@ def learn(
     members, loss = learner.members, 0.0
     if dist.get_rank() == 0:
         for first in range(0, len(rows), ranks):
-            result = learner.micro_step(
-                sharing.hand_out(rows[first : first + ranks], members, STUDENT), head
-            )
+            result = learner.micro_step(hand_out(rows[first : first + ranks], members), head)
             loss += result.loss * result.positions
-        sharing.announce(then, members)
+        announce(then, members)
     elif members.takes_part:
-        while not isinstance((told := sharing.receive(members))[1], str):
-            student, row = told
-            assert student == STUDENT
-            assert isinstance(row, PackedRow)
+        while not isinstance(row := receive(members), str):
             assert row.lm_head_hash == head.hash
             result = learner.micro_step(row, head)
             loss += result.loss * result.positions
-        assert told[1] == then
+        assert row == then
     return loss
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from unit.drafter_trainer.samples import sample, sample_with_rejected
+from unit.drafter_trainer.samples import sample
 
-from paceline.services.drafter_trainer.learn import sharing
-from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.learn.membership import announce, hand_out, on_cpu, receive
+from paceline.services.drafter_trainer.rows.sample import pack
 
 
 def main(out: Path) -> None:
@@ -20,17 +19,16 @@ def main(out: Path) -> None:
     if dist.get_rank() == 0:
         own = pack([sample(9, 0)], window=512)
         for row in (
-            pack([sample_with_rejected(12, 1), sample(7, 2)], window=512),
+            pack([sample(12, 1), sample(7, 2)], window=512),
             pack([sample(5, 3)], window=512),
         ):
-            assert sharing.hand_out([own, row], members, 1) is own
-            sharing.announce("snapshot", members, 1)
-        sharing.announce("stop", members)
+            assert hand_out([own, row], members) is own
+            announce("snapshot", members)
+        announce("stop", members)
     else:
         received = []
-        while (told := sharing.receive(members))[1] != "stop":
-            assert told[0] == 1
-            received.append(told[1])
+        while (told := receive(members)) != "stop":
+            received.append(told)
         torch.save(received, out)
     dist.barrier()
     dist.destroy_process_group()

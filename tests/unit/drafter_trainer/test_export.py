@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
-from paceline.services.drafter_trainer.export import app, export_checkpoint
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
+from paceline.services.drafter_trainer.export import Format, app, export_checkpoint
+from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.eagle import EagleNet, EagleOptions
-from paceline.speculators.export import Format
-from paceline.speculators.loading import read_drafter
-from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions
+from paceline.speculators.lstm import LstmNet, LstmOptions
+from paceline.speculators.net import read_drafter
 
 V, H, DRAFT, INNER, N = 97, 48, 20, 32, 3
 LAYER = {
@@ -352,44 +351,12 @@ def test_arctics_lstm_is_a_pickle_of_unprefixed_names_with_all_tied_ones(
     assert (config["max_position_embeddings"], config["torch_dtype"]) == (256, "bfloat16")
 
 
-def test_an_lstm_of_unequal_widths_is_written_under_arctics_names(
-    model: Path, tmp_path: Path
-) -> None:
-    widths = {"inner_dim": "32.24", "proj_dim": "32", "emb_dim": "32.32"}
-    change = {"method": "sum_rnn", "tie_lstm_embs": False, **widths}
-    norms = {
-        f"{norm}.{part}": (width,)
-        for norm, width in (("emb.0.1", 32), ("ln.0.0", 32), ("ln.0.3", 24))
-        for part in ("weight", "bias")
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "emb.0.0.weight": (V, 32),
-        "emb.0.3.weight": (32, 32),
-        "proj.0.0.weight": (32, H),
-        "proj.1.0.weight": (32, 24),
-        "ln.0.2.weight": (24, 32),
-        "head.0.weight": (V, 24),
-        **norms,
-    }
-    source = made_up(tmp_path / "source", LSTM_CONFIG | change, shapes)
-    export_checkpoint(source, model, tmp_path / "out", Format.ARCTIC)
-    config, tensors = written(tmp_path / "out")
-    assert {key: config[key] for key in change} == change
-    given = load_file(source / "model.safetensors")
-    assert tensors.keys() == shapes.keys() | {"head.1.weight", "head.2.weight"}
-    assert all(
-        torch.equal(tensors[name.removeprefix("speculator.")], tensor)
-        for name, tensor in given.items()
-    )
-    assert torch.equal(tensors["head.2.weight"], tensors["head.0.weight"])
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"method": "sum_gru"}, "method is no LSTM drafter's"),
         ({"input_hidden_dim": 64}, "input_hidden_dim of drafter"),
-        ({"inner_dim": "64.32"}, r"inner_dim\[0\] does not fit inner_dim\[-1\]"),
+        ({"inner_dim": "64.32"}, r"inner_dim is no width"),
         ({"n_predict": 0}, "n_predict must be a whole number"),
         ({"vocab_size": 98}, "vocab_size of drafter"),
     ],

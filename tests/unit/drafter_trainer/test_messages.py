@@ -10,7 +10,6 @@ from paceline.errors import DataLoss
 from paceline.ranks.messages import Doing, Impaired, Save, Saved
 from paceline.services.drafter_trainer import messages as m
 
-CONTENDER = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
 EXAMPLES: list[m.Message] = [
     m.Activate(3, 1, 2, 0, "00-ab-cd-01", [m.RoundCosts(5, 0.5, {"eagle:3_1_4": 1.5}, 1.25)]),
     m.Join(4, [0, 2]),
@@ -32,12 +31,10 @@ EXAMPLES: list[m.Message] = [
         2.25,
         float("inf"),
         survival=(0.75, 0.5),
-        lengths_by_bucket={"late": 2.5},
-        leaderboard=[CONTENDER],
         path="/candidates/drafter-5",
     ),
     m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 0.25, 44, {"stale_head": 2}),
-    m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"], 4, True, [CONTENDER]),
+    m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"], 4, True),
     Saved(3, "/checkpoints/drafter", 44),
 ]
 

@@ -10,7 +10,7 @@ from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.learn.learner import MicroResult
 
 
-def test_acceptance_is_told_by_position_bucket_role_and_temperature(
+def test_acceptance_is_told_by_position_role_and_temperature(
     metric_reader: InMemoryMetricReader,
 ) -> None:
     decision = m.Judged(
@@ -24,7 +24,6 @@ def test_acceptance_is_told_by_position_bucket_role_and_temperature(
         temperature=0.5,
         survival=[0.5, 0.25],
         serving_survival=[0.5, 0.0],
-        lengths_by_bucket={"early": 2.0},
     )
     metrics.record_decision(decision)
     metrics.record_decision(m.Judged(1, "frozen", "eagle", 2))
@@ -40,9 +39,8 @@ def test_acceptance_is_told_by_position_bucket_role_and_temperature(
         0.5,
     )
     assert points(metric_reader, metrics, "accept_length") == {
-        ("all", "eagle", "candidate", 0.5): 1.75,
-        ("all", "eagle", "serving", 0.5): 1.5,
-        ("early", "eagle", "candidate", 0.5): 2.0,
+        ("eagle", "candidate", 0.5): 1.75,
+        ("eagle", "serving", 0.5): 1.5,
     }
 
 

@@ -111,7 +111,7 @@ def test_prompts_alone_are_read_only_for_answers_of_the_model_itself(tmp_path: P
     first, second = read_samples(path, text, len(WORDS), prompts=True)
     assert told(first) == ["one"]
     assert told(second) == ["<u>", "one", "<eos>", "<a>"]
-    with pytest.raises(InvalidInput, match=r"a\.jsonl, line 1: .*no response"):
+    with pytest.raises(InvalidInput, match=r"a\.jsonl, line 1: .*no answer"):
         read_samples(path, text, len(WORDS))
 
 
@@ -135,7 +135,7 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        ("{nonsense", "not JSON"),
+        ("{nonsense", "not a JSON object"),
         ('{"prompt": "a", "response": NaN}', "NaN is no number of JSON"),
         ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
         ('{"prompt": "cut \\ud83d", "response": "a"}', "'prompt' holds half of a surrogate pair"),
@@ -143,7 +143,7 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
             '{"messages": [{"role": "user", "content": "\\ud83d"}]}',
             r"'messages\[0\]\.content' holds",
         ),
-        ("[1]", "a record must be an object"),
+        ("[1]", "not a JSON object"),
         ('{"text": "x"}', r"no known form; seen: \['text'\]; allowed: .*messages"),
         ('{"messages": "hi"}', "messages: .*valid list"),
         ('{"messages": [{"role": "user"}]}', "messages.0.content: Field required"),
@@ -153,7 +153,7 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
             '{"input_ids": [1, 2.5], "loss_mask": [0, 1]}',
             r"input_ids\.1: .*valid integer; seen: 2\.5",
         ),
-        ('{"input_ids": [1, 2]}', "no loss_mask"),
+        ('{"input_ids": [1, 2]}', "no answer of the model"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "differ in length; seen: 1; allowed: 2"),
         ('{"input_ids": [1, 2], "loss_mask": [0, 2]}', r"loss_mask\.1\..*: .*0 or 1; seen: 2"),
         (
@@ -164,7 +164,7 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
             '{"input_ids": [1, 36893488147419103232], "loss_mask": [0, 1]}',
             r"input_ids\.1: .*less than 9223372036854775808",
         ),
-        ('{"input_ids": [1, 2], "loss_mask": [0, 0]}', "nothing to learn from"),
+        ('{"input_ids": [1, 2], "loss_mask": [0, 0]}', "no answer of the model"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_and_number(tmp_path: Path, bad: str, named: str) -> None:
@@ -209,7 +209,7 @@ def test_parquet_rows_are_records_and_a_bad_one_is_named(tmp_path: Path) -> None
     with pytest.raises(InvalidInput, match=r"bad\.parquet, row 3: .*vocabulary"):
         read_samples(tmp_path / "bad.parquet", words(tmp_path, TEMPLATE), len(WORDS))
     (tmp_path / "broken.parquet").write_bytes(b"no table")
-    with pytest.raises(InvalidInput, match=r"broken\.parquet is no Parquet file"):
+    with pytest.raises(InvalidInput, match=r"broken\.parquet: not a Parquet file"):
         read_samples(tmp_path / "broken.parquet", none, 9)
 
 

@@ -3,64 +3,45 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
 from paceline.services.drafter_trainer.offline.data import Example
-from paceline.services.drafter_trainer.offline.plan import (
-    epoch_rows,
-    place,
-    split,
-    steps_from,
-    steps_of,
-)
+from paceline.services.drafter_trainer.offline.rank import rows_of, split
 from paceline.training.packing import first_fit
+
+CONFIG = OfflineConfig(data=Path("d"), model=Path("m"), row_tokens=50, seed=7)
 
 
 def sample(length: int, prompt: int = 2) -> Example:
     return Example(np.arange(length), np.arange(length) >= prompt)
 
 
-@given(st.lists(st.integers(3, 50), min_size=1, max_size=80), st.integers(0, 5))
+@given(st.lists(st.integers(3, 50), min_size=1, max_size=80), st.integers(1, 3))
 def test_a_pass_holds_every_sequence_once_and_no_row_too_long(
-    lengths: list[int], epoch: int
+    lengths: list[int], epochs: int
 ) -> None:
-    rows = epoch_rows(lengths, 50, 7, epoch)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert max(sum(lengths[i] for i in row) for row in rows) <= 50
+    rows = list(rows_of([sample(n) for n in lengths], CONFIG, epochs))
+    assert sorted(len(one) for row in rows for one in row) == sorted(lengths * epochs)
+    assert max(sum(map(len, row)) for row in rows) <= 50
+
+
+def test_passes_have_orders_of_their_own() -> None:
+    samples = [sample(n) for n in range(5, 40)]
+    each = len(list(rows_of(samples, CONFIG, 1)))
+    first, second = (
+        [[len(one) for one in row] for row in islice(rows_of(samples, CONFIG), begin, begin + each)]
+        for begin in (0, each)
+    )
+    assert first != second
 
 
 def test_rows_are_filled() -> None:
     assert first_fit([30, 30, 20, 20, 10], 50, range(5)) == [[0, 2], [1, 3], [4]]
-
-
-def test_a_run_that_resumes_reads_on_where_it_stopped() -> None:
-    samples = [sample(n) for n in range(5, 40)]
-    whole = list(islice(steps_from(samples, 60, 16, 3, rows_per_step=4, first=0), 20))
-    assert whole[13:] == list(islice(steps_from(samples, 60, 16, 3, rows_per_step=4, first=13), 7))
-    rows = sum(len(epoch_rows([len(s) for s in samples], 60, 3, epoch)) for epoch in range(2))
-    assert steps_of([len(s) for s in samples], 60, 3, epochs=2, rows_per_step=4) == -(-rows // 4)
-
-
-@given(st.integers(3, 60), st.integers(2, 58), st.integers(8, 20), st.integers(0, 99))
-def test_a_window_lies_inside_its_sequence_and_holds_a_target(
-    length: int, prompt: int, window: int, seed: int
-) -> None:
-    one = sample(length, min(prompt, length - 1))
-    document = place(one, window, np.random.default_rng(seed))
-    assert document.start >= 0
-    assert document.start + document.length <= length - 2
-    assert document.length == min(window, length - 2)
-    assert document.targets >= 1
-
-
-def test_windows_of_a_long_sequence_come_from_all_over_it() -> None:
-    random = np.random.default_rng(0)
-    starts = [place(sample(400), 20, random).start for _ in range(300)]
-    counts, _ = np.histogram(starts, bins=4, range=(0, 378))
-    assert counts.min() > 40
 
 
 def test_at_least_one_sequence_is_held_out_and_one_is_not() -> None:

@@ -71,24 +71,27 @@ def in_process(world: Path, stopped: bool = False, **settings: Any) -> list[dict
 def test_two_ranks_train_a_speculator_as_one_rank_does_and_one_goes_on_from_them(
     world: Path,
 ) -> None:
-    process = start(world, "--ranks", "2", "--steps", "2")
+    process = start(world, "--ranks", "2", "--steps", "2", "--log-every", "1")
     _, said = process.communicate(timeout=patient(90))
     assert process.returncode == 0, said
-    assert "step 2/2  loss" in said
-    assert "held-out E[len]" in said
+    assert "trained: step 2, loss" in said
+    assert "heldout: step 2, length" in said
     told = in_process(world, out=world / "one", steps=2)
     ours = [json.loads(line) for line in (world / "out/log.jsonl").open()]
-    steps = [message for message in told if message["kind"] == "step"]
+    steps = [message for message in told if message["kind"] == "trained"]
     for two, one in zip(ours[:2], steps, strict=True):
-        assert two["positions"] == one["positions"]
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["trained"]["positions"] == one["positions"]
+        assert two["trained"]["loss"] == pytest.approx(one["loss"], rel=1e-5)
     two, one = (
         load_file(world / out / "checkpoint/speculator/model.safetensors") for out in ("out", "one")
     )
     for name, tensor in one.items():
         assert float((two[name] - tensor).norm() / tensor.norm()) < 1e-4, name
     more = in_process(world, out=world / "out", steps=3)
-    assert [message["step"] for message in more if message["kind"] in ("resumed", "step")] == [2, 3]
+    assert [message["step"] for message in more if message["kind"] in ("resumed", "trained")] == [
+        2,
+        3,
+    ]
 
 
 @pytest.mark.slow
@@ -97,7 +100,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(world: Path) -> None:
     process = start(world, "--steps", "100000", "--log-every", "1")
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("step 3/"):
+        if line.startswith("trained: step 3,"):
             break
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()

@@ -5,21 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from random_models import save_random
 from transformers import PreTrainedModel
 
-from paceline.errors import InvalidInput
 from paceline.models.loading import hash_head, read_tensors
-from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.learn.heads import load_policy_head
 from paceline.services.drafter_trainer.offline.data import Example
-from paceline.services.drafter_trainer.offline.plan import Document
-from paceline.services.drafter_trainer.offline.target import TargetModel
+from paceline.services.drafter_trainer.offline.rank import packed_row
 from paceline.speculators.base import CaptureSpec
 from paceline.training.hugging_face import load_causal_lm
-
-pytestmark = pytest.mark.usefixtures("one_rank")
 
 CAPTURE = CaptureSpec(inner=(0, 2))
 HIDDEN = 48
@@ -33,11 +28,6 @@ def samples() -> list[Example]:
     ]
 
 
-def documents() -> list[Document]:
-    first, second, third = samples()
-    return [Document(first, 0, 10), Document(second, 0, 1), Document(third, 5, 8)]
-
-
 def oracle(model: PreTrainedModel, sample: Example) -> torch.Tensor:
     """[n, 3 H]: what enters layers 0 and 2, and the state after the final norm."""
     with torch.no_grad():
@@ -48,17 +38,19 @@ def oracle(model: PreTrainedModel, sample: Example) -> torch.Tensor:
 
 
 def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Path) -> None:
-    model = save_random(tmp_path, "llama")
-    target = TargetModel(load_causal_lm(tmp_path, torch.float32), tmp_path, CAPTURE, on_cpu(1).mesh)
-    states = target.forward(documents())
-    row = target.row(documents(), states)
+    model, head = save_random(tmp_path, "llama"), load_policy_head(tmp_path, 0)
+    policy = load_causal_lm(tmp_path, torch.float32).model
+    row = packed_row(policy, head, CAPTURE, samples(), 8, np.random.default_rng(0))
     assert row.layers == "0,2,last"
     assert row.lm_head_hash == hash_head(read_tensors(tmp_path)["lm_head.weight"])
-    t = 0
-    for number, document in enumerate(documents()):
-        expected, sample = oracle(model, document.sample), document.sample
-        for position in range(document.length):
-            at = document.start + position
+    assert torch.bincount(row.documents).tolist() == [8, 1, 8]
+    for number, sample in enumerate(samples()):
+        expected, own = oracle(model, sample), (row.documents == number).nonzero()[:, 0].tolist()
+        # Where its window begins, by its first token.
+        (start,) = (sample.token_ids[1:-1] == int(row.next_tokens[own[0]])).nonzero()[0][:1]
+        assert row.valid[own].any()
+        for position, t in enumerate(own):
+            at = int(start) + position
             torch.testing.assert_close(row.states[t], expected[at], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(
                 row.next_states[t], expected[at + 1, -HIDDEN:], atol=1e-5, rtol=1e-5
@@ -66,18 +58,4 @@ def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Pat
             assert int(row.next_tokens[t]) == sample.token_ids[at + 1]
             assert int(row.draft_tokens[t]) == sample.token_ids[at + 2]
             assert bool(row.valid[t]) == bool(sample.mask[at + 2])
-            assert (int(row.positions[t]), int(row.documents[t])) == (position, number)
-            assert int(row.parents[t]) == (t - 1 if position else -1)
-            t += 1
-    assert t == len(row) == 19
-
-
-def test_a_layer_the_model_lacks_is_refused(tmp_path: Path) -> None:
-    save_random(tmp_path, "llama")
-    with pytest.raises(InvalidInput, match=r"seen: 3,last; allowed: 0 to 2, last"):
-        TargetModel(
-            load_causal_lm(tmp_path, torch.float32),
-            tmp_path,
-            CaptureSpec(inner=(3,)),
-            on_cpu(1).mesh,
-        )
+            assert int(row.positions[t]) == position

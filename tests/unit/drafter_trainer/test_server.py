@@ -9,7 +9,6 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.server import _detached, _gate
 
 FILLED: dict[Any, Any] = {int: 3, float: 0.5, bool: True, str: "promoted"}
-ENTRY = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=True)
 
 
 def filled(kind: type[Any]) -> Any:
@@ -19,9 +18,7 @@ def filled(kind: type[Any]) -> Any:
         "survival": [0.5],
         "conditional": [0.5],
         "serving_survival": [0.25],
-        "lengths_by_bucket": {"late": 2.5},
         "dropped": {"stale_head": 2},
-        "leaderboard": [ENTRY],
     }
     return kind(
         **{one.name: made.get(one.name, FILLED.get(hints[one.name])) for one in fields(kind)}
@@ -39,4 +36,3 @@ def test_a_decision_is_sent_under_the_names_of_the_wire() -> None:
     gate = _gate(judged).gate
     assert (gate.candidate_accept_length, gate.serving_accept_length) == (2.5, 1.5)
     assert not gate.promoted
-    assert (gate.leaderboard[0].kind, gate.leaderboard[0].optimizer_steps) == ("lstm", 40)

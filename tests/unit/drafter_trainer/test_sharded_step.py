@@ -17,7 +17,7 @@ from whole_tensors import whole_of
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
 from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,27 +21,21 @@ from unit.drafter_trainer.samples import (
     batch,
     sessions,
     toy_policy,
-    with_rejected,
 )
 from whole_tensors import whole_of
 
-from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig, GateConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.learn.heads import KEPT_HEADS, PolicyHeads
-from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.learn.students import Students, initial_nets
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.sample import sample_from
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.services.drafter_trainer.trainer import DrafterTrainer
-from paceline.speculators.eagle import EagleDrafter, EagleNet
-from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
-from paceline.speculators.loading import read_drafter
-from paceline.speculators.net import DraftNet
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.net import DraftNet, read_drafter
 from paceline.streams import FeatureBatch
 from paceline.training.shards import tensors_of
 
@@ -51,36 +45,10 @@ CONFIG = {
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
     "buffer": {"judged_every": EVERY},
 }
-CONSTANTS = {"data_wait_s", "shadow_share", "micro_batch_ms"}
+CONSTANTS = {"data_wait_s", "micro_batch_ms"}
 """Of the settings' class, and here of one trainer."""
 FRESH, LENGTH = 8, 24  # samples to judge by, and their tokens
 GATE = {"interval_steps": 1_000, "min_positions": FRESH * (LENGTH - PROMPT)}
-
-
-OTHER = SpeculatorKind(
-    "other",
-    drafter=EagleDrafter,
-    net=f"{__name__}:OtherNet",
-    architectures=("OtherForTests",),
-)
-
-
-class OtherNet(EagleNet):
-    """A second kind, for want of another that learns this fast."""
-
-    kind: ClassVar[SpeculatorKind] = OTHER
-
-    def config_json(self) -> dict[str, Any]:
-        return {**super().config_json(), "architectures": ["OtherForTests"]}
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
-        return super().parse({**raw, "architectures": ["LlamaForCausalLMEagle"]}, target, options)
-
-
-@pytest.fixture
-def other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SPECULATORS, "other", OTHER)
 
 
 class ScriptedParent:
@@ -130,12 +98,13 @@ class Trainer:
         self.rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
         self.rows.add_head(toy_policy().policy_head())
         self.candidates = Candidates(directory, TARGET)
-        nets = [start or EagleNet(TARGET, seed=1), *initial_nets(settings, TARGET)[1:]]
-        self.candidates.save(0, nets[0])
-        self.students = Students(settings, nets, on_cpu(1))
-        self.learner = self.students.primary.learner
+        net = start or EagleNet(TARGET, seed=1)
+        self.candidates.save(0, net)
+        self.learner = DrafterLearner(
+            net, settings.optimizer, micro_batches=settings.micro_batches_per_step
+        )
         link = TrainerLink(self.parent)  # type: ignore[arg-type]
-        self.trainer = DrafterTrainer(settings, self.students, self.rows, link, self.candidates)
+        self.trainer = DrafterTrainer(settings, self.learner, self.rows, link, self.candidates)
 
     def feed(self, batches: Iterable[FeatureBatch]) -> None:
         self.rows.add([sample_from(one, TARGET) for one in batches])
@@ -161,10 +130,9 @@ class Trainer:
         )
 
     def learn_at(self, lr: float) -> None:
-        """Every student from now on."""
-        for student in self.students:
-            optimizer = student.learner.sharded.optimizer
-            optimizer._config = optimizer._config.model_copy(update={"lr": lr})
+        """The learning rate from now on."""
+        optimizer = self.learner.sharded.optimizer
+        optimizer._config = optimizer._config.model_copy(update={"lr": lr})
 
     def judged(self, *decisions: str) -> list[m.Judged]:
         """What the gate said, of those decisions only if some are named."""
@@ -203,20 +171,6 @@ def test_a_partial_gradient_outlives_a_preemption(tmp_path: Path) -> None:
     for name, value in expected.items():
         assert (got[name] - value).abs().max() < 1e-7
         assert (value - start[name]).abs().max() > 1e-4
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_rejected_rows_change_no_bit_of_what_is_trained_when_switched_off(tmp_path: Path) -> None:
-    buffer = {"judged_every": EVERY, "rejected": False}
-    without, beside = Trainer(tmp_path / "a"), Trainer(tmp_path / "b", buffer=buffer)
-    rows = trained_rows()
-    without.feed(rows)
-    beside.feed([with_rejected(one) for one in rows])
-    stopped = [trainer.run(1, max_steps=2) for trainer in (without, beside)]
-    assert stopped[0].loss == stopped[1].loss
-    assert stopped[0].tokens == stopped[1].tokens > 0
-    expected, got = without.weights(), beside.weights()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -260,15 +214,8 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
     assert promoted.candidate - promoted.serving > promoted.noise
     assert promoted.candidate == pytest.approx(1 + sum(promoted.survival))
     assert np.cumprod(promoted.conditional) == pytest.approx(promoted.survival)
-    assert set(promoted.lengths_by_bucket) == {"prompt_end", "early", "late"}
     assert (promoted.lm_head_hash, promoted.path) == (HASH, str(trainer.candidates.path(1)))
     assert promoted.optimizer_steps % 5 == 0
-    (contender,) = trainer.trainer.standing().leaderboard
-    assert (contender.kind, contender.accept_length, contender.servable) == (
-        "eagle",
-        promoted.candidate,
-        True,
-    )
     assert trainer.trainer.gate.serving.version == 0
 
     trainer.parent.sent.clear()
@@ -338,68 +285,9 @@ def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(
     assert (judged.epoch, judged.positions) == (2, 32 * (60 - PROMPT))
 
 
-@pytest.mark.usefixtures("one_rank", "other_kind")
-def test_shadows_learn_in_their_share_and_only_what_can_be_served_is_promoted(
-    tmp_path: Path,
-) -> None:
-    trainer = Trainer(
-        tmp_path / "candidates",
-        max_epochs=1e6,
-        shadows=["other"],
-        shadow_share=0.25,
-        gate={"interval_steps": 12},
-    )
-    trainer.feed(trained_rows())
-    trainer.feed_always(fresh_rows())
-    stopped = trainer.run(1, max_steps=12)
-    eagle, other = trainer.students
-    assert (eagle.turns, other.turns) == (48, 15)
-    assert (stopped.steps, stopped.micro_batches, other.learner.total_steps) == (12, 48, 3)
-    assert not trainer.judged(), "the step that makes a round due is the last of this activation"
-    trainer.run(2, max_steps=12)
-    decision = trainer.judged()[0]
-    assert decision.kind == "eagle"
-    assert {one.kind: (one.optimizer_steps, one.servable) for one in decision.leaderboard} == {
-        "eagle": (12, True),
-        "other": (4, False),  # a lease begins with a micro-batch, and this turn was the shadow's
-    }
-    kept = read_drafter(tmp_path / "speculator-other", TARGET)
-    assert isinstance(kept, OtherNet)
-
-
-@pytest.mark.usefixtures("one_rank", "other_kind")
-def test_a_better_kind_that_can_be_served_takes_over_with_the_next_version(tmp_path: Path) -> None:
-    trainer = Trainer(
-        tmp_path,
-        max_epochs=1e6,
-        shadows=["other"],
-        shadow_share=0.8,
-        servable=["eagle", "other"],
-        gate={"interval_steps": 4},
-    )
-    trainer.feed(trained_rows())
-    trainer.feed_always(fresh_rows())
-    trainer.run(1, max_steps=20, until="promoted")
-    (promoted,) = trainer.judged("promoted")
-    assert (promoted.kind, promoted.drafter_version) == ("other", 1), "four times the steps"
-    assert promoted.candidate_speedup - promoted.serving_speedup > promoted.speedup_noise
-    trainer.run(2, max_steps=1, drafter=1)
-    assert isinstance(trainer.trainer.gate.serving.net, OtherNet)
-
-
-@pytest.mark.usefixtures("one_rank", "other_kind")
-def test_measured_costs_of_the_engine_decide_between_kinds(tmp_path: Path) -> None:
-    """The same race as above, but the engine has measured that a round of the other kind takes four
-    times as long.
-    """
-    trainer = Trainer(
-        tmp_path,
-        max_epochs=1e6,
-        shadows=["other"],
-        shadow_share=0.8,
-        servable=["eagle", "other"],
-        gate={"interval_steps": 4},
-    )
+@pytest.mark.usefixtures("one_rank")
+def test_costs_that_the_engine_has_measured_make_the_speed_ups(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 4})
     trainer.feed(trained_rows())
     trainer.feed_always(fresh_rows())
     costs = {"eagle:5_1_6": 1.5, "other:5_1_6": 6.0}
@@ -408,13 +296,7 @@ def test_measured_costs_of_the_engine_decide_between_kinds(tmp_path: Path) -> No
     assert trainer.judged()
     for one in trainer.judged():
         assert one.costs_measured
-        assert {row.kind: row.speedup for row in one.leaderboard} == pytest.approx(
-            {
-                row.kind: max(1.0, row.accept_length / costs[f"{row.kind}:5_1_6"])
-                for row in one.leaderboard
-            }
-        )
-        assert one.kind == "eagle"
+        assert one.candidate_speedup == pytest.approx(max(1.0, one.candidate / 1.5))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -642,7 +524,7 @@ def test_micro_batches_are_as_long_as_the_slowest_drafter_learns_from_in_its_tim
     trainer = Trainer(tmp_path, max_micro_batch_tokens=1_000, micro_batch_ms=20.0)
     sizes = []
     for seconds_per_token in (0.0, 1e-4, 1e-6, 1.0):
-        trainer.students.primary.seconds_per_token = seconds_per_token
+        trainer.trainer.seconds_per_token = seconds_per_token
         sizes.append(trainer.rows.shape())
     assert sizes == [(1, 32), (1, 200), (1, 1_000), (1, 32)]
 

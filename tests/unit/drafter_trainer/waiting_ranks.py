@@ -11,10 +11,9 @@ from unit.drafter_trainer.test_trainer import ScriptedParent
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.heads import PolicyHeads
-from paceline.services.drafter_trainer.learn.membership import on_cpu
-from paceline.services.drafter_trainer.learn.students import Students
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import on_cpu, receive
 from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.services.drafter_trainer.trainer import DrafterTrainer
@@ -31,15 +30,17 @@ def main(directory: Path, collective_s: float) -> None:
     rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
     rows.add_head(toy_policy().policy_head())
     link = TrainerLink(ScriptedParent())  # type: ignore[arg-type]
-    students = Students(settings, [EagleNet(TARGET, seed=1)], members)
-    trainer = DrafterTrainer(settings, students, rows, link, Candidates(directory, TARGET))
+    learner = DrafterLearner(
+        EagleNet(TARGET, seed=1), settings.optimizer, micro_batches=4, members=members
+    )
+    trainer = DrafterTrainer(settings, learner, rows, link, Candidates(directory, TARGET))
     if dist.get_rank() == 0:
         stopped = trainer.run_activation(m.Activate(1, 0, 0, 0, slots=[0, 1]))
         assert stopped.reason == "no_data"
     else:
         words = []
         while not words or words[-1] != "stop":
-            words.append(sharing.receive(members)[1])
+            words.append(receive(members))
         assert set(words) == {"wait", "stop"}
     members.meet()
     dist.destroy_process_group()

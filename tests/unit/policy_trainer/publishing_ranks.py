@@ -19,13 +19,11 @@ from paceline.errors import ResourceExhausted, WeightsError
 from paceline.services.policy_trainer import publish
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.parallel import form_mesh
-from paceline.services.policy_trainer.publish import publication_of, take_served
-from paceline.services.policy_trainer.publisher import Publisher
+from paceline.services.policy_trainer.publish import Publisher, publication_of, take_served
 from paceline.tensors import NamedTensor
-from paceline.training import streaming
+from paceline.training import shards
 from paceline.training.checkpoints import CheckpointWriter, read_each_whole
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_all_ranks
@@ -50,7 +48,7 @@ def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
     """Publishes and exports; each rank writes what it holds, rank 0 the export, the whole state as
     torch gathers it, and bytes.
     """
-    streaming.PIECE_BYTES = PIECE
+    shards.PIECE_BYTES = PIECE
     learner = stepped(model, out, given)
     with Held() as published:
         publication = publication_of(1, learner.published(), learner.shapes(), learner.config)
@@ -82,7 +80,7 @@ def pushing(model: Path, out: Path, given: Mapping[str, object], spoil: Mapping[
     """Pushes the start's weights, and again when a few of two tensors have moved; rank 0 writes the reports.
     `spoil`: numbers of one rank become NaN before the third version, whose error is written.
     """
-    streaming.PIECE_BYTES = PIECE
+    shards.PIECE_BYTES = PIECE
     run = {"model": str(model), "device": "cpu", "run": {"dir": str(out / "run")}}
     config = PolicyTrainerConfig.model_validate({**run, **given})
     learner = build_learner(config, form_mesh(config))
@@ -134,7 +132,7 @@ def adapted(model: Path, out: Path, dtype: str) -> None:
 
 def taking(model: Path, out: Path, dtype: str) -> None:
     """Takes what serves where its bits differ; rank 0 writes own weights, those, and the taken."""
-    streaming.PIECE_BYTES = PIECE
+    shards.PIECE_BYTES = PIECE
     learner = stepped(model, out, {"publish_dtype": dtype})
     own = {name: one.clone() for name, one in whole(learner.published()).items()}
     served = {name: one.to(getattr(torch, dtype), copy=True) for name, one in own.items()}

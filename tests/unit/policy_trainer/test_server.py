@@ -14,7 +14,6 @@ from paceline.models.config import check_model
 from paceline.ranks.messages import Failed
 from paceline.services.policy_trainer.audit import AuditCell, AuditState, PathVerdict
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.driver import News, PolicyDriver
 from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Batched,
@@ -26,7 +25,13 @@ from paceline.services.policy_trainer.messages import (
     Stepped,
     Train,
 )
-from paceline.services.policy_trainer.server import PolicyServicer, _response, require_fresh
+from paceline.services.policy_trainer.server import (
+    News,
+    PolicyDriver,
+    PolicyServicer,
+    _response,
+    require_fresh,
+)
 from paceline.v1 import policy_pb2 as pb
 
 

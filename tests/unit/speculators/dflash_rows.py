@@ -11,7 +11,7 @@ import torch
 from unit.speculators.eagle3_rows import TARGET, Array, inner_of, rms_normed, rotated, softmax
 
 from paceline.models.config import ModelConfig
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
+from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.packed import PackedRow
 
 BLOCK, MASK, GAMMA = 5, 11, 3.0

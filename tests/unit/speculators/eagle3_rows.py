@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
+from paceline.speculators.eagle3 import Eagle3Net, Eagle3Options
 from paceline.speculators.packed import PackedRow
 
 Array = npt.NDArray[np.float64]
@@ -65,7 +65,6 @@ def row_of(
         next_tokens=tokens[1:-1],
         draft_tokens=tokens[2:],
         positions=torch.arange(count),
-        parents=torch.arange(count) - 1,
         documents=torch.zeros(count, dtype=torch.int64),
         valid=torch.ones(count, dtype=torch.bool) if valid is None else valid,
         lm_head_hash="",
@@ -85,19 +84,12 @@ def document(length: int, seed: int) -> PackedRow:
 
 def packed(rows: Sequence[PackedRow]) -> PackedRow:
     """Documents one after the other in one row."""
-    starts = np.cumsum([0, *(len(row) for row in rows)]).tolist()
     return PackedRow(
         states=torch.cat([row.states for row in rows]),
         next_states=torch.cat([row.next_states for row in rows]),
         next_tokens=torch.cat([row.next_tokens for row in rows]),
         draft_tokens=torch.cat([row.draft_tokens for row in rows]),
         positions=torch.cat([row.positions for row in rows]),
-        parents=torch.cat(
-            [
-                torch.where(row.parents < 0, -1, row.parents + start)
-                for row, start in zip(rows, starts, strict=False)
-            ]
-        ),
         documents=torch.cat([torch.full((len(row),), number) for number, row in enumerate(rows)]),
         valid=torch.cat([row.valid for row in rows]),
         lm_head_hash="",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.speculators.base import Drafts, DraftShape
-from paceline.speculators.draft_tree import Beam, grow_tree
+from paceline.speculators.net_drafter import Beam, grow_tree
 
 VOCAB = 6
 Path = tuple[int, ...]

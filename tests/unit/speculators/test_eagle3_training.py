@@ -10,7 +10,7 @@ import torch
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, ToyPolicy, toy_policy
 from unit.speculators.eagle3_rows import packed, row_of
 
-from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
+from paceline.speculators.eagle3 import Eagle3Net, Eagle3Options
 from paceline.speculators.packed import PackedRow
 
 DEEP = replace(TARGET, num_layers=4)

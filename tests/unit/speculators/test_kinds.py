@@ -14,7 +14,7 @@ from paceline.arm_names import read_arm
 from paceline.errors import ConfigError
 from paceline.plugins import import_object
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind, find_kind
-from paceline.speculators.loading import net_of, trained_net
+from paceline.speculators.net import net_of, trained_net
 
 TWIN = Path(__file__).parents[2] / "twin_kind.py"
 

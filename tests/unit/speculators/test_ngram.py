@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.ngram.answers import CONTEXTS, ContextTable
-from paceline.speculators.ngram.drafter import NgramSpeculator
+from paceline.speculators.ngram import NgramSpeculator
+from paceline.speculators.ngram_answers import CONTEXTS, ContextTable
 
 
 def drafts_of(

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.ngram.answers import (
+from paceline.speculators.ngram import NgramSpeculator
+from paceline.speculators.ngram_answers import (
     ANSWER_BYTES,
     AnswerStore,
     KeptAnswers,
     prompt_key,
 )
-from paceline.speculators.ngram.drafter import NgramSpeculator
 
 CAPACITY = 64
 Rows = dict[int, tuple[list[int], list[int]]]

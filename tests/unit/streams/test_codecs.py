@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from random_trajectories import COUNTS, WORDS, trajectories
 from paceline.errors import DataLoss, InvalidInput
 from paceline.streams import (
     FeatureBatch,
-    RejectedRows,
     decode_features,
     decode_trajectory,
     encode_features,
@@ -24,7 +23,7 @@ from paceline.streams import (
     trajectory_key,
 )
 from paceline.streams.fields import FEATURES, TRAJECTORIES, EntryLayout
-from paceline.tensors import NamedTensor, as_numpy, decode_safetensors, encode_safetensors
+from paceline.tensors import NamedTensor, as_numpy, decode_safetensors
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 
@@ -33,7 +32,6 @@ def features(draw: st.DrawFn) -> FeatureBatch:
     rows, size = draw(st.integers(0, 6)), draw(st.integers(1, 5))
     dtype = draw(st.sampled_from(["BF16", "F32"]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    drafts = draw(st.integers(0, 5)) if rows else 0
     return FeatureBatch(
         run_id=draw(WORDS),
         step=draw(COUNTS),
@@ -53,42 +51,7 @@ def features(draw: st.DrawFn) -> FeatureBatch:
         layers="1,3",
         convention="pre_norm",
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-        rejected=_rejected(drafts, rows, size, dtype, generator) if drafts else None,
     )
-
-
-def _rejected(
-    count: int, rows: int, size: int, dtype: str, generator: np.random.Generator
-) -> RejectedRows:
-    """Drafts under random rows of the sequence and under each other."""
-    positions = list(range(rows))
-    parents = []
-    for _ in range(count):
-        parents.append(int(generator.integers(len(positions))))
-        positions.append(positions[parents[-1]] + 1)
-    return RejectedRows(
-        NamedTensor(
-            "rejected_hidden",
-            dtype,
-            (count, size),
-            generator.bytes(count * size * (2 if dtype == "BF16" else 4)),
-        ),
-        generator.integers(0, 2**31 - 1, count, dtype=np.int32),
-        np.array(positions[rows:], np.int32),
-        np.array(parents, np.int32),
-    )
-
-
-def _with_drafts(parents: list[int], positions: list[int], **changes: Any) -> FeatureBatch:
-    """Two rows of three values and rejected drafts."""
-    count = len(parents)
-    drafts = {
-        "hidden": NamedTensor("rejected_hidden", "BF16", (count, 3), bytes(range(6 * count))),
-        "token_ids": np.arange(20, 20 + count, dtype=np.int32),
-        "positions": np.array(positions, np.int32),
-        "parents": np.array(parents, np.int32),
-    }
-    return replace(_batch(), rejected=RejectedRows(**{**drafts, **changes}))
 
 
 def _batch() -> FeatureBatch:
@@ -138,12 +101,7 @@ def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory) -> None:
 def test_a_feature_batch_comes_back_with_every_field(batch: FeatureBatch) -> None:
     back = decode_features(*encode_features(batch))
     for one in fields(FeatureBatch):
-        if one.name != "rejected":
-            assert same(getattr(back, one.name), getattr(batch, one.name)), one.name
-    assert (back.rejected is None) == (batch.rejected is None)
-    if back.rejected is not None and batch.rejected is not None:
-        for one in fields(RejectedRows):
-            assert same(getattr(back.rejected, one.name), getattr(batch.rejected, one.name)), one
+        assert same(getattr(back, one.name), getattr(batch, one.name)), one.name
 
 
 def same(one: Any, other: Any) -> bool:
@@ -161,7 +119,7 @@ def same(one: Any, other: Any) -> bool:
     ("layout", "entry"),
     [
         (TRAJECTORIES, lambda: encode_trajectory(_trajectory())),
-        (FEATURES, lambda: encode_features(_with_drafts([1, 2], [2, 3]))),
+        (FEATURES, lambda: encode_features(_batch())),
     ],
 )
 def test_an_entry_is_what_its_table_declares(
@@ -174,78 +132,6 @@ def test_an_entry_is_what_its_table_declares(
     for one in layout.payload:
         assert tensors[one.name].dtype == (one.dtype or header["dtype"])
         assert len(tensors[one.name].shape) == len(one.shape)
-
-
-def test_rejected_rows_add_tensors_and_change_nothing_else() -> None:
-    header, payload = encode_features(_batch())
-    more_header, more_payload = encode_features(_with_drafts([1, 2], [2, 3]))
-    assert more_header == header
-    known, more = decode_safetensors(payload), decode_safetensors(more_payload)
-    assert {name: bytes(more[name].view) for name in known} == {
-        name: bytes(known[name].view) for name in known
-    }
-    assert sorted(more.keys() - known.keys()) == [
-        "rejected_hidden",
-        "rejected_parents",
-        "rejected_positions",
-        "rejected_token_ids",
-    ]
-
-
-def test_rejected_rows_are_views_of_the_payload() -> None:
-    header, payload = encode_features(_with_drafts([1, 2], [2, 3]))
-    rejected = decode_features(header, payload).rejected
-    assert rejected is not None
-    for array in (
-        as_numpy(rejected.hidden),
-        rejected.token_ids,
-        rejected.positions,
-        rejected.parents,
-    ):
-        assert np.shares_memory(array, np.frombuffer(payload, np.uint8))
-        assert array.flags.aligned
-
-
-@pytest.mark.parametrize(
-    ("parents", "positions", "changes", "match"),
-    [
-        ([2], [2], {}, "parent does not stand before it"),
-        ([-1], [2], {}, "parent does not stand before it"),
-        ([1, 0], [2, 2], {}, "does not follow its parent"),
-        ([1], [2], {"token_ids": np.zeros(2, np.int32)}, "do not fit"),
-        (
-            [1],
-            [2],
-            {"hidden": NamedTensor("rejected_hidden", "BF16", (1, 2), bytes(4))},
-            "another form",
-        ),
-        (
-            [1],
-            [2],
-            {"hidden": NamedTensor("rejected_hidden", "F32", (1, 3), bytes(12))},
-            "another form",
-        ),
-        (
-            [1],
-            [2],
-            {"hidden": NamedTensor("rejected_hidden", "BF16", (2, 3), bytes(12))},
-            "do not fit",
-        ),
-    ],
-)
-def test_rejected_rows_that_hang_wrongly_are_refused(
-    parents: list[int], positions: list[int], changes: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(InvalidInput, match=match):
-        _with_drafts(parents, positions, **changes)
-
-
-@pytest.mark.parametrize("name", ["hidden", "token_ids", "positions", "parents"])
-def test_a_payload_with_a_part_of_the_rejected_rows_is_data_loss(name: str) -> None:
-    header, payload = encode_features(_with_drafts([1, 2], [2, 3]))
-    parts = [part for key, part in decode_safetensors(payload).items() if key != f"rejected_{name}"]
-    with pytest.raises(DataLoss, match="lacks"):
-        decode_features(header, encode_safetensors(parts))
 
 
 def test_decoded_rows_are_views_of_the_payload() -> None:
@@ -295,9 +181,7 @@ def test_a_damaged_trajectory_payload_is_data_loss(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_feature_payload_is_data_loss_or_other_numbers(data: st.DataObject) -> None:
-    header, payload = encode_features(
-        data.draw(st.sampled_from([_batch(), _with_drafts([1, 2, 2], [2, 3, 3])]))
-    )
+    header, payload = encode_features(_batch())
     with suppress(DataLoss):
         decode_features(header, data.draw(_damaged(payload)))
 

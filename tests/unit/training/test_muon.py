@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.training.muon import COEFFICIENTS, RMS, Muon, orthogonalised
+from paceline.training.optimizer import COEFFICIENTS, RMS, Muon, orthogonalised
 
 LARGER = RMS / 0.2
 """How much larger an update is than one of torch, at the same rate."""

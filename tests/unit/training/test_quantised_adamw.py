@@ -137,6 +137,6 @@ def test_small_tensors_keep_float32_moments() -> None:
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.training.quantised_adamw.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.training.optimizer.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"paceline\[int8\]"):
         NamedOptimizer({"w": torch.nn.Parameter(torch.ones(3))}, CONFIG, moments="int8")

@@ -65,7 +65,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
             Scheduler(spec.max_batch, spec.prefill_tokens),
             store,
             PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store, spec.prefix_tokens),
-            Capture(rows, store, spec.features_dtype, rejected=spec.rejected_rows),
+            Capture(rows, store, spec.features_dtype),
             admission,
             Grammars(config, model_dir),
             tflops,

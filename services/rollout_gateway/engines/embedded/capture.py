@@ -28,8 +28,6 @@ class CapturedRows:
 
     owners: Tensor
     """int64 [R]: row of the batch, ascending."""
-    parents: Tensor
-    """int64 [R]: stamp as in engines/worker/ring.py; parents precede their children."""
     positions: Tensor
     """int64 [R]"""
     token_ids: Tensor
@@ -46,15 +44,11 @@ class Capture:
         sink: RowSink | None,
         store: SlotStore,
         features_dtype: str,
-        *,
-        rejected: bool = False,
     ) -> None:
         self._sink = sink
         self._store = store
         self._dtype = DTYPES[features_dtype]
-        self.takes_rejected = rejected and sink is not None
         self.rows_dropped = 0
-        self.rejected_left_out = 0
 
     @property
     def possible(self) -> bool:
@@ -66,12 +60,10 @@ class Capture:
         slots: Sequence[int],
         sequences: Sequence[RunningSequence],
         version: int,
-        *rejected: CapturedRows,
         least: int = WAITING,
     ) -> None:
         """Write the waiting rows of each captured sequence that has `least` or more. Waiting rows
-        belong to cached tokens not yet written. Rejected drafts follow; their parents are rows of
-        the same call.
+        belong to cached tokens not yet written.
         """
         if self._sink is None:
             return
@@ -82,24 +74,25 @@ class Capture:
                 one.captured = one.cached
         if parts:
             ids = [one.request.request_id for one in sequences]
-            self._write(ids, version, *parts, *rejected)
+            self._write(ids, version, parts)
 
     def _waiting(self, owner: int, slot: int, sequence: RunningSequence) -> CapturedRows:
         stretch = slice(sequence.captured, sequence.cached)
         positions = torch.arange(stretch.start, stretch.stop)
         return CapturedRows(
             torch.full_like(positions, owner),
-            torch.zeros_like(positions),
             positions,
             self._store.token_ids[slot, stretch],
             self._store.hidden[slot, stretch],
         )
 
-    def _write(self, request_ids: Sequence[int], version: int, *parts: CapturedRows) -> None:
+    def _write(
+        self, request_ids: Sequence[int], version: int, parts: Sequence[CapturedRows]
+    ) -> None:
         assert self._sink is not None
-        owners, parents, positions, token_ids = (
+        owners, positions, token_ids = (
             torch.cat([getattr(part, name) for part in parts]).cpu().numpy()
-            for name in ("owners", "parents", "positions", "token_ids")
+            for name in ("owners", "positions", "token_ids")
         )
         states = torch.cat([part.hidden for part in parts]).to(self._dtype).cpu()
         written = self._sink.write(
@@ -108,6 +101,5 @@ class Capture:
             token_ids.astype(np.uint32),
             version,
             states.view(torch.uint8).numpy(),
-            parents.astype(np.uint32),
         )
         self.rows_dropped += len(owners) - written

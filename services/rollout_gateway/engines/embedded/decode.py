@@ -19,12 +19,10 @@ from paceline.models.decoder import Block, forward_hidden, head_logits, make_blo
 from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.services.rollout_gateway.engines.embedded.capture import (
     Capture,
-    CapturedRows,
 )
 from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
-from paceline.services.rollout_gateway.engines.embedded.rejected import rejected_drafts
 from paceline.services.rollout_gateway.engines.embedded.sampled import verify_drawn
 from paceline.services.rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
 from paceline.services.rollout_gateway.engines.embedded.stopwatch import Stopwatch
@@ -107,7 +105,7 @@ class Decoder:
         verdict = self._verify(one, params)
         taken = self._accept(one, verdict)
         stopwatch.lap("sample")
-        self._keep(one, verdict, taken)
+        self._keep(one, verdict)
         if teaches:
             speculation.learn_drafts(parts, verdict)
         stopwatch.lap("keep")
@@ -218,9 +216,9 @@ class Decoder:
                 origins[row] = DrawnBy(version, part.arm.name, numbers)
         return origins
 
-    def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:
+    def _keep(self, one: Round, verdict: Verdict) -> None:
         """Store tokens, states and cache of the accepted path, as if its tokens were decoded one by
-        one. Rejected drafts are captured together with the rows of their parents.
+        one.
         """
         store, nodes, path, length = self._store, one.nodes, verdict.path, verdict.tokens.shape[1]
         cells = store.cells(one.slots, one.roots, length)
@@ -231,24 +229,6 @@ class Decoder:
         store.keep_tokens(cells, verdict.tokens)
         if path is not None:
             store.keep_path(one.slots, one.roots, path)
-        if self._capture.takes_rejected and nodes.width > 1:
-            rejected = self._rejected_rows(one, verdict, taken)
-            version = self._weights.versions.policy
-            self._capture.take(one.slots.tolist(), one.rows, version, rejected, least=1)
-
-    def _rejected_rows(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> CapturedRows:
-        nodes = one.nodes
-        wanted = [
-            count if sequence.request.capture else 0
-            for sequence, count in zip(one.rows, taken, strict=True)
-        ]
-        drafts = rejected_drafts(nodes, verdict, torch.tensor(wanted, device=one.roots.device))
-        self._capture.rejected_left_out += drafts.left_out
-        at = (drafts.rows, drafts.nodes)
-        states = one.hidden[one.place(drafts.rows * nodes.width + drafts.nodes)]
-        return CapturedRows(
-            drafts.rows, drafts.parents, one.positions[at], nodes.tokens[at], states
-        )
 
 
 def _along(one: Round, verdict: Verdict) -> Tensor:

@@ -18,7 +18,7 @@ from paceline.models.decoder import DecoderWeights
 from paceline.services.rollout_gateway.engines.embedded.kinds import Kinds
 from paceline.services.rollout_gateway.engines.nouns import Capability, missing
 from paceline.speculators.base import DraftBatch, Speculator, SpeculatorSetup
-from paceline.speculators.loading import build_drafter
+from paceline.speculators.net import build_drafter
 from paceline.speculators.shift import AcceptanceShift, read_shift
 from paceline.telemetry import get_logger
 

@@ -86,7 +86,6 @@ class EmbeddedEngine:
             Capability.PROMPT_LOGPROBS: True,
             Capability.CAPTURE: capture.possible,
             Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
-            Capability.REJECTED_ROWS: capture.takes_rejected,
             Capability.JSON_SCHEMA: grammars.possible,
             Capability.GRAMMARS: grammars.possible,
             Capability.RELEASE_MEMORY: True,
@@ -306,7 +305,6 @@ class EmbeddedEngine:
             ),
             arms=tuple(bandit.reports()),
             rows_dropped=self._capture.rows_dropped,
-            rejected_left_out=self._capture.rejected_left_out,
             split=self._decoder.split,
             prefixes=self._prefixes.stats,
         )

@@ -16,7 +16,7 @@ from paceline.speculators.kinds import (
     find_kind,
     kind_of_checkpoint,
 )
-from paceline.speculators.loading import net_of
+from paceline.speculators.net import net_of
 
 LARGEST = TreeSize(steps=15, topk=16, draft_tokens=64)
 """Largest value of each number in an arm's name."""

@@ -68,5 +68,3 @@ class EmbeddedSpec(EmbeddedConfig, ModelSpec):
     that `drafter` and `more_drafters` read. The layers of a kind by import path are unknown before
     it is loaded.
     """
-    rejected_rows: bool = False
-    """Whether rows of rejected drafts are written too, a few per request and round."""

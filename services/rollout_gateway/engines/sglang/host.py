@@ -202,7 +202,7 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
     from safetensors.torch import save_file
 
     from paceline.models.loading import read_tensors
-    from paceline.speculators.loading import trained_net
+    from paceline.speculators.net import trained_net
 
     given = Path(spec.drafter_dir) if spec.drafter_dir else folder
     if not spec.drafter_dir:

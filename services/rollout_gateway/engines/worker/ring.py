@@ -8,19 +8,8 @@ The first page is the header, six little-endian u64: magic, capacity in rows, by
 hidden state, rows written, rows read, rows dropped. The three counters only grow; the first two
 modulo the capacity give the slot. `written` advances only after the bytes of its rows are complete.
 
-A row is the state at a token of its request's sequence, or at a draft that was verified and
-rejected. Its `parent` distinguishes both and locates the parent of a draft:
-
-  0      a row of the sequence
-  1      a rejected draft; its parent is the sequence's row at the previous position, same call
-  1 + d  a rejected draft; its parent is the row d rows earlier among the rows of its request
-
-A call writes the rows of sequences first, then rejected drafts, parents before their children. If
-the ring is full, only the first rows are kept. So drafts are dropped before rows of sequences, and
-no draft is kept without its parent.
-
-A reader that loses rows itself must check each parent: for a rejected row, one position below. If
-the parent is missing, the child is lost too.
+A row is the state at a token of its request's sequence. If the ring is full, only the first rows of
+a call are kept.
 """
 
 from __future__ import annotations
@@ -42,16 +31,13 @@ RowArray = npt.NDArray[Any]
 
 
 def row_dtype(row_bytes: int) -> np.dtype[Any]:
-    """One row: request, policy version, absolute position, its token, stamp of its parent, bytes of
-    its state.
-    """
+    """One row: request, policy version, absolute position, its token, bytes of its state."""
     return np.dtype(
         [
             ("request_id", "<u8"),
             ("policy_version", "<u8"),
             ("position", "<u4"),
             ("token_id", "<u4"),
-            ("parent", "<u4"),
             ("hidden", "u1", (row_bytes,)),
         ]
     )
@@ -119,7 +105,6 @@ class RowRing:
         token_ids: npt.NDArray[np.uint32],
         policy_version: int,
         hidden: npt.NDArray[np.uint8],
-        parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         """Append rows; rows beyond the free room are dropped and counted. hidden [n, row_bytes].
 
@@ -141,7 +126,6 @@ class RowRing:
             rows["policy_version"] = policy_version
             rows["position"] = positions[part]
             rows["token_id"] = token_ids[part]
-            rows["parent"] = 0 if parents is None else parents[part]
             rows["hidden"] = hidden[part]
             begun = part.stop
         self._header[_DROPPED] += np.uint64(len(request_ids) - kept)

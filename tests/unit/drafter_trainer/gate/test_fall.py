@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.services.drafter_trainer.gate.fall import HURRIED, Hurry, ServedLength
+from paceline.services.drafter_trainer.gate.freeze import HURRIED, Hurry, ServedLength
 
 
 def test_a_length_falls_by_more_than_the_noise_of_both_judgements() -> None:

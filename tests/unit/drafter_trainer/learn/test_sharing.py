@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from rank_processes import run_ranks
 from unit.drafter_trainer import sharing_ranks, waiting_ranks
-from unit.drafter_trainer.samples import sample, sample_with_rejected
+from unit.drafter_trainer.samples import sample
 
 from paceline.local.patience import patient
-from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.packed import PackedRow
 
 
-def test_rows_with_rejected_drafts_and_words_arrive_as_they_were_sent(tmp_path: Path) -> None:
+def test_rows_and_words_arrive_as_they_were_sent(tmp_path: Path) -> None:
     run_ranks(sharing_ranks.main, 2, tmp_path, tmp_path / "received")
     first, word, second, again = torch.load(tmp_path / "received", weights_only=False)
     assert (word, again) == ("snapshot", "snapshot")
     for got, samples in (
-        (first, [sample_with_rejected(12, 1), sample(7, 2)]),
+        (first, [sample(12, 1), sample(7, 2)]),
         (second, [sample(5, 3)]),
     ):
         sent = pack(samples, window=512)

@@ -1,11 +1,11 @@
-"""Rows pair (h_t, token t+1) with h_{t+1} and token t+2; documents and branches of one row do not
+"""Rows pair (h_t, token t+1) with h_{t+1} and token t+2; documents of one row do not
 see each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,20 +16,15 @@ from unit.drafter_trainer.samples import (
     VOCABULARY,
     batch,
     sample,
-    sample_with_rejected,
     toy_policy,
-    with_rejected,
 )
 
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.services.drafter_trainer.rows.sample import Branches, FeatureSample, sample_from
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack, sample_from
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.loading import trained_net
+from paceline.speculators.net import trained_net
 from paceline.speculators.packed import PackedRow
-from paceline.streams import decode_features, encode_features
 
 LENGTHS = (9, 14, 6, 21)
-MAKERS = (sample, sample_with_rejected)
 
 
 def rough_net() -> EagleNet:
@@ -50,8 +45,8 @@ def features(row: PackedRow) -> Tensor:
         )[0]
 
 
-def made(maker: Callable[[int, int], FeatureSample]) -> list[FeatureSample]:
-    return [maker(length, seed) for seed, length in enumerate(LENGTHS)]
+def made() -> list[FeatureSample]:
+    return [sample(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
 def packed(samples: Sequence[FeatureSample], window: int = 512) -> PackedRow:
@@ -61,75 +56,25 @@ def packed(samples: Sequence[FeatureSample], window: int = 512) -> PackedRow:
 def contexts(sample: FeatureSample) -> list[tuple[list[Tensor], list[int], Tensor]]:
     """Oracle: for every training position its path alone: states and next tokens from row 0 on, and
     the state after.
-
-    The sequence's positions first, then those of rejected drafts, in the order of the sample.
     """
     rows, tokens = list(sample.hidden), sample.token_ids.tolist()
-    found = [(rows[: t + 1], tokens[1 : t + 2], rows[t + 1]) for t in range(len(rows) - 1)]
-    drafts = sample.branches
-    for number in range(len(drafts) if drafts is not None else 0):
-        assert drafts is not None
-        chain, node = list[int](), number
-        while node >= 0:
-            chain.insert(0, node)
-            node = int(drafts.parents[node]) - len(rows)
-        root = int(drafts.parents[chain[0]])
-        states = rows[: root + 1] + [drafts.hidden[node] for node in chain]
-        found.append(
-            (states[:-1], tokens[1 : root + 1] + drafts.token_ids[chain].tolist(), states[-1])
-        )
-    return found
+    return [(rows[: t + 1], tokens[1 : t + 2], rows[t + 1]) for t in range(len(rows) - 1)]
 
 
-def test_rejected_rows_come_after_their_sequence_and_change_no_bit_of_it() -> None:
-    without = [batch(length, seed) for seed, length in enumerate(LENGTHS)]
-    for one in without:
-        plain, beside = (
-            packed([sample_from(decode_features(*encode_features(part)), TARGET)], window=16)
-            for part in (one, with_rejected(one))
-        )
-        for part in fields(PackedRow):
-            expected, got = getattr(plain, part.name), getattr(beside, part.name)
-            assert (
-                torch.equal(got[: len(plain)], expected)
-                if isinstance(expected, Tensor)
-                else got == expected
-            )
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_the_targets_own_step_maps_every_pair_to_its_target(
-    maker: Callable[[int, int], FeatureSample],
-) -> None:
+def test_the_targets_own_step_maps_every_pair_to_its_target() -> None:
     policy = toy_policy()
-    row = packed(made(maker))
+    row = packed(made())
     torch.testing.assert_close(policy.step(row.states, row.next_tokens), row.next_states)
-    drawn = row.valid & (row.draft_tokens >= 0)
+    drawn = row.valid
     assert torch.equal((row.next_states @ policy.head.T).argmax(-1)[drawn], row.draft_tokens[drawn])
     # A sequence of N tokens has N - 1 rows, N - 2 pairs; tokens from PROMPT on are the policy's.
-    sequences = row.draft_tokens >= 0
-    assert int(sequences.sum()) == sum(length - 2 for length in LENGTHS)
+    assert len(row) == sum(length - 2 for length in LENGTHS)
     assert int(drawn.sum()) == sum(length - PROMPT for length in LENGTHS)
-    assert row.positions[sequences].tolist() == [t for length in LENGTHS for t in range(length - 2)]
+    assert row.positions.tolist() == [t for length in LENGTHS for t in range(length - 2)]
 
 
-def test_rejected_drafts_are_learned_from_and_never_a_drawn_token() -> None:
-    samples = made(sample_with_rejected)
-    row = packed(samples)
-    branches = row.draft_tokens < 0
-    assert (
-        int(branches.sum())
-        == sum(len(one.branches) for one in samples if one.branches is not None)
-        == 24
-    )
-    assert row.valid[branches].all()
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_a_position_of_a_packed_row_predicts_as_its_path_alone(
-    maker: Callable[[int, int], FeatureSample],
-) -> None:
-    samples, net, got = made(maker), rough_net(), None
+def test_a_position_of_a_packed_row_predicts_as_its_path_alone() -> None:
+    samples, net, got = made(), rough_net(), None
     row = packed(samples)
     got = features(row)
     paths = [one for part in samples for one in contexts(part)]
@@ -144,11 +89,8 @@ def test_a_position_of_a_packed_row_predicts_as_its_path_alone(
         assert int(row.positions[here]) == len(tokens) - 1
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-def test_loss_and_gradients_of_a_packed_row_are_those_of_its_samples(
-    maker: Callable[[int, int], FeatureSample],
-) -> None:
-    samples, whole, alone = made(maker), rough_net(), rough_net()
+def test_loss_and_gradients_of_a_packed_row_are_those_of_its_samples() -> None:
+    samples, whole, alone = made(), rough_net(), rough_net()
     objective = whole(packed(samples))
     parts = [alone(packed([one])) for one in samples]
     objective.loss.backward()
@@ -168,7 +110,7 @@ def test_loss_and_gradients_of_a_packed_row_are_those_of_its_samples(
 
 @pytest.mark.parametrize("kind", ["eagle", "lstm", "mlp"])  # rows of EAGLE-3 are like EAGLE's
 def test_padding_changes_neither_loss_nor_gradients(kind: str) -> None:
-    samples = made(sample_with_rejected)
+    samples = made()
     net = trained_net(kind).fresh(TARGET, trained_net(kind).Options(), 3)
     policy = toy_policy()
     net.bind(policy.embed, policy.head)
@@ -182,7 +124,7 @@ def test_padding_changes_neither_loss_nor_gradients(kind: str) -> None:
 
 
 def changed_token(sample: FeatureSample, at: int) -> FeatureSample:
-    """Another token there, and other states from it on; drafts as they were."""
+    """Another token there, and other states from it on."""
     tokens, hidden = sample.token_ids.clone(), sample.hidden.clone()
     tokens[at] = (tokens[at] + 1) % VOCABULARY
     hidden[at:] += 1
@@ -199,24 +141,6 @@ def test_a_changed_token_moves_no_earlier_prediction_and_none_of_another_documen
         assert torch.equal(moved, (row.documents == 1) & (row.positions >= at - 1))
 
 
-def test_a_changed_branch_moves_no_prediction_but_its_own_and_those_under_it() -> None:
-    samples = made(sample_with_rejected)
-    row, before = packed(samples), features(packed(samples))
-    branches = samples[1].branches
-    assert branches is not None
-    for number in range(len(branches)):
-        tokens = branches.token_ids.clone()
-        tokens[number] = (tokens[number] + 1) % VOCABULARY
-        other = replace(samples[1], branches=replace(branches, token_ids=tokens))
-        moved = (features(packed([samples[0], other, *samples[2:]])) - before).abs().amax(-1) > 0
-        under, rows = {number}, len(samples[1].hidden)
-        for child, parent in enumerate(branches.parents.tolist()):
-            under |= {child} if parent - rows in under else set()
-        first = samples[0].size + samples[1].positions
-        assert moved.nonzero()[:, 0].tolist() == [first + node for node in sorted(under)]
-    assert len(before) == len(row)
-
-
 def test_a_long_sample_gives_its_last_window() -> None:
     whole, cut = packed([sample(21, 3)]), packed([sample(21, 3)], window=5)
     assert torch.equal(cut.states, whole.states[-5:])
@@ -226,45 +150,9 @@ def test_a_long_sample_gives_its_last_window() -> None:
     assert cut.positions.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("start", range(16))
-def test_a_window_holds_the_drafts_beside_its_own_positions(start: int) -> None:
-    whole = sample_from(with_rejected(batch(20, 5), 5, count=30), TARGET)
-    cut = whole.cut(start, 3)
-    assert isinstance(whole.branches, Branches)
-    assert isinstance(cut.branches, Branches)
-    kept = [
-        (t, d)
-        for t, d in zip(
-            whole.branches.token_ids.tolist(), whole.branches.depths.tolist(), strict=True
-        )
-    ]
-    kept = [
-        one
-        for one, root in zip(kept, whole.branches.roots.tolist(), strict=True)
-        if start <= root <= start + 3
-    ]
-    assert (
-        list(zip(cut.branches.token_ids.tolist(), cut.branches.depths.tolist(), strict=True))
-        == kept
-    )
-    row = packed([cut])
-    torch.testing.assert_close(toy_policy().step(row.states, row.next_tokens), row.next_states)
-    sequence = packed([whole])
-    assert torch.equal(row.states[:3], sequence.states[start : start + 3])
-    assert torch.equal(row.draft_tokens[:3], sequence.draft_tokens[start : start + 3])
-    assert torch.equal(row.valid[:3], sequence.valid[start : start + 3])
-    assert (row.positions >= 0).all()
-    for here, (_, tokens, _) in enumerate(contexts(cut)):
-        assert row.next_tokens[row.mask()[here]].tolist() == tokens
-
-
-def test_states_of_an_older_policy_version_and_drafts_under_them_are_no_target() -> None:
-    mixed = with_rejected(batch(12, 0, version=4), 0, count=20)
+def test_states_of_an_older_policy_version_are_no_target() -> None:
+    mixed = batch(12, 0, version=4)
     mixed.versions[:7] = 3
-    made_of = sample_from(mixed, TARGET)
-    row = packed([made_of])
+    row = packed([sample_from(mixed, TARGET)])
     # Row t is learned from when row t + 1, its target, is of the last version.
-    assert row.valid[:10].tolist() == [t + 1 >= 7 for t in range(10)]
-    assert made_of.branches is not None
-    assert 0 < len(made_of.branches) < 20
-    assert (made_of.branches.roots >= 7).all()
+    assert row.valid.tolist() == [t + 1 >= 7 for t in range(10)]

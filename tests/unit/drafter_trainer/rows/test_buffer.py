@@ -16,9 +16,7 @@ from unit.drafter_trainer.samples import (
     TARGET,
     batch,
     sample,
-    sample_with_rejected,
     sessions,
-    with_rejected,
 )
 
 from paceline.errors import DataLoss
@@ -176,21 +174,6 @@ def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_see
     assert len(set(starts[0])) > 60
 
 
-@pytest.mark.parametrize("rejected", [True, False])
-def test_rejected_drafts_count_and_are_kept_when_asked_for(rejected: bool) -> None:
-    held = buffer(rejected=rejected)
-    (name,) = sessions(1, heldout=False, every=EVERY)
-    one = dataclasses.replace(sample_with_rejected(20, 3), session=name)
-    plain = sample(20, 3)
-    held.add(one)
-    assert held.tokens == held.tokens_of([one.lm_head_hash]) == 18 + 6 * rejected
-    assert (held.nbytes > plain.nbytes) is rejected
-    (drawn,) = held.draw(100, known=[one.lm_head_hash])
-    assert (drawn.branches is not None) is rejected
-    held.forget(lambda _: False, "stale_head")
-    assert (held.nbytes, held.tokens, held.dropped["stale_head"]) == (0, 0, 1)
-
-
 def test_fresh_samples_are_not_drawn_before_they_have_judged_or_newer_ones_take_their_place() -> (
     None
 ):
@@ -333,9 +316,6 @@ def bad_batches() -> dict[str, FeatureBatch]:
     gap[4:] += 1
     foreign = good.token_ids.copy()
     foreign[3] = TARGET.vocab_size
-    beside = with_rejected(good)
-    assert beside.rejected is not None
-    strange, broken = np.full(6, -1, dtype=np.int32), from_numpy("rejected_hidden", infinite[:6])
     return {
         "short": batch(2, 0),
         "layer": dataclasses.replace(good, layers="3,7,11"),
@@ -344,12 +324,6 @@ def bad_batches() -> dict[str, FeatureBatch]:
         "not finite": dataclasses.replace(good, hidden=from_numpy("hidden", infinite)),
         "gap": dataclasses.replace(good, positions=gap),
         "vocabulary": dataclasses.replace(good, token_ids=foreign),
-        "rejected token": dataclasses.replace(
-            good, rejected=dataclasses.replace(beside.rejected, token_ids=strange)
-        ),
-        "rejected state": dataclasses.replace(
-            good, rejected=dataclasses.replace(beside.rejected, hidden=broken)
-        ),
     }
 
 

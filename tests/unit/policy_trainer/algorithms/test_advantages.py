@@ -18,7 +18,7 @@ from paceline.services.policy_trainer.algorithms.advantages import (
     normalized,
     returns_to_go,
 )
-from paceline.services.policy_trainer.batches.collected import reward_spread
+from paceline.services.policy_trainer.batches.batcher import reward_spread
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.3, 0.0, 2.0, 5.0, 7.0]
 GROUPS = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3]

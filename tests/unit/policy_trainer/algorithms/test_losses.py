@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig
-from paceline.services.policy_trainer.algorithms.aggregation import token_weights
-from paceline.services.policy_trainer.algorithms.corrections import correction_weights
-from paceline.services.policy_trainer.algorithms.divergences import divergence
 from paceline.services.policy_trainer.algorithms.losses import (
     bounded_ratio,
     clipped_surrogate,
     clipped_value_loss,
+    correction_weights,
+    divergence,
     token_entropy,
     token_logprobs,
+    token_weights,
 )
 
 LOGPROBS = st.floats(-4, -0.01)

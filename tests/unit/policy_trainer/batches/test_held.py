@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.policy_trainer.batches.test_batcher import trajectory
 
-from paceline.services.policy_trainer.batches.held import HeldDraw, HeldGroups, HeldTrajectory
+from paceline.services.policy_trainer.batches.groups import HeldDraw, HeldGroups, HeldTrajectory
 
 GROUPS = ("a", "b")
 Made = list[tuple[str, int, int, int, int, int]]

@@ -20,7 +20,7 @@ from transformers import (
 from unit.policy_trainer.batches.test_packing import SIZES, trajectory
 
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
-from paceline.services.policy_trainer.batches.prefixes import (
+from paceline.services.policy_trainer.batches.packing import (
     TreeRow,
     neighbours,
     prefix_units,

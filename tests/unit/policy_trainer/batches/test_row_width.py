@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer.batches.test_packing import SIZES
 
-from paceline.services.policy_trainer.batches.packing import plan_micro_batches
-from paceline.services.policy_trainer.batches.prefixes import Unit, neighbours, prefix_units
-from paceline.services.policy_trainer.batches.row_width import (
+from paceline.services.policy_trainer.batches.packing import (
     ROW_TOKENS,
     Packing,
+    Unit,
     cheapest,
     cost,
+    neighbours,
+    plan_micro_batches,
+    prefix_units,
     widths,
 )
 from paceline.services.policy_trainer.learn.model import MASKED, PolicyModel, ValueModel, pair_cost

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn.build import form_mesh
 from paceline.training import STORE_VARIABLE
 
 

@@ -20,9 +20,9 @@ from paceline.ranks.messages import Save
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
 from paceline.services.policy_trainer.config import AdaptersConfig, PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner
-from paceline.services.policy_trainer.learn.figures import Figures
 from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.services.policy_trainer.learn.minibatches import mini_batches
+from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.services.policy_trainer.messages import Progress
 from paceline.services.policy_trainer.trainer import PolicyTrainer
 from paceline.training.shards import local_of
@@ -201,7 +201,7 @@ def test_adapters_without_peft_are_refused_by_name(
     model_dir: Path, tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "paceline.services.policy_trainer.learn.adapters.find_spec", lambda name: None
+        "paceline.services.policy_trainer.learn.weights.find_spec", lambda name: None
     )
     with pytest.raises(ConfigError, match=r"paceline\[lora\].*adapters.rank=2"):
         built(model_dir, tmp_path, mesh)

@@ -12,7 +12,7 @@ from torch.nn import Linear
 from torch.nn.functional import cross_entropy
 
 from paceline.services.policy_trainer.algorithms.losses import token_entropy, token_logprobs
-from paceline.services.policy_trainer.learn.head import _Scores, head_logprobs
+from paceline.services.policy_trainer.learn.model import _Scores, head_logprobs
 
 
 def drawn(rows: int = 5, vocabulary: int = 11) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn import parallel
-from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.learn import build
+from paceline.services.policy_trainer.learn.build import form_mesh
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_ranks_that_may_choose_stay_on_the_cpu_then(
     monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh
 ) -> None:
     joined: list[str] = []
-    monkeypatch.setattr(parallel, "join_ranks", lambda kind, *_, **__: joined.append(kind))
-    monkeypatch.setattr(parallel, "init_device_mesh", lambda kind, *_, **__: mesh)
+    monkeypatch.setattr(build, "join_ranks", lambda kind, *_, **__: joined.append(kind))
+    monkeypatch.setattr(build, "init_device_mesh", lambda kind, *_, **__: mesh)
     form_mesh(PolicyTrainerConfig(device="auto"))
     assert joined == ["cpu"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig
-from paceline.services.policy_trainer.algorithms.corrections import correction_weights
+from paceline.services.policy_trainer.algorithms.losses import correction_weights
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request

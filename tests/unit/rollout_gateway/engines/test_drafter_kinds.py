@@ -30,7 +30,7 @@ from paceline.services.rollout_gateway.engines.nouns import (
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.kinds import SPECULATORS
-from paceline.speculators.loading import net_of
+from paceline.speculators.net import net_of
 from paceline.speculators.shift import FILE, AcceptanceShift
 from paceline.trajectory import NEAR_TIE_GAP, SpeculationStats, Target, VersionSet
 

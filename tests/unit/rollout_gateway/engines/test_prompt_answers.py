@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape
-from paceline.speculators.ngram.drafter import NgramSpeculator
+from paceline.speculators.ngram import NgramSpeculator
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 
 ARM, MOST = "ngram:4_1_5", 5

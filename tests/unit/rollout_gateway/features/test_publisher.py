@@ -104,30 +104,6 @@ async def test_rows_nobody_asked_for_are_ignored() -> None:
     assert sender.rows_dropped == 0
 
 
-async def test_rejected_drafts_count_as_rows_when_their_batch_is_dropped() -> None:
-    sender = publisher(queue_batches=1)
-    draft = rows(2)
-    draft["parent"], draft["token_id"] = 1, 99
-    for _ in range(2):
-        sender.expect(1)
-        sender.take(rows(0, 1))
-        sender.take(draft)
-        sender.publish(1, origin())
-    assert sender.rows_dropped == 3
-
-
-async def test_a_rejected_draft_whose_parent_found_no_room_is_dropped_and_counted() -> None:
-    sender = publisher(gather_bytes=rows(0, 1, 2).nbytes)
-    orphan = rows(4)
-    orphan["parent"], orphan["token_id"] = 1, 99
-    sender.expect(1)
-    for part in (rows(0, 1), rows(2, 3), orphan):  # the second does not fit
-        sender.take(part)
-    assert sender.rows_dropped == 2
-    sender.publish(1, origin())
-    assert sender.rows_dropped == 3
-
-
 async def test_a_request_that_is_not_recorded_leaves_no_rows() -> None:
     sender = publisher()
     sender.expect(1)

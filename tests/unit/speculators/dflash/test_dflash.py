@@ -11,8 +11,9 @@ from unit.speculators.dflash_rows import BLOCK, arrays, block_logits, formula, r
 from unit.speculators.eagle3_rows import TARGET, document, inner_of, packed
 
 from paceline.errors import ConfigError, DataLoss, InvalidInput
-from paceline.speculators.dflash import net as dflash_net
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
+from paceline.speculators import dflash as dflash_net
+from paceline.speculators import packed as packed_rows
+from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
 
@@ -58,7 +59,7 @@ def test_gradients_are_those_of_the_formula() -> None:
 def test_chain_logits_are_those_of_a_block_at_each_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dflash_net, "TOGETHER", 3)
+    monkeypatch.setattr(packed_rows, "TOGETHER", 3)
     monkeypatch.setattr(dflash_net, "JUDGED_TOGETHER", 7)
     net, rows = rough_net(), [document(4, 3), document(10, 4)]
     with torch.no_grad():
@@ -99,7 +100,7 @@ def test_packed_documents_learn_as_separate_ones() -> None:
 def test_attention_in_stretches_is_attention_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net, row = rough_net(), packed([document(9, 1), document(13, 3)])
     whole = gradients(net, [row])
-    monkeypatch.setattr(dflash_net, "TOGETHER", 2)
+    monkeypatch.setattr(packed_rows, "TOGETHER", 2)
     for name, gradient in gradients(net, [row]).items():
         torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-4)
 
@@ -121,29 +122,6 @@ def test_a_token_or_state_changes_no_block_before_it_and_no_neighbour() -> None:
     # A token is read by the block that begins with it alone, a state by all blocks behind it.
     assert of_token == [{at}] * (BLOCK - 1)
     assert of_state == [set(range(at, 16))] * (BLOCK - 1)
-
-
-def test_a_rejected_branch_learns_its_own_draft_and_changes_no_other() -> None:
-    net, main = rough_net(), document(8, 1)
-    extra = document(1, 9)
-    branch = replace(
-        extra,
-        positions=torch.tensor([5]),
-        draft_tokens=torch.tensor([-1]),
-        valid=torch.tensor([True]),
-    )
-    row = packed([main, branch])
-    row = replace(row, parents=torch.cat((main.parents, torch.tensor([4]))))
-    with torch.no_grad():
-        alone, both = net(main), net(row)
-    w = arrays(net)
-    along = np.concatenate([inner_of(main)[:5], inner_of(extra)])
-    logits = block_logits(w, along, range(6), int(extra.next_tokens[0]), 6)[0]
-    p = np.exp(w["head"] @ extra.next_states[0].double().numpy())
-    log_q = logits - np.log(np.exp(logits).sum())
-    expected = -(p / p.sum() * log_q).sum()
-    assert float(both.loss - alone.loss) == pytest.approx(expected, rel=1e-4)
-    assert int(both.positions) == int(alone.positions) + 1
 
 
 def test_a_row_without_drafting_targets_costs_nothing() -> None:

@@ -15,8 +15,8 @@ from unit.speculators.eagle3_rows import TARGET, document
 
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models.inner_layers import dflash_inner_layers
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
-from paceline.speculators.loading import read_drafter
+from paceline.speculators.dflash import DflashNet, DflashOptions
+from paceline.speculators.net import read_drafter
 
 LAYER_NAMES = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),

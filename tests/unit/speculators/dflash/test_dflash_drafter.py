@@ -18,12 +18,12 @@ from unit.speculators.eagle3_rows import LAYERS, row_of
 from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
+from paceline.speculators import dflash_drafter
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.dflash import drafter as dflash_drafter
-from paceline.speculators.dflash.drafter import DflashDrafter
-from paceline.speculators.dflash.net import DflashNet, DflashOptions
+from paceline.speculators.dflash import DflashNet, DflashOptions
+from paceline.speculators.dflash_drafter import DflashDrafter
 from paceline.speculators.kinds import find_kind
-from paceline.speculators.loading import build_drafter
+from paceline.speculators.net import build_drafter
 
 V, H, TOKENS, BLOCK = 97, 48, 30, 6
 LENGTHS = [TOKENS, TOKENS - 7]

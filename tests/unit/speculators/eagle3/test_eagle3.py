@@ -21,22 +21,17 @@ from unit.speculators.eagle3_rows import (
 )
 
 from paceline.errors import DataLoss
-from paceline.speculators.eagle3.net import Eagle3Net
+from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.packed import PackedRow
 
 STEPS = 4
 
 
-def position_loss(p: Array, logits: Array, ids: Array, kind: str) -> tuple[float, float]:
+def position_loss(p: Array, logits: Array, ids: Array) -> tuple[float, float]:
     """Loss and alpha of one position from the target's full p [V] and the drafter's logits [Vd]."""
     q, own = softmax(logits), p[ids]
     taught, alpha = own / own.sum(), float(np.minimum(own, q).sum())
-    if kind == "soft_ce":
-        return float(-(taught * np.log(q)).sum()), alpha
-    if kind == "lk_alpha":
-        return float(-np.log(alpha)), alpha
-    w = np.exp(-3 * alpha)
-    return float(w * (taught * np.log(taught / q)).sum() + (1 - w) * (1 - alpha)), alpha
+    return float(-(taught * np.log(q)).sum()), alpha
 
 
 def formula(
@@ -56,7 +51,7 @@ def formula(
                 p = teachers[t + i]
                 if not row.valid[t + i] or p.argmax() not in ids:
                     continue
-                loss, alpha = position_loss(p, logits, ids, str(options.get("loss", "soft_ce")))
+                loss, alpha = position_loss(p, logits, ids)
                 terms["loss"] += 0.8**i * loss
                 terms[f"loss_{i}"] += loss
                 if i == 0:
@@ -71,8 +66,6 @@ def formula(
         {},
         {"draft_vocab_size": 21},
         {"draft_vocab_size": 21, "norm_before_residual": True},
-        {"draft_vocab_size": 21, "loss": "lk_alpha"},
-        {"draft_vocab_size": 21, "loss": "lk_hybrid"},
     ],
 )
 def test_loss_is_the_papers_training_time_test_over_packed_documents(
@@ -155,11 +148,8 @@ def smallest_gap(net: Eagle3Net, row: PackedRow, monkeypatch: pytest.MonkeyPatch
     return min(gaps, default=float("inf"))
 
 
-@pytest.mark.parametrize("loss", ["soft_ce", "lk_alpha", "lk_hybrid"])
-def test_packed_documents_learn_as_separate_ones(
-    loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = rough_net(loss=loss, draft_vocab_size=21)
+def test_packed_documents_learn_as_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = rough_net(draft_vocab_size=21)
     drawn = (
         [document(9, seed), document(1, seed + 1), document(13, seed + 2)] for seed in range(1, 100)
     )
@@ -203,34 +193,6 @@ def test_a_token_or_state_changes_no_earlier_prediction_and_no_neighbour() -> No
         assert of_token[step] & inside == reads_token & inside
         assert of_state[step] <= reads_state
         assert of_state[step] & inside == reads_state & inside
-
-
-def test_a_rejected_branch_learns_its_own_draft_and_changes_no_other() -> None:
-    """A branch of one rejected draft under position 4: it has states and a target, and nothing
-    after it.
-    """
-    net, main = rough_net(draft_vocab_size=21), document(8, 1)
-    extra = document(1, 9)
-    branch = replace(
-        extra,
-        positions=torch.tensor([5]),
-        parents=torch.tensor([4]),
-        draft_tokens=torch.tensor([-1]),
-        valid=torch.tensor([True]),
-    )
-    row = packed([main, replace(branch, parents=torch.tensor([-1]))])
-    row = replace(row, parents=torch.cat((main.parents, branch.parents)))
-    with torch.no_grad():
-        alone, both = net(main), net(row)
-    along = inner_of(main)[:5].tolist() + inner_of(extra).tolist()
-    tokens = [*main.next_tokens[:5].tolist(), *extra.next_tokens.tolist()]
-    w = arrays(net)
-    [logits] = chain_from(w, np.array(along), tokens, 5, 1)
-    p = softmax(w["head"] @ extra.next_states[0].double().numpy())
-    ids = net.token_ids.numpy()
-    assert p.argmax() in ids
-    expected, _ = position_loss(p, logits, ids, "soft_ce")
-    assert float(both.loss - alone.loss) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_row_without_drafting_targets_costs_nothing() -> None:

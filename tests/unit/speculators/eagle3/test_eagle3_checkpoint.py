@@ -20,9 +20,9 @@ from unit.speculators.eagle3_rows import TARGET, document, rough_net
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.inner_layers import inner_layers
-from paceline.speculators.eagle3.checkpoint import frequent_tokens
-from paceline.speculators.eagle3.net import Eagle3Net
-from paceline.speculators.loading import read_drafter
+from paceline.speculators.draft_vocabulary import frequent_tokens
+from paceline.speculators.eagle3 import Eagle3Net
+from paceline.speculators.net import read_drafter
 
 SGLANG_NAMES = {
     "fc.weight",

@@ -18,9 +18,9 @@ from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.eagle3.net import Eagle3Drafter, Eagle3Net, Eagle3Options
+from paceline.speculators.eagle3 import Eagle3Drafter, Eagle3Net, Eagle3Options
 from paceline.speculators.kinds import find_kind
-from paceline.speculators.loading import build_drafter
+from paceline.speculators.net import build_drafter
 
 V, H, TOKENS = 97, 48, 30
 LENGTHS = [TOKENS, TOKENS - 7]

@@ -14,9 +14,9 @@ from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 from unit.speculators.recurrent.arctic_method import Published
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.speculators.loading import read_drafter
-from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions
+from paceline.services.drafter_trainer.rows.sample import pack
+from paceline.speculators.lstm import LstmNet, LstmOptions
+from paceline.speculators.net import read_drafter
 
 HEADS = 4
 CONFIG = {
@@ -199,10 +199,8 @@ def test_widths_as_numbers_are_read_as_well(tmp_path: Path) -> None:
         ("n_predict", 1),  # would leave weights untrained
         ("tie_weights", False),
         ("method", "sum_gru"),
-        ("inner_dim", ""),
-        ("inner_dim", "0"),
-        ("proj_dim", "12.x"),
-        ("emb_dim", -1),
+        ("inner_dim", -1),
+        ("proj_dim", 12),
     ],
 )
 def test_settings_that_no_lstm_has_are_refused_by_key(key: str, value: object) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 
 from paceline.errors import InvalidInput, WeightsError
-from paceline.services.drafter_trainer.rows.batcher import pack
-from paceline.speculators.loading import read_drafter
-from paceline.speculators.recurrent.mlp import MlpNet, MlpOptions
+from paceline.services.drafter_trainer.rows.sample import pack
+from paceline.speculators.mlp import MlpNet
+from paceline.speculators.net import read_drafter
+from paceline.speculators.recurrent import RecurrentOptions
 
 HEADS = 4
 CONFIG = {
@@ -36,7 +37,7 @@ CONFIG = {
 def rough_net(**options: object) -> MlpNet:
     """A net whose every weight matters."""
     settings = {"n_predict": HEADS, "inner_dim": 12, "tie_weights": True, **options}
-    net = MlpNet.fresh(TARGET, MlpOptions.model_validate(settings), seed=3)
+    net = MlpNet.fresh(TARGET, RecurrentOptions.model_validate(settings), seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -91,7 +92,7 @@ def test_the_chain_is_the_papers_recurrence(
 def test_fresh_matrices_have_the_spread_of_the_width_and_norms_do_nothing(
     tie_weights: bool,
 ) -> None:
-    net = MlpNet.fresh(TARGET, MlpOptions(inner_dim=400, tie_weights=tie_weights), seed=0)
+    net = MlpNet.fresh(TARGET, RecurrentOptions(inner_dim=400, tie_weights=tie_weights), seed=0)
     for name, tensor in net.export_tensors().items():
         if name.startswith("ln."):
             assert torch.equal(tensor, torch.full((400,), float(name.endswith("weight"))))

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.errors import WeightsError
 from paceline.models.cache import StaticCache, cache_rows
@@ -29,9 +30,8 @@ from paceline.models.decoder import (
 )
 from paceline.models.rope import rotation_table
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.draft_tree import Beam, grow_tree
-from paceline.speculators.layer.parts import LayerNet
-from paceline.speculators.net_drafter import NetDrafter, logprobs
+from paceline.speculators.layer_net import LayerNet
+from paceline.speculators.net_drafter import Beam, NetDrafter, grow_tree, logprobs
 
 LAG_ROWS = 8
 """A slot that lacks more rows than this catches up separately, so that other slots do not compute
@@ -99,6 +99,9 @@ class CachedDrafter(NetDrafter[Net]):
         """
         return net.reads.columns(self._layers, self._target.config.hidden_size)
 
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
     def _serve(self, net: Net) -> None:
         net.bind(self._target.embed, self._target.head)
         self._columns = self._columns_of(net)
@@ -165,6 +168,9 @@ class CachedDrafter(NetDrafter[Net]):
 class LayerDrafter(CachedDrafter[Net]):
     """A speculator of one layer (see speculators/base.py for the methods)."""
 
+    _layer: LayerWeights
+    """The serving version's layer, set by `_fuse`."""
+
     # ---- defined by each drafter
 
     @abstractmethod
@@ -176,11 +182,6 @@ class LayerDrafter(CachedDrafter[Net]):
         """From token ids int64 [N] and features [N, H]: the residual [N, H] of the layer, and its
         queries, keys and values [N, .].
         """
-
-    @property
-    @abstractmethod
-    def _layer(self) -> LayerWeights:
-        """The serving version's layer."""
 
     @abstractmethod
     def _logits(self, features: Tensor) -> Tensor:

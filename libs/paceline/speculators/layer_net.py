@@ -5,18 +5,22 @@ Each network defines the layer's input and the meaning of its output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.errors import DataLoss
-from paceline.models.config import ModelConfig
+from paceline.errors import ConfigError, DataLoss, InvalidInput
+from paceline.models.config import ModelConfig, architecture
 from paceline.models.products import Linear
 from paceline.models.rope import inverse_frequencies, rotate_halves
 from paceline.speculators.base import CaptureSpec
-from paceline.speculators.net import DraftNet
+from paceline.speculators.kinds import SpeculatorKind
+from paceline.speculators.net import DraftNet, check_fit
 from paceline.speculators.packed import PackedRow, packed_attention
 
 
@@ -25,15 +29,35 @@ class LayerNet(DraftNet):
 
     config: ModelConfig
     """Shape of a layer."""
+    inner: tuple[int, ...] = ()
+    """Target layers whose inputs it reads; none: it reads the last state."""
     depth = 1
     """Number of its layers."""
     ahead = 0
     """Positions that it may write after the engine's longest sequence with drafts."""
 
     @property
+    def capture(self) -> CaptureSpec:
+        """See DraftNet.capture; the last state is the learning target at least."""
+        return CaptureSpec(self.inner)
+
+    @property
     def reads(self) -> CaptureSpec:
-        """The states that it reads."""
-        return self.capture
+        """The states that it drafts from."""
+        return CaptureSpec(self.inner, last=not self.inner)
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of its outputs [..., H]."""
+
+    def draft_logits(self, step: int, states: Tensor) -> Tensor:
+        """See DraftNet.draft_logits."""
+        return self.logits(states)
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See DraftNet.own_tensors; some exporters put "model." before each name."""
+        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in named.items() if name not in _SHARED}
 
     def attention(self) -> dict[str, object]:
         """Shape of the cache and the rotation for this network."""
@@ -54,6 +78,7 @@ class LayerNet(DraftNet):
         return row.states[:, self.reads.columns(row.layers, hidden)]
 
 
+_SHARED = ("embed_tokens.weight", "lm_head.weight")
 _ATTENTION = (
     *("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "output_bias", "qk_norm"),
     *("rms_norm_eps", "rope"),
@@ -197,3 +222,95 @@ def reset_weights(net: nn.Module, seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
         else:
             parameter.fill_(1.0)
+
+
+def layer_config_json(config: ModelConfig, architecture: str) -> dict[str, Any]:
+    """config.json of a drafter of one layer; max_position_embeddings is the target's: loaders clamp
+    RoPE by it.
+    """
+    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    if config.rope.kind != "default":
+        rope["factor"] = config.rope.factor
+    if config.rope.kind == "llama3":
+        rope |= {
+            "low_freq_factor": config.rope.low_freq_factor,
+            "high_freq_factor": config.rope.high_freq_factor,
+            "original_max_position_embeddings": config.rope.original_max_position,
+        }
+
+    return {
+        "architectures": [architecture],
+        "model_type": config.family,
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": config.output_bias,
+        "tie_word_embeddings": False,
+        "rope_theta": config.rope.theta,
+        "rope_parameters": rope,
+    }
+
+
+def check_one_layer(raw: Mapping[str, Any], target: ModelConfig) -> None:
+    """Raises InvalidInput for a drafter of another width, vocabulary or depth."""
+    check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
+    layers = raw.get("num_hidden_layers", "(none)")
+    if layers != 1:
+        raise InvalidInput(
+            "num_hidden_layers does not fit: this drafter has one layer", seen=layers, allowed=1
+        )
+
+
+def open_config(
+    raw: Mapping[str, Any], kind: SpeculatorKind, section: str, variants: Sequence[str]
+) -> dict[str, Any]:
+    """A checkpoint's config.json with the keys of its `section` at the top. Raises InvalidInput for
+    another architecture, and for a switch among `variants` that is on.
+    """
+    (allowed,) = kind.architectures
+    if (name := architecture(raw)) != allowed:
+        raise InvalidInput(f"architectures is no {kind.name} drafter", seen=name, allowed=allowed)
+    inside = raw.get(section) or {}
+    if not isinstance(inside, dict):
+        raise InvalidInput(f"{section} must be an object", seen=inside, allowed="an object")
+    for key in variants:
+        if on := raw.get(key) or inside.get(key):
+            raise InvalidInput(
+                f"{key} is not supported in a drafter {kind.name}", seen=on, allowed=False
+            )
+    return {**raw, **inside}
+
+
+def inner_of(
+    raw: Mapping[str, Any], kind: SpeculatorKind, target: ModelConfig, key: str
+) -> tuple[int, ...]:
+    """The target layers that a checkpoint names under `key` by their outputs. Raises ConfigError
+    with the key.
+    """
+    try:
+        return kind.inner_layers(raw, target.num_layers)
+    except ConfigError as error:
+        raise error.within(f"{key} + 1") from error
+
+
+def drafter_shape(
+    target: ModelConfig, family: Literal["llama", "qwen3"], layers: int
+) -> ModelConfig:
+    """The layers' shape: the target's, but as layers of the family that loaders support."""
+    return replace(
+        target,
+        family=family,
+        num_layers=layers,
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=family == "qwen3",
+        tie_word_embeddings=False,
+        eos_token_ids=(),
+    )

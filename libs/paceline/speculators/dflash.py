@@ -13,8 +13,8 @@ values are from the context and the block; all positions of a block see each oth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -23,104 +23,98 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, parse_config, read_count
 from paceline.models.inner_layers import check_inner_layers, dflash_inner_layers
+from paceline.models.loading import layer_shapes
 from paceline.models.products import Linear, linear
-from paceline.speculators.base import CaptureSpec
-from paceline.speculators.dflash.checkpoint import (
-    KIND,
-    LARGEST_BLOCK,
-    DflashShape,
-    check_mask,
-    default_mask,
-    dflash_config_json,
-    dflash_shapes,
-    drafter_shape,
-    parse_dflash,
-)
-from paceline.speculators.kinds import SpeculatorKind
-from paceline.speculators.layer.parts import (
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
+from paceline.speculators.layer_net import (
     Attention,
     LayerNet,
     RmsNorm,
     SwiGlu,
+    drafter_shape,
+    inner_of,
+    layer_config_json,
+    open_config,
     reset_weights,
     rotary_angles,
 )
-from paceline.speculators.losses import BlockTargets, block_losses
-from paceline.speculators.net import Objective
-from paceline.speculators.packed import PackedRow
+from paceline.speculators.losses import Targets, target_losses
+from paceline.speculators.net import Objective, check_fit
+from paceline.speculators.packed import PackedRow, Stretch, block_attention, stretches
 
-TOGETHER = 32
-"""Blocks that are attended at once, so that each product is over few of a row's documents. Without
-gradients it also bounds the scores in memory: TOGETHER B for each head and row of the context.
-"""
+KIND = SPECULATORS["dflash"]
+(ARCHITECTURE,) = KIND.architectures
+LARGEST_BLOCK = 64
+
+_VARIANTS = (
+    *("conv_kernel_size", "selector_rank", "projector_type", "final_logit_softcapping"),
+    *("attention_sink_bias", "attention_value_scale", "is_causal", "attention_bias"),
+    *("has_embed_tokens", "has_lm_head"),
+)
+"""Switches of networks with other tensors or another block; all are off in the published DFlash."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Blocks that are attended at once, and the part of the context that any of them sees."""
+class DflashShape:
+    """The shape that a checkpoint fixes."""
 
-    blocks: slice
-    rows: slice
-    hidden: Tensor
-    """bool [n, 1, 1, t]: rows that a block does not see."""
+    config: ModelConfig
+    """Shape of a layer, and number of layers."""
+    inner: tuple[int, ...]
+    """The drafter reads the inputs of these target layers, ascending."""
+    block_size: int
+    """Tokens of a block, B: the last drawn token and B - 1 drafts."""
+    mask_token_id: int
+    """Row of the target's embedding in place of a token to be drafted."""
+    target_layers: int
+    """Number of layers of its target."""
 
 
-def stretches(seen: Tensor) -> list[Stretch]:
-    """Groups of up to TOGETHER blocks, at least one group. seen bool [N, T]: rows of the context
-    that each block sees, at least one row.
+def default_mask(target: ModelConfig) -> int:
+    """The highest id of the target's embedding that ends no sequence.
+
+    Tokenizers usually leave the last ids unused: reserved tokens (Llama 3), padding rows of the
+    table (Qwen), or the byte 0xFF, which never occurs in UTF-8 text (tokenizers that end in bytes).
     """
-    found = []
-    for begin in range(0, max(len(seen), 1), TOGETHER):
-        part = seen[begin : begin + TOGETHER]
-        there = part.any(0).nonzero()[:, 0].tolist()
-        rows = slice(there[0], there[-1] + 1) if there else slice(0, 0)
-        found.append(Stretch(slice(begin, begin + len(part)), rows, ~part[:, None, None, rows]))
-    return found
+    ids = range(target.vocab_size - 1, -1, -1)
+    return next((one for one in ids if one not in target.eos_token_ids), 0)
 
 
-def block_attention(
-    queries: Tensor,
-    own: tuple[Tensor, Tensor],
-    context: tuple[Tensor, Tensor],
-    parts: list[Stretch],
-) -> Tensor:
-    """softmax over the context rows that a block sees and over all of its own positions.
-
-    queries [N, heads, B, D]; own keys and values [N, kv_heads, B, D]; those of the context
-    [kv_heads, T, D]. Returns [N, heads, B, D].
-    """
-    keys, values = context
-    outs = [
-        _attend(
-            queries[one.blocks],
-            (own[0][one.blocks], own[1][one.blocks]),
-            (keys[:, one.rows], values[:, one.rows]),
-            one.hidden,
+def check_mask(mask_token_id: int, target: ModelConfig) -> None:
+    """Raises InvalidInput for an id outside the target's embedding."""
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise InvalidInput(
+            "mask_token_id is no row of the target's embedding",
+            seen=mask_token_id,
+            allowed=f"0 to {target.vocab_size - 1}",
         )
-        for one in parts
-    ]
-    return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
-def _attend(
-    queries: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], hidden: Tensor
-) -> Tensor:
-    count, heads, tokens, dim = queries.shape
-    kv, rows = context[0].shape[:2]
-    each = heads // kv * tokens
-    # The query heads of a KV head, of all blocks, are rows of one product with the context.
-    grouped = (queries / dim**0.5).view(count, kv, each, dim)
-    beside = grouped.transpose(0, 1).reshape(kv, count * each, dim)
-    before = (beside @ context[0].transpose(1, 2)).view(kv, count, each, rows).transpose(0, 1)
-    scores = torch.cat(
-        (before.masked_fill(hidden, float("-inf")), grouped @ own[0].transpose(2, 3)), dim=-1
+def parse_dflash(raw: Mapping[str, Any], target: ModelConfig) -> DflashShape:
+    """The shape in a config.json. Raises InvalidInput with the key that does not match the target
+    or requests an unsupported variant.
+    """
+    own = open_config(raw, KIND, "dflash_config", _VARIANTS)
+    check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
+    if own.get("num_target_layers", target.num_layers) != target.num_layers:
+        raise InvalidInput(
+            "num_target_layers of drafter and target differ",
+            seen=own["num_target_layers"],
+            allowed=target.num_layers,
+        )
+
+    mask = read_count(own, "mask_token_id", least=0)
+    check_mask(mask, target)
+    config = parse_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
+    return DflashShape(
+        replace(config, max_position_embeddings=target.max_position_embeddings),
+        inner_of(raw, KIND, target, "target_layer_ids"),
+        read_count(own, "block_size", least=2, most=LARGEST_BLOCK),
+        mask,
+        target.num_layers,
     )
-    weights = torch.softmax(scores, dim=-1)
-    seen = weights[..., :rows].transpose(0, 1).reshape(kv, count * each, rows) @ context[1]
-    out = seen.view(kv, count, each, dim).transpose(0, 1) + weights[..., rows:] @ own[1]
-    return out.reshape(count, heads, tokens, dim)
 
 
 JUDGED_TOGETHER = 16
@@ -149,7 +143,7 @@ class DflashOptions(Config):
         description="row of the target's embedding that stands for a token to be drafted; none: "
         "the last one that ends no sequence",
     )
-    targets: Literal["drawn", "distribution"] = Field(
+    targets: Targets = Field(
         default="distribution",
         description="what a position learns: the policy's token, or the distribution it was drawn "
         "from",
@@ -209,6 +203,7 @@ class DflashNet(LayerNet):
         super().__init__()
         self.shape, self.config, self.options = shape, shape.config, options
         self.depth, self.ahead = shape.config.num_layers, shape.block_size
+        self.inner = shape.inner
         hidden, eps = shape.config.hidden_size, shape.config.rms_norm_eps
         self.fc = Linear(len(shape.inner) * hidden, hidden, bias=False)
         self.hidden_norm = RmsNorm(hidden, eps)
@@ -229,7 +224,7 @@ class DflashNet(LayerNet):
         check_mask(mask, target)
         check_inner_layers(options.inner_layers, target.num_layers)
         shape = DflashShape(
-            drafter_shape(target, options.layers),
+            drafter_shape(target, "qwen3", options.layers),
             options.inner_layers or dflash_inner_layers({}, target.num_layers),
             options.block_size,
             mask,
@@ -264,16 +259,6 @@ class DflashNet(LayerNet):
         """Drafts of a block, B - 1."""
         return self.shape.block_size - 1
 
-    @property
-    def capture(self) -> CaptureSpec:
-        """See DraftNet.capture; the last state is the learning target."""
-        return CaptureSpec(self.shape.inner)
-
-    @property
-    def reads(self) -> CaptureSpec:
-        """The states that it drafts from."""
-        return CaptureSpec(self.shape.inner, last=False)
-
     def shards(self) -> tuple[nn.Module, ...]:
         """See DraftNet.shards."""
         return tuple(self.layers)
@@ -281,18 +266,33 @@ class DflashNet(LayerNet):
     # ---- checkpoints
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes."""
-        return dflash_shapes(self.config, len(self.shape.inner))
+        """See DraftNet.shapes; the names are the published ones."""
+        hidden = self.config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (hidden, len(self.inner) * hidden),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
+        for index in range(self.depth):
+            prefix = f"layers.{index}."
+            shapes |= layer_shapes(self.config, prefix)
+            shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        return shapes
 
     def config_json(self) -> dict[str, Any]:
-        """See DraftNet.config_json."""
-        return dflash_config_json(self.shape)
-
-    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See DraftNet.own_tensors; some exporters put "model." before each name."""
-        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        shared = ("embed_tokens.weight", "lm_head.weight")
-        return {name: tensor for name, tensor in named.items() if name not in shared}
+        """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than
+        the layer that receives it.
+        """
+        return layer_config_json(self.config, ARCHITECTURE) | {
+            "num_hidden_layers": self.depth,
+            "layer_types": ["full_attention"] * self.depth,
+            "num_target_layers": self.shape.target_layers,
+            "block_size": self.shape.block_size,
+            "dflash_config": {
+                "mask_token_id": self.shape.mask_token_id,
+                "target_layer_ids": [entered - 1 for entered in self.inner],
+            },
+        }
 
     # ---- learning
 
@@ -301,17 +301,13 @@ class DflashNet(LayerNet):
         draft's cross-entropy (Chen et al. 2026, section on training).
 
         Blocks are at the row's drafting targets, at most blocks_per_row. A draft counts if the
-        policy drew all tokens up to its own, or could have drawn it under a rejected draft.
-        Positions are the blocks. Terms: loss_0, loss_1, ... without weights, and the number of
-        correct first drafts.
+        policy drew all tokens up to its own. Positions are the blocks. Terms: loss_0, loss_1, ...
+        without weights, and the number of correct first drafts.
         """
         anchors = self.anchors(row)
         blocks, places, drafts = self._taught(row, anchors)
         logits = self.logits(self.states(row, anchors)[blocks, drafts])
-        soft = (row.draft_tokens < 0) | (self.options.targets == "distribution")
-        losses, right = block_losses(
-            logits, BlockTargets(row.next_states, self.head, soft, row.draft_tokens), places
-        )
+        losses, right = target_losses(logits, row, self.head, places, self.options.targets)
         weights = torch.exp(-drafts / self.options.gamma)
         sums = losses.new_zeros(self.drafts).index_add(0, drafts, losses.detach())
         terms = {f"loss_{draft}": one for draft, one in enumerate(sums)}
@@ -355,10 +351,6 @@ class DflashNet(LayerNet):
             at = slice(int(part[0]), int(part[-1]) + 1)
             for step, states in enumerate(self.states(row, part)[:, :steps].unbind(1)):
                 yield step, at, states
-
-    def draft_logits(self, step: int, states: Tensor) -> Tensor:
-        """See DraftNet.draft_logits."""
-        return self.logits(states)
 
     def states(self, row: PackedRow, anchors: Tensor) -> Tensor:
         """[N, B - 1, H]: lm_head's inputs at the MASKs of the blocks at anchors int64 [N]."""

@@ -8,7 +8,7 @@ part of the block that could still be visible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.nn import functional
 from paceline.errors import ConfigError
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import (
-    LayerWeights,
     Layout,
     layer_forward,
     make_block,
@@ -26,35 +25,15 @@ from paceline.models.decoder import (
 from paceline.models.loading import fuse_layer
 from paceline.models.products import linear
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.dflash.checkpoint import layer_prefixes
-from paceline.speculators.dflash.net import DflashNet
-from paceline.speculators.draft_tree import Beam, grow_tree
-from paceline.speculators.layer.drafter import CachedDrafter
-from paceline.speculators.net_drafter import logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class DflashState:
-    """One version of the drafter's weights, fused for inference; D = head_dim, Nkv KV heads."""
-
-    layers: tuple[LayerWeights, ...]
-    fc: Tensor
-    """[H, S H] of S states"""
-    hidden_norm: Tensor
-    """[H]"""
-    context: Tensor
-    """[L 2 Nkv D, H]: the projections to keys and values of all layers."""
-    key_norms: Tensor
-    """[L, Nkv, D]"""
-    norm: Tensor
-    """[H]"""
+from paceline.speculators.dflash import DflashNet
+from paceline.speculators.layer_drafter import CachedDrafter
+from paceline.speculators.net_drafter import Beam, grow_tree, logprobs
 
 
 class DflashDrafter(CachedDrafter[DflashNet]):
     """The speculator "dflash"."""
 
     net = DflashNet
-    _state: DflashState
 
     def __init__(self, setup: SpeculatorSetup) -> None:
         """Raises the errors of CachedDrafter, and ConfigError when an arm drafts more tokens than a
@@ -70,23 +49,22 @@ class DflashDrafter(CachedDrafter[DflashNet]):
 
     def _fuse(self, net: DflashNet) -> None:
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
-        fc, hidden_norm, norm = (
+        self._fc, self._hidden_norm, self._norm = (
             tensors[f"{name}.weight"].to(self._device, self._dtype)
             for name in ("fc", "hidden_norm", "norm")
         )
-        layers = tuple(
+        self._stack = tuple(
             fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
-            for prefix in layer_prefixes(self._config)
+            for prefix in (f"layers.{index}." for index in range(self._config.num_layers))
         )
         heads, projections, norms = self._config.num_heads, [], []
-        for layer in layers:
+        for layer in self._stack:
             assert isinstance(layer.qkv, Tensor)
             assert layer.qk_norm is not None
             projections.append(layer.qkv[heads * self._config.head_dim :])
             norms.append(layer.qk_norm[heads:])
-        self._state = DflashState(
-            layers, fc, hidden_norm, torch.cat(projections), torch.stack(norms), norm
-        )
+        self._context = torch.cat(projections)  # to keys and values of all layers
+        self._key_norms = torch.stack(norms)
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """The most likely token at each position, or a tree of the most likely tokens; at most B -
@@ -129,29 +107,26 @@ class DflashDrafter(CachedDrafter[DflashNet]):
         tokens = batch.token_ids.new_full((count, size), net.shape.mask_token_id)
         tokens[:, 0] = batch.token_ids[torch.tensor(batch.slots, device=device), bases]
         x = functional.embedding(tokens.view(-1), self._target.embed)
-        for index, layer in enumerate(self._state.layers):
+        for index, layer in enumerate(self._stack):
             x = layer_forward(self._config, layer, x, self._cache, index, block)
-        return self._normed(x.view(count, size, -1)[:, 1 : steps + 1], self._state.norm)
+        return self._normed(x.view(count, size, -1)[:, 1 : steps + 1], self._norm)
 
     def _feed(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> Tensor:
         """See CachedDrafter; returns the context [B R, H] of the given rows."""
-        state, config = self._state, self._config
+        config = self._config
         known = self._known_rows(batch, slots, lengths, rows)
-        context = self._normed(linear(known.states, state.fc), state.hidden_norm)
-        projected = linear(context, state.context).view(len(context), len(state.layers), -1)
+        context = self._normed(linear(known.states, self._fc), self._hidden_norm)
+        projected = linear(context, self._context).view(len(context), len(self._stack), -1)
         width = config.num_kv_heads * config.head_dim
         rotation = self._rotation[known.positions.flatten()][:, None, None]
         keys = projected[..., :width].unflatten(-1, (config.num_kv_heads, -1))
-        rotate_heads(keys, state.key_norms, rotation, config.rms_norm_eps)
+        rotate_heads(keys, self._key_norms, rotation, config.rms_norm_eps)
         cells = self._cache.cells(known.index[:, 0], known.positions).view(-1)
-        for index in range(len(state.layers)):
+        for index in range(len(self._stack)):
             self._cache.write(index, cells, projected[:, index])
         return context
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
 def _tree(levels: Tensor, shape: DraftShape) -> Drafts:

@@ -13,12 +13,12 @@ read too: all names, if the copies agree, and a prefix "speculator.".
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import Field
@@ -27,47 +27,37 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
-from paceline.models.config import MAX_COUNT, ModelConfig, architecture
+from paceline.models.config import ModelConfig, architecture
+from paceline.models.decoder import DecoderWeights
 from paceline.models.products import Linear, linear
-from paceline.speculators.base import CaptureSpec
+from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.losses import Targets, target_losses
 from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.net_drafter import Beam, NetDrafter, grow_tree, logprobs
 from paceline.speculators.packed import PackedRow
 
 NORM_EPS = 1e-6
 
 
 class NormPair(NamedTuple):
-    """Weight and bias of a norm, [width] or [1]."""
+    """Weight and bias of a norm, [D]."""
 
     weight: Tensor
     bias: Tensor
 
 
-class Layer(NamedTuple):
-    """A layer of a stack: norm, GELU, then a matrix [out, in]."""
-
-    norm: NormPair
-    matrix: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """Weights of one draft. A cell has G gates of width P, by default D."""
+    """Weights of one draft. A cell has G gates."""
 
     proj: Tensor
-    """[G P, H] for the first draft, [G P, D] for later drafts."""
+    """[G D, H] for the first draft, [G D, D] for later drafts."""
     embeds: tuple[Tensor, ...]
-    """[V, P] for each gate, or a single table for all gates."""
+    """[V, D] for each gate, or a single table for all gates."""
     norms: tuple[NormPair, ...]
     """The cell's norms."""
     head: Tensor
     """[V, D]"""
-    embed_stack: tuple[Layer, ...] = ()
-    """Layers after the embedding."""
-    proj_stack: tuple[Layer, ...] = ()
-    """Layers after proj."""
-    inner: tuple[Tensor, ...] = ()
-    """The cell's matrices between its norms."""
 
 
 class BiasedNorm(nn.Module):
@@ -82,94 +72,8 @@ class BiasedNorm(nn.Module):
 def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is
     subtracted.
-
-    A single weight applies to all of x. A single x is repeated for every weight, which keeps its
-    mean square.
     """
-    if x.shape[-1] != len(weight):
-        width = max(x.shape[-1], len(weight))
-        x, weight = x.expand(-1, width), weight.expand(width)
     return functional.rms_norm(x, weight.shape, weight, NORM_EPS) + bias
-
-
-def stacked(x: Tensor, layers: Iterable[Layer]) -> Tensor:
-    """The output of a stack for x [N, width]."""
-    for norm, matrix in layers:
-        x = linear(functional.gelu(biased_norm(x, *norm)), matrix)
-    return x
-
-
-Chain = tuple[int, ...]
-"""Widths of a stack, from the first to the last."""
-
-
-def parse_chain(given: object) -> Chain:
-    """Widths of a number or of a text such as "4096.2048". Raises ValueError for another value."""
-    parts = str(given).split(".") if type(given) in (int, str) else [""]
-    chain = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in parts)
-    if not all(1 <= width <= MAX_COUNT for width in chain):
-        raise ValueError('a width or a chain of them: "4096" or "4096.2048", each at least 1')
-    return chain
-
-
-def read_chain(raw: Mapping[str, Any], key: str) -> str:
-    """A chain of widths from a config.json, as text. Raises InvalidInput with the key."""
-    try:
-        return chain_text(parse_chain(raw.get(key)))
-    except ValueError as error:
-        raise InvalidInput(
-            f"{key} is no width", seen=raw.get(key, "(none)"), allowed=str(error)
-        ) from error
-
-
-def chain_text(chain: Chain) -> str:
-    """The chain as text for `parse_chain`."""
-    return ".".join(map(str, chain))
-
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """The three chains of a drafter."""
-
-    inner: Chain
-    """Widths of the state: first the width of a gate's or draft's sum, last the head's input width.
-    """
-    proj: Chain
-    """Widths of the projected state."""
-    emb: Chain
-    """Widths of embeddings; the tables have the first width."""
-
-    def check(self, method: str) -> None:
-        """Raises InvalidInput with the first pair of widths that does not fit."""
-        for (name, width), (other, into), single in _meetings(self, method):
-            if width != into and not (single and width == 1):
-                raise InvalidInput(
-                    f"{name} does not fit {other} in an LSTM drafter of {method}",
-                    seen=width,
-                    allowed=f"{into} or 1" if single else into,
-                )
-
-
-Named = tuple[str, int]
-
-
-def _meetings(widths: Widths, method: str) -> Iterator[tuple[Named, Named, bool]]:
-    """Yields pairs of widths that must agree, and whether the first may also be 1."""
-    summed, state = ("inner_dim[0]", widths.inner[0]), ("inner_dim[-1]", widths.inner[-1])
-    if method == "sum_lstm":
-        # sum_lstm has no stacks, so only first and last widths are read. The embedding is repeated
-        # for the gates with adjacent sums: with width 1 it would not have a number per gate.
-        proj = ("proj_dim[0]", widths.proj[0])
-        yield ("emb_dim[0]", widths.emb[0]), proj, False
-        yield proj, state, True
-        yield summed, state, True
-        return
-    for key, chain in (("emb_dim", widths.emb), ("proj_dim", widths.proj)):
-        for place, (before, behind) in enumerate(pairwise(chain)):
-            yield (f"{key}[{place + 1}]", behind), (f"{key}[{place}]", before), True
-    proj = ("proj_dim[-1]", widths.proj[-1])
-    yield ("emb_dim[-1]", widths.emb[-1]), proj, True
-    yield proj, summed, True
 
 
 State = tuple[Tensor, ...]
@@ -180,17 +84,20 @@ class RecurrentOptions(Config):
     """Settings of a recurrent drafter."""
 
     n_predict: int = Field(default=5, ge=1, description="drafts at most, one head for each")
+    inner_dim: int = Field(
+        default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size"
+    )
+    tie_weights: bool = Field(
+        default=False,
+        description="all drafts share embedding, norm and head, all but the first their projection",
+    )
     scale_input: bool = Field(
         default=True, description="divide the target's state by its root mean square and by √2"
     )
-    targets: Literal["drawn", "distribution"] = Field(
+    targets: Targets = Field(
         default="drawn",
         description="what a head learns: the policy's token, or the distribution it was drawn from",
     )
-
-    @abstractmethod
-    def inner_chain(self, hidden_size: int) -> Chain:
-        """Widths from the cell's sum to the state that the head reads, D; often a single width."""
 
 
 class RecurrentNet(DraftNet):
@@ -205,10 +112,10 @@ class RecurrentNet(DraftNet):
         del self.head
         self.target_head: Tensor = torch.empty(0)
         self.target, self.options = target, options
-        summed, self.width = (chain := options.inner_chain(target.hidden_size))[0], chain[-1]
+        self.width = options.inner_dim or target.hidden_size
         # Chosen in the paper so that h_t contributes half of the last head's state.
         kept = 0.5 ** (0.5 / options.n_predict)
-        self.token_weight = math.sqrt((1 - kept**2) * summed / 2) / kept
+        self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
 
     @classmethod
     def build(cls, target: ModelConfig, options: RecurrentOptions) -> Self:
@@ -267,6 +174,34 @@ class RecurrentNet(DraftNet):
         heads = (Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
         self.add_module("head", nn.ModuleList(heads))
 
+    def add_matrices(self, tied: bool, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        """Adds embedding, projection, norm and head of each draft, wrapped by `wrap`."""
+        drafts = self.options.n_predict
+        inputs = [self.target.hidden_size] + [self.width] * (
+            (min(2, drafts) if tied else drafts) - 1
+        )
+        apart = range(1 if tied else drafts)
+        self.emb = nn.ModuleList(
+            wrap(nn.Embedding(self.target.vocab_size, self.width)) for _ in apart
+        )
+        self.proj = nn.ModuleList(wrap(Linear(size, self.width, bias=False)) for size in inputs)
+        self.ln = nn.ModuleList(wrap(BiasedNorm(self.width)) for _ in apart)
+        self.add_heads(len(apart))
+
+    def matrices_by_step(self, tied: bool, place: str) -> list[StepWeights]:
+        """Weights of `add_matrices`; `place`: name of a module in its wrapping."""
+        last = len(self.proj) - 1
+        return [
+            StepWeights(
+                self.get_parameter(f"proj.{min(step, last)}{place}.weight"),
+                (self.get_parameter(f"emb.{own}{place}.weight"),),
+                (self.norm_pair(f"ln.{own}{place}"),),
+                self.get_parameter(f"head.{own}.weight"),
+            )
+            for step in range(self.options.n_predict)
+            for own in (0 if tied else step,)
+        ]
+
     def norm_pair(self, name: str) -> NormPair:
         """Weight and bias of a norm."""
         return NormPair(self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias"))
@@ -287,23 +222,17 @@ class RecurrentNet(DraftNet):
             hidden = functional.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) / math.sqrt(2)
         return (hidden,)
 
-    @abstractmethod
     def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
-        """The next state; sums [N, G P]: W h + (ew / sw) E(token) of every gate; `state`: the
-        previous state.
+        """The next state, GELU(ln(sums)); sums [N, G D]: W h + (ew / sw) E(token) of every gate;
+        `state`: the previous state.
         """
+        return (functional.gelu(biased_norm(sums, *weights.norms[0])),)
 
     def advance(self, weights: StepWeights, state: State, tokens: Tensor) -> State:
         """The state after reading tokens int64 [N]; see `cell`."""
         embedded = torch.cat(
             [functional.embedding(tokens, table) for table in weights.embeds], dim=-1
         )
-        if weights.embed_stack or weights.proj_stack:
-            embedded = stacked(embedded, weights.embed_stack)
-            projected = stacked(linear(state[0], weights.proj), weights.proj_stack)
-            sums = torch.add(projected, embedded, alpha=self.token_weight)
-            return self.cell(sums, state, weights)
-
         if (gates := weights.proj.shape[0] // embedded.shape[-1]) > 1:
             embedded = embedded.repeat(1, gates)
         sums = torch.addmm(embedded, state[0], weights.proj.t(), beta=self.token_weight)
@@ -316,17 +245,13 @@ class RecurrentNet(DraftNet):
         token drawn by the policy.
 
         A chain ends for all later drafts when it leaves its document or reaches tokens that the
-        policy did not draw. Under a rejected draft no token was drawn, so the target's distribution
-        softmax(lm_head h_{t+1}) is learned. Terms: loss_0, loss_1, ..., and the number of correct
-        first drafts.
+        policy did not draw. With `targets` "distribution", softmax(lm_head h_{t+1}) is learned.
+        Terms: loss_0, loss_1, ..., and the number of correct first drafts.
         """
-        soft = row.valid & ((row.draft_tokens < 0) | (self.options.targets == "distribution"))
-        teacher = torch.softmax((row.next_states[soft] @ self.target_head.t()).float(), dim=-1)
-        place = soft.cumsum(0) - 1
         index = row.valid.nonzero()[:, 0]
         state = self.start(self._last(row)[index])
         terms: dict[str, Tensor] = {}
-        total = teacher.new_zeros(())
+        total = row.next_states.new_zeros(())
         # Steps without positions are also computed: all ranks of FSDP2 must have the same
         # gradients.
         for step, weights in enumerate(self.step_weights()):
@@ -335,19 +260,13 @@ class RecurrentNet(DraftNet):
             index = index[kept]
             at = there[index]
             state = self.advance(weights, tuple(part[kept] for part in state), row.next_tokens[at])
-            log_q = torch.log_softmax(linear(state[0], weights.head).float(), dim=-1)
-            by_soft, drawn = soft[at], row.draft_tokens[at]
-            p = teacher[place[at[by_soft]]]
-            loss = (
-                functional.nll_loss(log_q[~by_soft], drawn[~by_soft], reduction="sum")
-                - (p * log_q[by_soft]).sum()
+            losses, right = target_losses(
+                linear(state[0], weights.head), row, self.target_head, at, self.options.targets
             )
-            total = total + loss
-            terms[f"loss_{step}"] = loss.detach()
+            total = total + losses.sum()
+            terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
-                terms["correct"] = (
-                    log_q.argmax(-1) == drawn.index_put((by_soft,), p.argmax(-1))
-                ).sum()
+                terms["correct"] = right.sum()
 
         return Objective(total, row.valid.sum(), terms)
 
@@ -391,3 +310,70 @@ class RecurrentNet(DraftNet):
                     allowed="equal",
                 )
         return own
+
+
+class RecurrentDrafter(NetDrafter[RecurrentNet]):
+    """A speculator with a recurrent network (see speculators/base.py for the methods)."""
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        super().__init__(setup)
+        self._serve(self._net)
+
+    def _serve(self, net: RecurrentNet) -> None:
+        self._net = copy.deepcopy(net).requires_grad_(False).to(self._device, self._dtype)
+        self._weights = self._net.step_weights()
+
+    def bind(self, target: DecoderWeights) -> None:
+        """No effect: it has its own embeddings and heads."""
+
+    def catch_up(self, batch: DraftBatch) -> None:
+        """No effect: no state of a sequence is kept."""
+
+    def free(self, slot: int) -> None:
+        """No effect: no state of a sequence is kept."""
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """No effect: no state of a sequence is kept."""
+
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """The most likely chain or tree, at most n_predict levels; see Speculator.propose."""
+        shape = replace(shape, steps=min(shape.steps, len(self._weights)))
+        slots = torch.tensor(batch.slots, device=self._device)
+        last = torch.tensor(batch.lengths, device=self._device) - 1
+        # A sequence of one token has no state yet; its drafts use the state at position 0, whatever
+        # it is.
+        hidden = batch.hidden[
+            slots, (last - 1).clamp_(min=0), -self._target.config.hidden_size :
+        ].to(self._dtype)
+        state = self._net.advance(
+            self._weights[0], self._net.start(hidden), batch.token_ids[slots, last]
+        )
+        if shape.topk > 1:
+            return self._tree(len(batch.slots), state, shape)
+
+        def advance(step: int, tokens: Tensor) -> Tensor:
+            nonlocal state
+            state = self._net.advance(self._weights[step], state, tokens)
+            return _logits(self._weights[step], state)
+
+        return self._chain(batch, shape, _logits(self._weights[0], state), advance)
+
+    def _tree(self, count: int, state: State, shape: DraftShape) -> Drafts:
+        """EAGLE-2's tree; every node of a beam has its own state."""
+        rows = torch.arange(count, device=self._device)[:, None]
+
+        def expand(beam: Beam) -> Tensor:
+            nonlocal state
+            weights = self._weights[beam.level]
+            sources = (
+                part.view(count, -1, part.shape[-1])[rows, beam.sources].flatten(0, 1)
+                for part in state
+            )
+            state = self._net.advance(weights, tuple(sources), beam.tokens.flatten())
+            return logprobs(_logits(weights, state)).view(count, beam.tokens.shape[1], -1)
+
+        return grow_tree(logprobs(_logits(self._weights[0], state)), expand, shape)
+
+
+def _logits(weights: StepWeights, state: State) -> Tensor:
+    return linear(state[0], weights.head)

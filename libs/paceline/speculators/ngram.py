@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.errors import MissingCapability
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.ngram.answers import (
+from paceline.speculators.ngram_answers import (
     ANSWER_CONTEXTS,
     ANSWERS_FIRST,
     AnswerStore,

@@ -1,8 +1,8 @@
 """Predicts tokens with a cell of one matrix, norm and GELU: MLPSpeculator of IBM (Wertheimer et al.
 2024, arXiv 2404.19124).
 
-Names and config.json of the checkpoint are from vLLM's "mlp_speculator"; net.py describes the parts
-outside the cell. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
+Names and config.json of the checkpoint are from vLLM's "mlp_speculator"; recurrent.py describes the
+parts outside the cell. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
 emb_i(token))), logits = head_i(h), where sw = 0.5^(0.5 / n) and ew = sqrt((1 - sw²) D / 2).
 """
 
@@ -12,63 +12,35 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from paceline.config import Config
 from paceline.models.config import ModelConfig, read_count, read_flag
-from paceline.models.products import Linear
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
-from paceline.speculators.recurrent.net import (
-    BiasedNorm,
-    Chain,
+from paceline.speculators.recurrent import (
+    RecurrentDrafter,
     RecurrentNet,
     RecurrentOptions,
-    State,
     StepWeights,
-    biased_norm,
 )
 
 KIND = SPECULATORS["mlp"]
 (ARCHITECTURE,) = KIND.architectures
 
 
-class MlpOptions(RecurrentOptions):
-    """Settings of an MLP drafter."""
-
-    inner_dim: int = Field(
-        default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size"
-    )
-    tie_weights: bool = Field(
-        default=False,
-        description="all drafts share embedding, norm and head, all but the first their projection",
-    )
-
-    def inner_chain(self, hidden_size: int) -> Chain:
-        """See RecurrentOptions.inner_chain."""
-        return (self.inner_dim or hidden_size,)
-
-
 class MlpNet(RecurrentNet):
     """The drafter's network: see DraftNet."""
 
     kind: ClassVar[SpeculatorKind] = KIND
-    Options: ClassVar[type[Config]] = MlpOptions
-    options: MlpOptions
+    Options: ClassVar[type[Config]] = RecurrentOptions
+    options: RecurrentOptions
 
-    def __init__(self, target: ModelConfig, options: MlpOptions) -> None:
+    def __init__(self, target: ModelConfig, options: RecurrentOptions) -> None:
         super().__init__(target, options)
         # The loaders tie no tensors if there is only one draft.
         self.tied = options.tie_weights and options.n_predict > 1
-        width, vocab = self.width, target.vocab_size
-        inputs = [target.hidden_size] + [width] * ((2 if self.tied else options.n_predict) - 1)
-        apart = range(1 if self.tied else options.n_predict)
-        self.emb = nn.ModuleList(nn.Embedding(vocab, width) for _ in apart)
-        self.proj = nn.ModuleList(Linear(size, width, bias=False) for size in inputs)
-        self.ln = nn.ModuleList(BiasedNorm(width) for _ in apart)
-        self.add_heads(len(apart))
+        self.add_matrices(self.tied, lambda module: module)
 
     def spread(self, parameter: Tensor) -> float:
         """See RecurrentNet.spread: 1 / sqrt(D)."""
@@ -76,22 +48,7 @@ class MlpNet(RecurrentNet):
 
     def step_weights(self) -> list[StepWeights]:
         """See RecurrentNet.step_weights."""
-
-        last = len(self.proj) - 1
-        return [
-            StepWeights(
-                self.get_parameter(f"proj.{min(step, last)}.weight"),
-                (self.get_parameter(f"emb.{own}.weight"),),
-                (self.norm_pair(f"ln.{own}"),),
-                self.get_parameter(f"head.{own}.weight"),
-            )
-            for step in range(self.options.n_predict)
-            for own in (0 if self.tied else step,)
-        ]
-
-    def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
-        """See RecurrentNet.cell."""
-        return (functional.gelu(biased_norm(sums, *weights.norms[0])),)
+        return self.matrices_by_step(self.tied, "")
 
     @classmethod
     def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
@@ -127,3 +84,9 @@ class MlpNet(RecurrentNet):
         parts = ("emb.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight")
         tied = {part.format(step): part.format(0) for part in parts for step in later}
         return tied | {f"proj.{step}.weight": "proj.1.weight" for step in later[1:]}
+
+
+class MlpDrafter(RecurrentDrafter):
+    """The speculator "mlp"."""
+
+    net = MlpNet

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,38 +22,77 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models.config import ModelConfig
-from paceline.models.decoder import LayerWeights, project
+from paceline.models.config import ModelConfig, parse_config
+from paceline.models.decoder import project
 from paceline.models.inner_layers import INNER_STATES, inner_layers
-from paceline.models.loading import check_tensors, fuse_layer
+from paceline.models.loading import check_tensors, fuse_layer, layer_shapes
 from paceline.models.products import Linear, linear
-from paceline.speculators.base import CaptureSpec
-from paceline.speculators.eagle import layer_config_json
-from paceline.speculators.eagle3.checkpoint import (
-    ARCHITECTURE,
-    KIND,
-    MAP_DTYPES,
+from paceline.speculators.draft_vocabulary import (
     check_maps,
-    drafter_shape,
-    eagle3_shapes,
     frequent_tokens,
-    parse_eagle3,
+    over_tokens,
     token_maps,
 )
-from paceline.speculators.kinds import SpeculatorKind
-from paceline.speculators.layer.drafter import LayerDrafter
-from paceline.speculators.layer.parts import (
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
+from paceline.speculators.layer_drafter import LayerDrafter
+from paceline.speculators.layer_net import (
     Attention,
     ChainKeys,
     LayerNet,
     RmsNorm,
     SwiGlu,
+    check_one_layer,
+    drafter_shape,
+    inner_of,
+    layer_config_json,
+    open_config,
     reset_weights,
     rotary_angles,
 )
-from paceline.speculators.losses import DraftLoss, draft_losses, teacher_of
+from paceline.speculators.losses import draft_losses, teacher_of
 from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
+
+KIND = SPECULATORS["eagle3"]
+(ARCHITECTURE,) = KIND.architectures
+MAP_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
+"""The draft vocabulary's two tensors; all other tensors are weights."""
+
+_VARIANTS = (
+    *("bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output"),
+    *("attention_bias", "mlp_bias", "tie_word_embeddings"),
+)
+"""Switches of networks with other tensors or another recurrence; the published one has none."""
+
+
+def parse_eagle3(
+    raw: Mapping[str, Any], target: ModelConfig
+) -> tuple[ModelConfig, tuple[int, ...], int]:
+    """The layer's shape, the inner states and the draft vocabulary's size of a config.json. Raises
+    InvalidInput with the key that does not match the target or requests an unsupported variant.
+    """
+    own = open_config(raw, KIND, "eagle_config", _VARIANTS)
+    check_one_layer(raw, target)
+    if own.get("use_aux_hidden_state") is False:
+        raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
+    if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
+        raise InvalidInput(
+            "target_hidden_size differs", seen=raw["target_hidden_size"], allowed=target.hidden_size
+        )
+
+    size = raw.get("draft_vocab_size")
+    if type(size) is not int or not 0 < size <= target.vocab_size:
+        allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
+        raise InvalidInput(
+            "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
+        )
+
+    config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
+    return (
+        replace(config, max_position_embeddings=target.max_position_embeddings),
+        inner_of(raw, KIND, target, "eagle_aux_hidden_state_layer_ids"),
+        size,
+    )
 
 
 class Eagle3Options(Config):
@@ -72,9 +111,6 @@ class Eagle3Options(Config):
     norm_before_residual: bool = Field(
         default=False,
         description="the layer's residual is the normed state; SGLang knows false only",
-    )
-    loss: DraftLoss = Field(
-        default="soft_ce", description="soft cross-entropy, or an LK loss (arXiv 2602.23881)"
     )
     ttt_steps: int = Field(
         default=7, ge=1, le=7, description="steps of a draft chain that are trained"
@@ -162,7 +198,7 @@ class Eagle3Net(LayerNet):
         """
         assert isinstance(options, Eagle3Options)
         inner = inner_layers(target.num_layers, options.inner_layers)
-        return cls(drafter_shape(target), inner, options, seed=seed)
+        return cls(drafter_shape(target, "llama", 1), inner, options, seed=seed)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
@@ -175,16 +211,6 @@ class Eagle3Net(LayerNet):
     def twin(self) -> Self:
         """See DraftNet.twin."""
         return type(self)(self.config, self.inner, self.options, draft_vocab_size=len(self.d2t))
-
-    @property
-    def capture(self) -> CaptureSpec:
-        """See DraftNet.capture; the last state is the learning target."""
-        return CaptureSpec(self.inner)
-
-    @property
-    def reads(self) -> CaptureSpec:
-        """The states that it drafts from."""
-        return CaptureSpec(self.inner, last=False)
 
     @property
     def token_ids(self) -> Tensor:
@@ -216,8 +242,20 @@ class Eagle3Net(LayerNet):
     # ---- checkpoints
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes."""
-        return eagle3_shapes(self.config, len(self.d2t))
+        """See DraftNet.shapes; the names are those of SGLang's loader."""
+        hidden, shapes = self.config.hidden_size, layer_shapes(self.config, "midlayer.")
+        for name in "qkv":
+            weight = f"midlayer.self_attn.{name}_proj.weight"
+            shapes[weight] = (shapes[weight][0], 2 * hidden)
+        return shapes | {
+            "fc.weight": (hidden, INNER_STATES * hidden),
+            "midlayer.input_layernorm.weight": (hidden,),
+            "midlayer.hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (len(self.d2t), hidden),
+            "d2t": (len(self.d2t),),
+            "t2d": (self.config.vocab_size,),
+        }
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than
@@ -261,12 +299,12 @@ class Eagle3Net(LayerNet):
         for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
             counted = inside & taught[there]
             logits, log_p = self.logits(features[counted]), teacher.log_p[there[counted]]
-            losses, alpha = draft_losses(logits, log_p, self.options.loss)
+            losses, alpha = draft_losses(logits, log_p)
             loss = loss + self.options.ttt_decay**step * losses.sum()
             terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
                 terms["correct"] = (logits.argmax(-1) == log_p.argmax(-1)).sum()
-                terms["alpha"] = alpha.detach().sum()
+                terms["alpha"] = alpha.sum()
 
         return Objective(loss, row.valid.sum(), terms)
 
@@ -318,83 +356,42 @@ class Eagle3Net(LayerNet):
         return self.lm_head(self.norm(features))
 
 
-def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] by token, from logits [..., Vd] of the tokens int64 [Vd]; -inf for all other
-    tokens.
-    """
-    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-    full[..., token_ids] = logits
-    return full
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3State:
-    """One version of the drafter's weights, fused for inference."""
-
-    layer: LayerWeights
-    """Its input_norm is that of the embedding."""
-    fc: Tensor
-    """[H, 3 H]"""
-    hidden_norm: Tensor
-    """[H]"""
-    norm: Tensor
-    """[H]"""
-    head: Tensor
-    """[Vd, H]"""
-    norm_before_residual: bool
-    token_ids: Tensor | None
-    """int64 [Vd]: tokens of draft ids; None: the draft vocabulary is the target's."""
-
-
 class Eagle3Drafter(LayerDrafter[Eagle3Net]):
     """The speculator "eagle3"."""
 
     net = Eagle3Net
-    _state: Eagle3State
 
     def _fuse(self, net: Eagle3Net) -> None:
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
-        fc, hidden_norm, norm, head = (
+        self._fc, self._hidden_norm, self._norm, self._head = (
             tensors[f"{name}.weight"].to(self._device, self._dtype)
             for name in ("fc", "midlayer.hidden_norm", "norm", "lm_head")
         )
-        self._state = Eagle3State(
-            layer=fuse_layer(net.config, tensors, "midlayer.", self._dtype, self._device),
-            fc=fc,
-            hidden_norm=hidden_norm,
-            norm=norm,
-            head=head,
-            norm_before_residual=net.options.norm_before_residual,
-            token_ids=None if net.t2d.all() else net.token_ids.to(self._device),
-        )
+        # Its input_norm is that of the embedding.
+        self._layer = fuse_layer(net.config, tensors, "midlayer.", self._dtype, self._device)
+        self._norm_before_residual = net.options.norm_before_residual
+        # The tokens of draft ids; None: the draft vocabulary is the target's.
+        self._drafted = None if net.t2d.all() else net.token_ids.to(self._device)
 
     def _true_features(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._state.fc)
-
-    @property
-    def _layer(self) -> LayerWeights:
-        return self._state.layer
+        return linear(hidden, self._fc)
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        state = self._state
-        assert state.layer.input_norm is not None
+        assert self._layer.input_norm is not None
         embedded = self._normed(
-            functional.embedding(tokens, self._target.embed), state.layer.input_norm
+            functional.embedding(tokens, self._target.embed), self._layer.input_norm
         )
-        normed = self._normed(features, state.hidden_norm)
-        residual = normed if state.norm_before_residual else features
+        normed = self._normed(features, self._hidden_norm)
+        residual = normed if self._norm_before_residual else features
         inputs = torch.cat((embedded, normed), dim=-1)
-        return residual, project(inputs, state.layer.qkv, state.layer.qkv_bias)
+        return residual, project(inputs, self._layer.qkv, self._layer.qkv_bias)
 
     def _logits(self, features: Tensor) -> Tensor:
-        return linear(self._normed(features, self._state.norm), self._state.head)
+        return linear(self._normed(features, self._norm), self._head)
 
     def _token_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self._state.token_ids is None else self._state.token_ids[draft_ids]
+        return draft_ids if self._drafted is None else self._drafted[draft_ids]
 
     def _over_tokens(self, logits: Tensor) -> Tensor:
-        ids = self._state.token_ids
+        ids = self._drafted
         return logits if ids is None else over_tokens(logits, ids, self._config.vocab_size)
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)

@@ -1,1 +1,0 @@
-"""Drafters with a state from draft to draft: LSTM and MLP."""
