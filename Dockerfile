@@ -12,7 +12,7 @@ COPY services services
 COPY examples/demo examples/demo
 RUN python -m hatchling build -t wheel -d /wheel
 
-# Agents: the client and httpx.
+# Agents: the client and openai.
 FROM python:3.12.12-slim-bookworm AS client
 COPY --from=wheel /wheel /wheel
 COPY constraints.txt /wheel/

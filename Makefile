@@ -2,13 +2,12 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang proto client docs site release format check test test-sglang test-gpu mutants chaos starve recovery attack corrupt fuzz demo up bench
+.PHONY: help setup setup-sglang proto docs site release format check test test-sglang test-gpu mutants chaos starve recovery attack corrupt fuzz demo up bench
 
 help: ; @grep -E '^[a-z-]+: .*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22  ## list the targets
 setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
 setup-sglang: setup ; @.ci/setup-sglang  ## add SGLang for a machine without a GPU to .venv (idempotent)
 proto: setup ; @.ci/proto  ## regenerate libs/paceline/v1 from proto/
-client: setup ; @.ci/client  ## regenerate the blocking client, libs/paceline/client/sync, from aio
 docs: setup ; @$(BIN)/python .ci/docs  ## write the generated pages of docs/ from the code
 site: setup ; @$(BIN)/mkdocs build --strict -q && echo site/index.html  ## build the docs site
 release: setup ; @$(BIN)/python .ci/release $(VERSION)  ## turn what is unreleased into a release; VERSION=0.1.0

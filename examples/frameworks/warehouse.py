@@ -64,7 +64,7 @@ def settle(session: Session, answer: str) -> None:
     Raises AssertionError when that is anything else than what the model said.
     """
     info = session.complete(1.0 if WORTH in answer else 0.0)
-    samples = session.export("samples")
+    samples = session.samples()
     trained = sum(sum(sample.loss_mask) for sample in samples)
     assert (info.state, trained) == ("final", info.completion_tokens), (info, trained)
     print(f"{info.reward:.0f}  {answer}  ({info.turns} turns in {len(samples)} branches;", end=" ")

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import ssl
+from typing import Any
 from urllib.parse import urlsplit
 
 _LOOPBACKS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
@@ -41,6 +43,18 @@ def proxied(address: str) -> bool:
         return not ipaddress.ip_address(_host(place)).is_unspecified
     except ValueError:
         return True
+
+
+def direct(url: str, verify: bool | ssl.SSLContext = True) -> dict[str, Any]:
+    """Arguments of httpx's clients for reaching a URL of this machine without a proxy.
+
+    httpx reads the variables for proxies and for trusted certificates, or neither.
+    """
+    if proxied(url):
+        return {"verify": verify}
+    if verify is True and url.startswith("https:"):
+        verify = ssl.create_default_context()
+    return {"verify": verify, "trust_env": False}
 
 
 def exempt_loopback(*urls: str) -> None:

@@ -14,17 +14,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from paceline import events
-from paceline.client.answers import (
-    ChatAnswer,
-    OpenedSession,
-    SessionInfo,
-    Task,
-    Tokens,
-    documented_shape,
-)
-from paceline.client.deltas import Joined
-from paceline.client.failures import error_of
-from paceline.client.server_events import EventReader
+from paceline.client.calls import reader
+from paceline.client.session import Opened, SessionInfo, Task
 from paceline.errors import PacelineError
 from paceline.file_hashes import read_hashes
 from paceline.messages import versions_from_proto
@@ -179,21 +170,10 @@ def parsed_chat(name: Any) -> Callable[[bytes], object]:
     return reads
 
 
-def client_events(raw: bytes) -> object:
-    reader, joined = EventReader(), Joined()
-    for start in range(0, len(raw), 50):
-        for event in reader.feed(raw[start : start + 50]):
-            joined.add(event)
-    return joined.answer()
-
-
 def client_answers(raw: bytes) -> object:
-    found = as_json(raw)
-    if not isinstance(found, dict):
-        return None
-    for kind in (ChatAnswer, Tokens, Task, SessionInfo, OpenedSession):
-        with suppress(PacelineError), documented_shape():
-            kind.read(found)
+    for kind in (Task, SessionInfo, Opened):
+        with suppress(PacelineError):
+            reader(kind)(raw.decode("utf-8", "replace"))
     return None
 
 
@@ -301,25 +281,12 @@ SPAN = {
     "links": [],
     "attributes": {"a": 1},
 }
-CHUNK = {
-    "id": "c",
-    "choices": [
-        {
-            "delta": {"content": "a", "tool_calls": [{"index": 0, **CALL}]},
-            "token_ids": [1],
-            "finish_reason": "stop",
-        }
-    ],
-    "usage": {"prompt_tokens": 1, "completion_tokens": 2},
-}
 ANSWER = {
     "id": "c",
-    "session_id": "s",
     "api_key": "k",
     "group_id": "g",
     "state": "open",
-    "choices": [{"message": {"content": "a", "tool_calls": [CALL]}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+    "task": {"id": "t", "prompt": "1", "metadata": {"a": "b"}},
 }
 JOURNAL = {
     "v": JOURNAL_VERSION,
@@ -414,13 +381,7 @@ DECODERS: dict[str, Decoder] = {
         ),
         message(epb.WorkerEvent, worker_event),
     ),
-    "events of the client": Decoder(
-        (b"data: " + lines(CHUNK) + b"\n\ndata: [DONE]\n\n",), client_events
-    ),
     "answers of the client": Decoder((lines(ANSWER),), client_answers),
-    "errors of the client": Decoder(
-        (lines({"error": {"message": "m", "code": "not_found"}}),), lambda raw: error_of(404, raw)
-    ),
     "task files": Decoder(
         (lines(TASK, {**TASK, "task_id": "b"}),),
         in_file("tasks.jsonl", lambda directory: read_tasks(directory / "tasks.jsonl")),

@@ -17,7 +17,7 @@ import requests
 from ipv6 import LOOPBACK_HOSTS
 
 from paceline.addresses import exempt_loopback
-from paceline.client import AsyncClient, Backoff, Client
+from paceline.client import AsyncClient, Client
 from paceline.config import SecurityConfig
 from paceline.errors import PacelineError
 from paceline.local.patience import patient
@@ -30,7 +30,6 @@ from paceline.services.rollout_gateway.rewards.remote import RemoteReward
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 EXEMPT = ("no_proxy", "no_grpc_proxy")
 OFF = SecurityConfig(token_env="")
-ONCE = Backoff(first_s=0.01, most_s=0.01)
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
 
@@ -97,11 +96,12 @@ async def test_a_channel_to_this_machine_passes_no_proxy(host: str, tmp_path: Pa
 async def test_a_client_of_a_gateway_on_this_machine_passes_no_proxy(host: str) -> None:
     async with recording("127.0.0.1" if host == "localhost" else host) as gateway:
         url = f"http://{host}:{gateway.port}"
-        options = {"token": "", "deadline_s": patient(5), "backoff": ONCE}
+        options: Any = {"token": "", "timeout_s": patient(5), "max_retries": 0}
         async with AsyncClient(url, **options) as client:
-            assert await client.models() == ("m",)
+            assert (await client.openai.models.list()).data[0].id == "m"
         with Client(url, **options) as blocking:
-            assert await asyncio.to_thread(blocking.models) == ("m",)
+            listed = await asyncio.to_thread(blocking.openai.models.list)
+            assert listed.data[0].id == "m"
 
 
 @pytest.mark.usefixtures("_dead_proxies")
@@ -167,11 +167,12 @@ async def test_a_client_of_a_gateway_on_another_host_goes_to_its_proxy_unless_ex
 ) -> None:
     async with recording() as proxy:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
-        url, options = "http://gateway.invalid:7408", {"token": "", "backoff": ONCE}
-        async with AsyncClient(url, deadline_s=patient(5), **options) as client:
-            assert await client.models() == ("m",)
+        url: str = "http://gateway.invalid:7408"
+        options: Any = {"token": "", "max_retries": 0}
+        async with AsyncClient(url, timeout_s=patient(5), **options) as client:
+            assert (await client.openai.models.list()).data[0].id == "m"
         monkeypatch.setenv("no_proxy", "gateway.invalid")
-        async with AsyncClient(url, deadline_s=0.5, **options) as exempt:
+        async with AsyncClient(url, timeout_s=0.5, **options) as exempt:
             with pytest.raises(PacelineError):
-                await exempt.models()
+                await exempt.session()
     assert proxy.lines == ["GET http://gateway.invalid:7408/v1/models HTTP/1.1"]

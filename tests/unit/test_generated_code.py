@@ -26,11 +26,3 @@ def test_generated_code_equals_what_proto_generates(tmp_path: Path) -> None:
     }
     assert set(fresh) == set(committed)
     assert [name for name in fresh if fresh[name] != committed[name]] == []
-
-
-def test_the_blocking_client_equals_what_the_asyncio_one_generates(tmp_path: Path) -> None:
-    command = [sys.executable, ".ci/client", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=patient(60))
-    fresh = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
-    folder = ROOT / "libs/paceline/client/sync"
-    assert fresh == {path.name: path.read_text() for path in folder.glob("*.py")}

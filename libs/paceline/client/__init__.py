@@ -1,45 +1,29 @@
-"""Opens sessions, generates and rewards over the gateway's HTTP API, for agents (docs/agents.md).
+"""Opens sessions at the gateway and rewards them; agents generate with the `openai` package
+(docs/agents.md).
 
     from paceline.client import Client
 
     with Client("http://127.0.0.1:7408") as client:
         with client.session(task="gsm8k-17", group="g1", group_size=8) as session:
-            answer = session.chat([{"role": "user", "content": "6 * 7 = ?"}], max_tokens=64)
-            session.reward(1.0 if "42" in answer.text else 0.0)
+            question = {"role": "user", "content": "6 * 7 = ?"}
+            answer = session.openai.chat.completions.create(model="", messages=[question])
+            session.reward(1.0 if "42" in (answer.choices[0].message.content or "") else 0.0)
 
-Of the control plane it imports paceline.errors alone, and httpx: an agent's process starts no gRPC
-and no torch.
+An agent's process loads no gRPC and no torch.
 """
 
-from paceline.client.aio.client import AsyncClient
-from paceline.client.aio.session import AsyncChatStream, AsyncSession
-from paceline.client.answers import ChatAnswer, Sample, SessionInfo, Task, Tokens, ToolCall, Usage
-from paceline.client.deltas import Delta, ToolCallDelta
-from paceline.client.options import ChatOptions, GenerationOptions
-from paceline.client.settings import Backoff, find_token
-from paceline.client.sync.client import Client
-from paceline.client.sync.session import ChatStream, Session
+from paceline.client.client import AsyncClient, Client, find_token
+from paceline.client.session import AsyncSession, Sample, Session, SessionInfo, Task
 from paceline.client.traces import trace_headers
 
 __all__ = [
-    "AsyncChatStream",
     "AsyncClient",
     "AsyncSession",
-    "Backoff",
-    "ChatAnswer",
-    "ChatOptions",
-    "ChatStream",
     "Client",
-    "Delta",
-    "GenerationOptions",
     "Sample",
     "Session",
     "SessionInfo",
     "Task",
-    "Tokens",
-    "ToolCall",
-    "ToolCallDelta",
-    "Usage",
     "find_token",
     "trace_headers",
 ]

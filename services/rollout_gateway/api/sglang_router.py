@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from paceline.client.exchange import direct
+from paceline.addresses import direct
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import GatewayConfig

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from paceline.client.exchange import direct
+from paceline.addresses import direct
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.background import background, cancel

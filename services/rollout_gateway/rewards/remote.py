@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 import httpx
 
-from paceline.client.exchange import direct
-from paceline.client.flows import retry_after_s
-from paceline.client.settings import Backoff
+from paceline.addresses import direct
 from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.config import RemoteRewardConfig
 from paceline.services.rollout_gateway.environments.base import Episode
@@ -21,7 +24,8 @@ from paceline.services.rollout_gateway.rewards.breaker import CircuitBreaker
 from paceline.services.rollout_gateway.rewards.episode_json import episode_to
 from paceline.telemetry import inject, names, span
 
-PAUSES = Backoff(first_s=0.1, most_s=5.0)
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 MAX_ANSWER_BYTES = 64 << 10
 SHOWN = 200
 """Maximum characters of an answer in an error."""
@@ -80,7 +84,7 @@ class RemoteReward:
                 return await self._attempt(body, headers, until, attempts + 1 - number)
             except _TryLater as error:
                 failure = error
-            wait_s = PAUSES.wait_s(number, failure.retry_after_s)
+            wait_s = pause_s(number, failure.retry_after_s)
             if number == attempts or clock() + wait_s >= until:
                 break
             await asyncio.sleep(wait_s)
@@ -126,6 +130,29 @@ class RemoteReward:
                 if len(answer) > MAX_ANSWER_BYTES:
                     break
             return response.status_code, retry_after_s(response.headers), answer
+
+
+def pause_s(attempt: int, asked_s: float | None, draw: float | None = None) -> float:
+    """Seconds before the attempt after `attempt` (from 1), at least the server's request.
+
+    Waits double up to their limit. `draw` in [0, 1] is random if absent; 0 halves the wait.
+    """
+    share = 0.5 + 0.5 * (random.random() if draw is None else draw)
+    drawn = share * min(FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 32), LONGEST_PAUSE_S)
+    return drawn if asked_s is None else asked_s + min(drawn, FIRST_PAUSE_S)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds in Retry-After, as a number or a date; None if it is absent or unreadable."""
+    text = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        return float(text)
+    try:
+        when = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return max((when - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 def check_url(url: str) -> None:

@@ -10,9 +10,8 @@ import pytest
 from unit.client.in_thread import InThread
 from unit.client.scripted_gateway import ScriptedGateway, listening, serving
 
-from paceline.client import AsyncClient, Backoff, Client
+from paceline.client import AsyncClient, Client
 
-QUICK = Backoff(first_s=0.01, most_s=0.05, draw=lambda: 1.0)
 Connect = Callable[..., Any]
 
 
@@ -34,7 +33,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     async with AsyncExitStack() as clients:
 
         def make(base_url: str, **options: Any) -> Any:
-            options = {"token": "gateway-token", "deadline_s": 10.0, "backoff": QUICK, **options}
+            options = {"token": "gateway-token", "timeout_s": 10.0, **options}
             client: Any = (
                 InThread(Client(base_url, **options))
                 if request.param == "sync"

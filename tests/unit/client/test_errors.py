@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from unit.client.conftest import Connect
 from unit.client.scripted_gateway import ScriptedGateway, refuse, reply
 
 from paceline import errors
-from paceline.client.failures import error_of
 from paceline.errors import PacelineError
 
 
@@ -34,8 +33,13 @@ from paceline.errors import PacelineError
         (504, "deadline_exceeded", errors.DeadlineExceeded, "DEADLINE_EXCEEDED"),
     ],
 )
-def test_status_and_code_choose_class_and_reason(
-    status: int, code: str | None, cls: type[PacelineError], reason: str
+async def test_status_and_code_choose_class_and_reason(
+    gateway: ScriptedGateway,
+    connect: Connect,
+    status: int,
+    code: str | None,
+    cls: type[PacelineError],
+    reason: str,
 ) -> None:
     said = {
         "error": {
@@ -45,7 +49,10 @@ def test_status_and_code_choose_class_and_reason(
             "code": code,
         }
     }
-    error = error_of(status, json.dumps(said).encode())
+    gateway.then(reply(status, said))
+    with pytest.raises(PacelineError) as caught:
+        await connect(gateway.base_url, max_retries=0).session_info("s1")
+    error = caught.value
     assert (type(error), error.reason, str(error)) == (
         cls,
         reason,
@@ -56,14 +63,22 @@ def test_status_and_code_choose_class_and_reason(
 @pytest.mark.parametrize(
     "body", [b"", b"<html>", b"null", b'{"error": "text"}', b'{"error": {"message": 7}}', b"\xff"]
 )
-def test_a_body_that_is_not_the_gateways_is_quoted_under_the_class_of_its_status(
-    body: bytes,
+async def test_a_body_that_is_not_the_gateways_is_quoted_under_the_class_of_its_status(
+    gateway: ScriptedGateway, client: Any, body: bytes
 ) -> None:
-    error = error_of(404, body)
-    assert type(error) is errors.NotFound
-    assert "HTTP 404" in str(error)
-    assert error_of(401, body).reason == "UNAUTHENTICATED"
-    assert len(str(error_of(500, b"x" * 100_000))) < 1000
+    gateway.then(reply(404, body), reply(401, body))
+    with pytest.raises(errors.NotFound, match="HTTP 404"):
+        await client.session_info("s1")
+    with pytest.raises(errors.InvalidInput) as caught:
+        await client.session_info("s1")
+    assert caught.value.reason == "UNAUTHENTICATED"
+
+
+async def test_a_long_body_is_cut(gateway: ScriptedGateway, client: Any) -> None:
+    gateway.then(reply(400, b"x" * 100_000))
+    with pytest.raises(errors.InvalidInput) as caught:
+        await client.session_info("s1")
+    assert len(str(caught.value)) < 1000
 
 
 async def test_a_refusal_is_raised_at_once_with_the_call_it_belongs_to(
@@ -74,12 +89,16 @@ async def test_a_refusal_is_raised_at_once_with_the_call_it_belongs_to(
         "session s1 has ended; seen: final; allowed: open",
         "session_ended",
         "invalid_request_error",
+        x_should_retry="false",
     )
     for step, cls in (
         (ended, errors.FailedPrecondition),
         (refuse(401, "no such key", "unauthenticated"), errors.InvalidInput),
         (refuse(404, "no such session", "not_found"), errors.NotFound),
-        (refuse(500, "the engine failed", "internal"), errors.InternalError),
+        (
+            refuse(500, "the engine failed", "internal", x_should_retry="false"),
+            errors.InternalError,
+        ),
         (reply(400, b"bad"), errors.InvalidInput),
     ):
         asked = len(gateway.seen)
@@ -87,5 +106,5 @@ async def test_a_refusal_is_raised_at_once_with_the_call_it_belongs_to(
         with pytest.raises(cls) as caught:
             await client.session_info("s/1")
         assert len(gateway.seen) == asked + 1
-        assert caught.value.__notes__[0].startswith("GET /v1/sessions/s%2F1 answered ")
+        assert caught.value.__notes__ == ["call of /sessions/s%2F1"]
         assert "gateway-token" not in "".join([str(caught.value), *caught.value.__notes__])

@@ -100,9 +100,11 @@ def anthropic_error(error: PacelineError) -> dict[str, Any]:
 
 
 def answer(error: PacelineError, request: Request) -> JSONResponse:
-    """The response, with retry-after (s) if a retry may help."""
+    """The response, with retry-after (s) if a retry may help. `x-should-retry` keeps the clients of
+    OpenAI and Anthropic from repeating any other request; some of those have begun.
+    """
     status, _ = status_of(error)
-    headers = {}
+    headers = {"x-should-retry": "true" if status in RETRY_STATUSES else "false"}
     if status in RETRY_STATUSES:
         headers["retry-after"] = str(
             max(math.ceil(getattr(error, "retry_after_s", None) or 1.0), 1)

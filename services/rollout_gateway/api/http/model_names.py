@@ -25,9 +25,9 @@ def model_names(gateway: Gateway) -> Sequence[str]:
 
 def check_model(gateway: Gateway, name: str | None) -> None:
     """Raises ModelNotFound for any other name than the served names and the configured model
-    directory. None selects the served model.
+    directory. None or an empty name selects the served model.
     """
     names, config = model_names(gateway), gateway.config
-    if name is None or name in (config.model, *names) or ANY in config.api.model_names:
+    if not name or name in (config.model, *names) or ANY in config.api.model_names:
         return
     raise ModelNotFound("the model is not served here", seen=name[:100], allowed=", ".join(names))

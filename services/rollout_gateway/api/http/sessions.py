@@ -138,10 +138,8 @@ async def reward(request: Request) -> Response:
 
 async def complete(request: Request) -> Response:
     """Complete a session; a repeated call returns its final state."""
-    found = await session_of(request)
+    found = await _ended_only_as(request, "final", "unscored")
     if isinstance(found, Ended):
-        if found.state not in ("final", "unscored"):
-            raise found.error()
         return _shown(found)
     body = await bodies.read(request, CompleteBody)
     if body.reward is not None:
@@ -159,12 +157,13 @@ async def abort(request: Request) -> Response:
 
 
 async def fail(request: Request) -> Response:
-    """End a session that could not be completed."""
-    session = await open_session_of(request)
-    body = await bodies.read(request, FailBody)
-    reason = FailReason(body.reason)
-    gateway_of(request).agents.finish(session, fail=reason, message=body.message)
-    return _shown(session)
+    """End a session that could not be completed; a repeated call returns its final state."""
+    found = await _ended_only_as(request, "failed")
+    if isinstance(found, Session):
+        body = await bodies.read(request, FailBody)
+        reason = FailReason(body.reason)
+        gateway_of(request).agents.finish(found, fail=reason, message=body.message)
+    return _shown(found)
 
 
 async def completion_reward(request: Request) -> Response:
@@ -178,6 +177,14 @@ async def completion_reward(request: Request) -> Response:
         raise NotFound("the session has no such completion", seen=grant.completion_id)
     session.score(grant)
     return _shown(session)
+
+
+async def _ended_only_as(request: Request, *states: str) -> Session | Ended:
+    """The session in the path. Raises FailedPrecondition if it has ended in another state."""
+    found = await session_of(request)
+    if isinstance(found, Ended) and found.state not in states:
+        raise found.error()
+    return found
 
 
 def _shown(found: Session | Ended) -> JSONResponse:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.client.options import ChatOptions
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody
@@ -138,4 +137,3 @@ def test_a_parameter_stands_in_every_list_that_the_recipe_names() -> None:
     not_openai |= {"json_schema", "regex", "choice", "grammar"}
     names = {field.name for field in fields(Sampling)} - not_openai
     assert names <= set(ChatBody.model_fields)
-    assert names <= set(ChatOptions.__annotations__)
