@@ -115,8 +115,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """Maximum tokens of a micro-batch."""
     max_epochs: float = Field(default=10, gt=0)
     """Maximum passes over the buffer per activation."""
-    push_deadline_s: float = Field(default=30.0, gt=0)
-    """Maximum time of a push, seconds."""
     data_wait_s: ClassVar[float] = 2.0
     """Maximum wait of an activation for rows, seconds."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)

@@ -177,10 +177,11 @@ _POLICY_TIME = [
 
 def run_charts(history: RunHistory) -> list[Chart]:
     """The charts by RL step."""
+    return [*_rollout_charts(history), *_policy_charts(history.records)]
+
+
+def _rollout_charts(history: RunHistory) -> list[Chart]:
     records = history.records
-    solved = [one for one in records if one.groups_solved]
-    timed = [one for one in records if any(key in one.policy for key in _POLICY_PARTS.values())]
-    mean, largest, k3, *weights = MISMATCH.values()
     swaps = "dashed: a new drafter serves"
     parts = split(records, "reward_parts", unit="reward", smooth=SMOOTH)
     rules = f"each rule of the mixture before its weight, mean of {SMOOTH} steps"
@@ -218,6 +219,14 @@ def run_charts(history: RunHistory) -> list[Chart]:
             if any(one.drafter_steps for one in records)
             else empty("the drafter was not trained in this run"),
         ),
+    ]
+
+
+def _policy_charts(records: Records) -> list[Chart]:
+    solved = [one for one in records if one.groups_solved]
+    timed = [one for one in records if any(key in one.policy for key in _POLICY_PARTS.values())]
+    mean, largest, k3, *weights = MISMATCH.values()
+    return [
         *(_alone(records, one) for one in (LOSS, ENTROPY, DIVERGENCE, GRADIENT)),
         (
             "Groups solved",
