@@ -152,7 +152,7 @@ async def _until_kept(url: str, count: int) -> float:
 
 async def _offer(address: str, count: int, pace: ScriptPace) -> int:
     """Have the gateway offer so many samples; how many were scored when all have ended."""
-    security = SecurityConfig(token_env="", agent_token_env="", run_tokens=False)
+    security = SecurityConfig(token_env="", run_tokens=False)
     samples = math.gcd(count, SAMPLES)
     request = rpb.RunTasksRequest(
         context=leased(security, RUN, 0, 1),

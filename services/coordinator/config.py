@@ -192,7 +192,7 @@ class CoordinatorConfig(ServiceConfig):
     """Maximum slots leased to the drafter."""
     max_drafter_steps: int = Field(default=0, ge=0)
     """Maximum optimiser steps per activation; 0: no limit."""
-    activation_deadline_s: float = Field(default=30.0, gt=0)
+    activation_deadline_s: ClassVar[float] = 30.0
     """Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
     snapshot_entries: int = Field(default=1000, ge=1)
     """Journal entries after which the end of a step writes a snapshot; a restarted coordinator
@@ -204,7 +204,7 @@ class CoordinatorConfig(ServiceConfig):
     """Maximum time without progress of rollouts, a policy step or an evaluation before the run
     fails, seconds. In open traffic, rollouts last until enough groups have closed.
     """
-    group_deadline_s: float = Field(default=600.0, gt=0)
+    group_deadline_s: ClassVar[float] = 600.0
     """Time after which a group is trained without its missing siblings, seconds."""
     service_recovery_s: float = Field(default=120.0, gt=0)
     """Maximum absence of a service, or time without progress, before the run fails, seconds."""

@@ -174,7 +174,7 @@ class PolicyTrainerConfig(ServiceConfig):
     """Maximum time without progress while ranks load the model or replay steps, seconds: CPU time
     while they work, else wall time.
     """
-    step_deadline_s: float = Field(default=3600.0, gt=0)
+    step_deadline_s: ClassVar[float] = 3600.0
     """Maximum wait of a collective, and of a step after its groups are closed, seconds."""
 
     @property

@@ -67,7 +67,7 @@ class SessionsConfig(Config):
     """Temperature of such a session outside the tasks of a run, which have their own."""
     ended_tokens: int = Field(default=1 << 18, ge=0)
     """Tokens of ended sessions kept for export, newest first, at about 100 bytes each."""
-    group_deadline_s: float = Field(default=3600, gt=0)
+    group_deadline_s: ClassVar[float] = 3600.0
     """Time from the first sibling's end until an incomplete group closes, seconds."""
 
 
@@ -89,7 +89,7 @@ class CanaryConfig(Config):
 
     enabled: bool = True
     """Whether a canary tests each set before the other workers load it."""
-    tokens: int = Field(default=32, ge=4)
+    tokens: ClassVar[int] = 32
     """Tokens of each of the four probes for a new drafter."""
     accepted: float = Field(default=0.25, ge=0, le=1)
     """Minimum accepted drafts per round, as a share of the serving drafter's; 0: any."""
@@ -213,11 +213,11 @@ class RemoteRewardConfig(Config):
     """Maximum time of a score with its retries, seconds."""
     attempts: int = Field(default=4, ge=1)
     """Maximum requests per score."""
-    parallel: int = Field(default=64, ge=1)
+    parallel: ClassVar[int] = 64
     """Maximum concurrent requests."""
-    breaker_failures: int = Field(default=8, ge=1)
+    breaker_failures: ClassVar[int] = 8
     """Failures in a row that open the circuit for breaker_open_s."""
-    breaker_open_s: float = Field(default=10, gt=0)
+    breaker_open_s: ClassVar[float] = 10.0
     """Time without requests after that, seconds."""
 
 
@@ -228,7 +228,7 @@ class ModelRewardConfig(Config):
     """Checkpoint directory."""
     threads: int = Field(default=1, ge=1)
     """Compute threads."""
-    max_batch: int = Field(default=16, ge=1)
+    max_batch: ClassVar[int] = 16
     """Maximum texts per batch."""
     max_tokens: int = Field(default=2048, ge=8)
     """Maximum tokens of a text; a longer text loses its beginning."""

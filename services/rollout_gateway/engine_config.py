@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ class EngineConfig(ModelSettings):
     """Settings of your own engine."""
     ready_deadline_s: float = Field(default=180, gt=0)
     """Maximum time to load the model, seconds: CPU time while the worker works, else wall time."""
-    command_deadline_s: float = Field(default=60, gt=0)
+    command_deadline_s: ClassVar[float] = 60.0
     """Maximum time to answer a command, counted likewise, seconds."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()

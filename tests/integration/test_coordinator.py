@@ -420,12 +420,11 @@ async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before
 
 
 async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
-    redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(CoordinatorConfig, "activation_deadline_s", 0.2)
     async with running_peers(script := Script(slow_to_attach=True, hold_step=0)) as peers:
-        config = config_of(
-            overrides(peers, redis_url, tmp_path, steps=1, activation_deadline_s=0.2)
-        )
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         await asyncio.wait_for(script.preempted.wait(), WAIT_S)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,8 +38,7 @@ def test_the_page_shows_a_run_that_goes_on_and_outlives_it(tmp_path: Path) -> No
         with httpx.Client(base_url=address.join("/"), timeout=patient(30)) as browser:
             opened = browser.get(printed.group(), follow_redirects=True)
             assert opened.status_code == 200
-            with browser.stream("GET", "/events") as stream:
-                state = until_finished(stream.iter_lines())
+            state = until_finished(browser)
             assert (state["phase"], state["complete"]) == ("finished", int(STEPS))
             assert state["slots"]
             assert run.wait(patient(60)) == 0
@@ -54,15 +53,13 @@ def test_the_page_shows_a_run_that_goes_on_and_outlives_it(tmp_path: Path) -> No
             process.communicate()
 
 
-def until_finished(lines: Iterator[str]) -> dict[str, object]:
-    """The first state in which the run has ended."""
-    kinds, kind = set(), ""
-    for line in lines:
-        if line.startswith("event: "):
-            kinds.add(kind := line.removeprefix("event: "))
-        elif line.startswith("data: ") and kind == "state":
-            state: dict[str, object] = json.loads(line.removeprefix("data: "))
-            if state["phase"] == "finished":
-                assert kinds >= {"content", "state"}
-                return state
-    pytest.fail("the events ended before the run")
+def until_finished(browser: httpx.Client) -> dict[str, Any]:
+    """The first state in which the run has ended. Its drawing follows the state."""
+    deadline = time.monotonic() + patient(300)
+    while time.monotonic() < deadline:
+        state: dict[str, Any] = browser.get("/state").json()
+        if state["phase"] == "finished" and state["drawings"]:
+            assert "trajectories" in browser.get("/figures").json()
+            return state
+        time.sleep(0.1)
+    pytest.fail("the page never showed the end of the run")

@@ -1,5 +1,5 @@
-"""The live page of a real run in a real browser: what its script does with the events, on a desk
-and on a phone.
+"""The live page of a real run in a real browser: what its script shows of the answers, on a
+desk and on a phone.
 """
 
 from __future__ import annotations

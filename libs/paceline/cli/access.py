@@ -37,6 +37,11 @@ class Coordinator:
         return channel(self.address, security)
 
 
+def coordinator_at(connection: grpc.aio.Channel) -> Any:
+    """A stub of the coordinator at the other end."""
+    return CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def coordinator_answers(coordinator: Coordinator) -> Iterator[None]:
     """Raises Unavailable with the address if a call in the block gets no reply."""
@@ -56,7 +61,7 @@ async def asked(
     Raises Unavailable without a reply, and the error of a rejected request.
     """
     async with coordinator.channel() as connection:
-        stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
+        stub = coordinator_at(connection)
         with coordinator_answers(coordinator):
             answer = await getattr(stub, method)(request, timeout=DEADLINE_S)
         yield stub, answer

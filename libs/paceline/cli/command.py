@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from click import Context
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
-from paceline.cli.launcher import LAUNCHERS, Launcher
+from paceline.cli.launcher import LAUNCHERS
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.processes import keep_files_private
 
@@ -63,6 +65,12 @@ ClusterAddress = Annotated[
     ),
 ]
 
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+RunPlace = Annotated[
+    str | None,
+    typer.Argument(help="the run, by directory or by its id below runs/", show_default=False),
+]
+
 MODEL = "checkpoint directory in Hugging Face format, or an id on the Hub: owner/name[@revision]"
 
 
@@ -80,10 +88,10 @@ def tell(kind: str, **facts: Any) -> None:
 def begin(lines: str | None, phase: str) -> bool:
     """Prints the first phase, before any slow import or lookup.
 
-    Returns whether the output is JSON. Exits for an unknown format of lines.
+    Returns whether the output is JSON. Raises ConfigError for an unknown format of lines.
     """
     if lines not in (None, "text", "json"):
-        raise refused(ConfigError("no such format of lines", seen=lines, allowed="text, json"))
+        raise ConfigError("no such format of lines", seen=lines, allowed="text, json")
     as_json = lines == "json" or (lines is None and not sys.stdout.isatty())
     if as_json:
         tell("phase", phase=phase)
@@ -97,14 +105,6 @@ def settings_of(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:
     return (*(overrides or ()), *(("security.run_tokens=false",) if no_token else ()))
 
 
-def launcher_of(kind: str, address: str | None) -> Launcher:
-    """The launcher from a command line; exits if it is invalid."""
-    try:
-        return Launcher.of(kind, address)
-    except ConfigError as error:
-        raise refused(error) from error
-
-
 def become(module: str, *arguments: str) -> NoReturn:
     """Replaces this process by a module, which then gets signals directly and sets the exit
     code.
@@ -112,11 +112,17 @@ def become(module: str, *arguments: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
 
 
-def refused(error: PacelineError) -> typer.Exit:
-    """Prints the error and returns the command's exit with status 2."""
-    text = f"[bold red]paceline:[/] {escape(str(error))}"
-    console.print(text, highlight=False, soft_wrap=True)
-    return typer.Exit(2)
+class Commands(TyperGroup):
+    """Commands, of which a PacelineError is printed in one line, with exit status 2."""
+
+    def invoke(self, ctx: Context) -> Any:
+        """Runs a command."""
+        try:
+            return super().invoke(ctx)
+        except PacelineError as error:
+            text = f"[bold red]paceline:[/] {escape(str(error))}"
+            console.print(text, highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from error
 
 
 def run_to_exit(coroutine: Coroutine[Any, Any, int]) -> NoReturn:
@@ -126,7 +132,5 @@ def run_to_exit(coroutine: Coroutine[Any, Any, int]) -> NoReturn:
     keep_files_private()
     try:
         raise typer.Exit(asyncio.run(coroutine))
-    except PacelineError as error:
-        raise refused(error) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error

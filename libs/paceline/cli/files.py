@@ -12,13 +12,14 @@ from rich.console import Console
 from paceline.cli.command import (
     MODEL,
     ConfigFiles,
+    Json,
     Overrides,
+    RunPlace,
     console,
-    refused,
     run_to_exit,
     say,
 )
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput
 from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
 
@@ -45,10 +46,7 @@ def report(
 
 
 def page(
-    run: Annotated[
-        str | None,
-        typer.Argument(help="the run, by directory or by its id below runs/", show_default=False),
-    ] = None,
+    run: RunPlace = None,
     config: ConfigFiles = None,
     port: Annotated[int, typer.Option(min=0, help="port on loopback; 0: any free port")] = 0,
 ) -> None:
@@ -68,15 +66,12 @@ def why(
             show_default=False,
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print the critical path of a step or a trace beside the median step's, and its main cause."""
     from paceline.cli.why import show_why
 
-    try:
-        show_why(run, which, Console(), as_json=as_json)
-    except PacelineError as error:
-        raise refused(error) from error
+    show_why(run, which, Console(), as_json=as_json)
 
 
 def evaluate(
@@ -102,7 +97,7 @@ def evaluate(
         typer.Option(metavar="PART=COLUMN", help="columns of prompt, answer, task_id, system"),
     ] = None,
     system: Annotated[str, typer.Option(help="system message of every task")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure a policy on a file of tasks, with its own gateway.
 
@@ -111,13 +106,8 @@ def evaluate(
     from paceline.cli.evaluate import EvaluationOptions
     from paceline.cli.evaluate import evaluate as run_evaluation
 
-    try:
-        columns = _columns(column or [], system)
-        directory = model_directory(model, say)
-    except PacelineError as error:
-        raise refused(error) from error
     options = EvaluationOptions(
-        model=directory,
+        model=model_directory(model, say),
         tasks=tasks,
         prompts=prompts,
         samples=samples,
@@ -128,7 +118,7 @@ def evaluate(
         solved_above=solved_above,
         seed=seed,
         overrides=tuple(overrides or ()),
-        columns=columns,
+        columns=_columns(column or [], system),
     )
     run_to_exit(run_evaluation(options, console, as_json=as_json))
 
@@ -162,20 +152,16 @@ def init(
     """Write a commented TOML of a run that trains a model."""
     from paceline.cli.init import write_settings
 
-    workers = usable_cores()
-    try:
-        plan = write_settings(
-            out,
-            model,
-            tasks=tasks,
-            heldout=heldout,
-            reward=reward,
-            workers=workers,
-            agents=agents,
-            say=say,
-        )
-    except PacelineError as error:
-        raise refused(error) from error
+    plan = write_settings(
+        out,
+        model,
+        tasks=tasks,
+        heldout=heldout,
+        reward=reward,
+        workers=usable_cores(),
+        agents=agents,
+        say=say,
+    )
     shown = Console()
     for line in plan.lines:
         shown.print(line, highlight=False, soft_wrap=True, markup=False)

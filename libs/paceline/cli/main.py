@@ -15,7 +15,9 @@ from paceline.cli import files, operate
 from paceline.cli.command import (
     MODEL,
     ClusterAddress,
+    Commands,
     ConfigFiles,
+    Json,
     LauncherKind,
     LineFormat,
     NoToken,
@@ -23,20 +25,19 @@ from paceline.cli.command import (
     become,
     begin,
     console,
-    launcher_of,
-    refused,
     run_to_exit,
     say,
     settings_of,
 )
-from paceline.cli.launcher import LOCAL
-from paceline.errors import NotFound, PacelineError
+from paceline.cli.launcher import LOCAL, Launcher
+from paceline.errors import NotFound
 from paceline.local.hub import model_directory
-from paceline.local.services import SERVICES, ServiceSpec
+from paceline.local.services import SERVICES
 from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Reinforcement-learning post-training with speculative rollouts and a drafter that "
@@ -117,44 +118,25 @@ def serve(
 
     A gateway works alone: paceline serve gateway --model DIR
     """
-    spec = _service(service)
+    from paceline.cli.models import found_models
+    from paceline.cli.plan import check_service
+
+    spec = service_named(service)
     given = {
-        "model": model and _model(model),
+        "model": model and model_directory(model, say).resolve(),
         "engine.kind": engine,
         "drafter": drafter and _drafter(drafter),
         "addresses.http": http_port is not None and f"{loopback()}:{http_port}",
         f"addresses.{spec.address_key}": grpc_port is not None and f"{loopback()}:{grpc_port}",
     }
-    settings = [*_models(config or []), *settings_of(overrides, no_token)]
+    settings = [*found_models(config or [], [], say), *settings_of(overrides, no_token)]
     settings += [f'{key}="{value}"' for key, value in given.items() if value]
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     flags += ["--gateway", str(gateway)] if gateway else []
+    for line in [] if print_config else check_service(spec.name, config or [], settings):
+        say(line)
     become(spec.module, *spec.arguments, *files, *flags, *settings)
-
-
-def _service(name: str) -> ServiceSpec:
-    try:
-        return service_named(name)
-    except NotFound as error:
-        raise refused(error) from error
-
-
-def _models(files: list[Path]) -> list[str]:
-    """Settings for the models that these files name by Hub id."""
-    from paceline.cli.models import found_models
-
-    try:
-        return found_models(files, [], say)
-    except PacelineError as error:
-        raise refused(error) from error
-
-
-def _model(name: str) -> Path:
-    try:
-        return model_directory(name, say).resolve()
-    except PacelineError as error:
-        raise refused(error) from error
 
 
 def _drafter(value: str) -> str:
@@ -175,7 +157,7 @@ def up(
     """Run Redis and all services from one TOML, then write a report; Ctrl-C stops them all."""
     read = ", ".join(map(str, config or [])) or "its settings"
     as_json = begin(lines, f"starting a run: reading {read}")
-    chosen = launcher_of(launcher, address)
+    chosen = Launcher.of(launcher, address)
     from paceline.cli.up import run_up
 
     settings = settings_of(overrides, no_token)
@@ -210,7 +192,7 @@ def demo(
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
     as_json = begin(lines, f"starting {resume or 'a run of the demo'}, whose files are in {out}")
-    chosen = launcher_of(launcher, address)
+    chosen = Launcher.of(launcher, address)
     from paceline.cli.demo import run_demo
     from paceline.cli.run_files import DemoOptions
 
@@ -240,19 +222,16 @@ def doctor(
         ),
     ] = None,
     config: ConfigFiles = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check this machine before a run; or, with RUN, show which service waits for which."""
     from paceline.cli.access import find_coordinator
-    from paceline.cli.doctor import check_machine, check_run
+    from paceline.cli.doctor import check_machine
+    from paceline.cli.status import check_run
 
     files, given, out = list(config or []), list(words or []), Console()
     if len(given) == 1 and "=" not in given[0]:
-        try:
-            found = find_coordinator(given[0], files)
-        except PacelineError as error:
-            raise refused(error) from error
-        run_to_exit(check_run(found, out, as_json=as_json))
+        run_to_exit(check_run(find_coordinator(given[0], files), out, as_json=as_json))
     run_to_exit(check_machine(files, given, out, as_json=as_json))
 
 
@@ -269,12 +248,10 @@ def bench(context: typer.Context) -> None:
     """Run a benchmark of this checkout: paceline bench NAME [--json FILE] ..., or list."""
     root = Path(paceline.__file__).resolve().parents[2]
     if not (root / "benchmarks" / "__main__.py").is_file():
-        raise refused(
-            NotFound(
-                "benches are not part of the installed package",
-                seen=root,
-                allowed="a checkout: git clone, make setup",
-            )
+        raise NotFound(
+            "benches are not part of the installed package",
+            seen=root,
+            allowed="a checkout: git clone, make setup",
         )
     places = (str(root), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))

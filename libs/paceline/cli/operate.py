@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from paceline.cli.command import ConfigFiles, CoordinatorAddress, refused, run_to_exit
-from paceline.errors import InvalidInput, PacelineError
+from paceline.cli.command import ConfigFiles, CoordinatorAddress, run_to_exit
+from paceline.errors import InvalidInput
 
 if TYPE_CHECKING:
     from paceline.cli.access import Coordinator
@@ -109,14 +109,11 @@ def _coordinator(
     from paceline.cli.access import coordinator_of, find_coordinator
 
     files = list(config or [])
-    try:
-        if run is None:
-            return coordinator_of(files, address)
-        if address is not None:
-            raise InvalidInput("RUN and --address name two places", seen=address, allowed=run)
-        return find_coordinator(run, files)
-    except PacelineError as error:
-        raise refused(error) from error
+    if run is None:
+        return coordinator_of(files, address)
+    if address is not None:
+        raise InvalidInput("RUN and --address name two places", seen=address, allowed=run)
+    return find_coordinator(run, files)
 
 
 COMMANDS = (status, stop, pause, resume, use_profile)

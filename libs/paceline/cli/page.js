@@ -1,19 +1,25 @@
-// The live page: what the server renders is put in place; nothing is computed here.
+// The live page: puts the server's drawing in place and asks for its state; nothing is computed here.
 "use strict";
 const [run, state, queues] = ["run", "state", "queues"].map((id) => document.getElementById(id));
+let drawn = -1;
 
-async function show() {
-  const answer = await fetch("content");
-  if (!answer.ok) return;
-  const opened = () => [...run.querySelectorAll("details")];
-  const open = new Set(opened().filter((one) => one.open).map((one) => one.innerText.split("\n")[0]));
-  const before = opened().length;
-  run.innerHTML = await answer.text();
-  if (before) for (const one of opened()) one.open = open.has(one.innerText.split("\n")[0]);
+async function answer(path) {
+  const found = await fetch(path);
+  if (!found.ok) throw new Error(found.statusText);
+  return found;
 }
 
-function waits(event) {
-  queues.replaceChildren(...Object.entries(JSON.parse(event.data)).map(([name, value]) => {
+async function showRun() {
+  const text = await (await answer("content")).text();
+  const all = () => [...run.querySelectorAll("details")];
+  const open = new Set(all().filter((one) => one.open).map((one) => one.innerText.split("\n")[0]));
+  const before = all().length;
+  run.innerHTML = text;
+  if (before) for (const one of all()) one.open = open.has(one.innerText.split("\n")[0]);
+}
+
+function showFigures(figures) {
+  queues.replaceChildren(...Object.entries(figures).map(([name, value]) => {
     const one = document.createElement("span"), figure = document.createElement("b");
     figure.textContent = value;
     one.append(figure, ` ${name}`);
@@ -21,16 +27,25 @@ function waits(event) {
   }));
 }
 
-function told(event) {
-  const now = JSON.parse(event.data);
+async function showState(now) {
   const slots = Object.entries(now.slots).map(([slot, holder]) => `slot ${slot}: ${holder}`);
   const away = now.away.length ? [`away: ${now.away.join(", ")}`] : [];
   const steps = `step ${now.complete} of ${now.total_steps}`;
   state.textContent = [steps, now.failure || now.phase, ...slots, ...away].join("  ·  ");
+  if (now.drawings !== drawn) await showRun();
+  drawn = now.drawings;
 }
 
-const news = new EventSource("events");
-news.addEventListener("content", show);
-news.addEventListener("state", told);
-news.addEventListener("queues", waits);
-news.onerror = () => { state.textContent = "the page's server is away; asking again"; };
+async function poll(path, rest_ms, show) {
+  for (;;) {
+    try {
+      await show(await (await answer(path)).json());
+    } catch {
+      state.textContent = "the page's server does not answer; asking again";
+    }
+    await new Promise((done) => setTimeout(done, rest_ms));
+  }
+}
+
+poll("state", 500, showState);
+poll("figures", 2000, showFigures);

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -23,14 +22,14 @@ import uvicorn
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from paceline.addresses import loopback
 from paceline.cli.access import directory_of
-from paceline.cli.queues import read_queues
 from paceline.cli.results import JOURNAL, SAMPLES, collect
 from paceline.cli.run_files import RunFiles, files_of
+from paceline.cli.status import read_figures
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import DataLoss, PacelineError
@@ -44,39 +43,30 @@ from paceline.report.summary import summarize
 from paceline.rpc import names_loopback
 from paceline.streams import LedgerCount
 from paceline.telemetry import get_logger
-from paceline.v1.coordinator_pb2 import StepRecord
 
 COOKIE = "paceline_page"
 _SCRIPT = Path(__file__).with_name("page.js")
 _POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'"
 _REST = 20.0
 """Pause after a drawing, as a multiple of its duration: at most a twentieth of a core."""
-_LEAST_REST_S, _STATE_REST_S = 1.0, 0.2
-_QUEUES_REST_S = 2.0
-_SILENCE_S = 15.0
-"""Maximum seconds between messages to a listener, so that its connection stays open."""
+_LEAST_REST_S, _FIGURES_REST_S = 1.0, 2.0
 _NOTHING = "<p class='empty'>the run has not begun</p>"
 
 
 class LivePage:
-    """The latest drawing and state of a run, with its listeners."""
+    """The latest drawing and state of a run."""
 
     def __init__(self, config: ServiceConfig, files: RunFiles, folder: Path) -> None:
         """`folder`: private folder of this page for copies of the journal."""
         self._config, self._files = config, files
         self._copy = replace(files, directory=folder, spans_dir=str(files.spans))
-        self._due, self._changed = asyncio.Event(), asyncio.Event()
+        self._due = asyncio.Event()
         self._due.set()
-        self.state = RunState(config.run.id, 0, self._finished, on_change=self._changed.set)
-        self.drawn = _NOTHING
-        self._news = asyncio.Condition()
-        self._number = {"content": 0, "state": 0, "queues": 0}  # latest event number by kind
-        self._queues: dict[str, str] = {}
-        self._listeners = 0
-        self._heard = asyncio.Event()  # set while the page has listeners
-
-    def _finished(self, record: StepRecord) -> None:
-        self._due.set()
+        self.state = RunState(config.run.id, 0, lambda record: self._due.set())
+        self.drawn, self.drawings = _NOTHING, 0
+        self._figures: dict[str, str] = {}
+        self._read_s = float("-inf")
+        self._reading = asyncio.Lock()
 
     async def draw(self) -> None:
         """Draws the page after each finished step; never returns."""
@@ -92,7 +82,7 @@ class LivePage:
                 pass  # the run has not begun
             except PacelineError as error:  # its Redis is gone or restarts
                 get_logger("page").info("the last drawing stays", error=str(error))
-            await self._tell("content")
+            self.drawings += 1
             await asyncio.sleep(max(_LEAST_REST_S, _REST * (time.monotonic() - began)))
 
     def _content(self, ledger: LedgerCount, settings: Mapping[str, Any]) -> str:
@@ -103,91 +93,42 @@ class LivePage:
         return content(summary, history, spans, samples)
 
     async def watch(self) -> None:
-        """Follows the run's facts until it ends and notifies listeners of changes."""
+        """Follows the run's facts until it ends."""
+        await follow(self._config, self.state)
+        self._due.set()
 
-        async def tell() -> None:
-            while True:
-                await self._changed.wait()
-                self._changed.clear()
-                await self._tell("state")
-                await asyncio.sleep(_STATE_REST_S)
+    async def figures(self) -> dict[str, str]:
+        """The queues of the run, read at most every two seconds for all browsers together."""
+        async with self._reading:
+            if time.monotonic() - self._read_s >= _FIGURES_REST_S:
+                self._figures = await read_figures(self._config)
+                self._read_s = time.monotonic()
+            return self._figures
 
-        telling = asyncio.create_task(tell())
-        try:
-            await follow(self._config, self.state)
-            await self._tell("state")
-            self._due.set()
-        finally:
-            telling.cancel()
-
-    async def measure(self) -> None:
-        """Polls the queues while the page has listeners; no event reports their lengths."""
-        while True:
-            await self._heard.wait()
-            found = await read_queues(self._config)
-            if found != self._queues:
-                self._queues = found
-                await self._tell("queues")
-            await asyncio.sleep(_QUEUES_REST_S)
-
-    def state_json(self) -> str:
-        """The state as JSON for listeners."""
-        known = self.state
-        return json.dumps(
-            {
-                "complete": known.complete,
-                "total_steps": known.total_steps,
-                "phase": known.phase,
-                "failure": known.failure,
-                "slots": dict(sorted(known.holders.items())),
-                "away": list(known.away),
-            }
-        )
-
-    async def events(self) -> AsyncIterator[str]:
-        """Yields server-sent events: `state`, `queues`, and `content` for a new drawing.
-
-        A slow listener misses intermediate events.
-        """
-        self._listeners += 1
-        self._heard.set()
-        try:
-            async for event in self._events():
-                yield event
-        finally:
-            self._listeners -= 1
-            if not self._listeners:
-                self._heard.clear()
-
-    async def _events(self) -> AsyncIterator[str]:
-        heard = {**dict.fromkeys(self._number, -1), "queues": 0}
-        while True:
-            for kind, number in self._number.items():
-                if heard[kind] != number:
-                    heard[kind] = number
-                    yield f"event: {kind}\ndata: {self._data(kind)}\n\n"
-            try:
-                async with asyncio.timeout(_SILENCE_S), self._news:
-                    await self._news.wait_for(lambda: heard != self._number)
-            except TimeoutError:
-                yield ": still here\n\n"
-
-    def _data(self, kind: str) -> str:
-        match kind:
-            case "state":
-                return self.state_json()
-            case "queues":
-                return json.dumps(self._queues)
-        return str(self._number[kind])
-
-    async def _tell(self, kind: str) -> None:
-        async with self._news:
-            self._number[kind] += 1
-            self._news.notify_all()
+    def shown_state(self) -> dict[str, Any]:
+        """The state of the run, and the number of the drawing."""
+        return {
+            "drawings": self.drawings,
+            "complete": self.state.complete,
+            "total_steps": self.state.total_steps,
+            "phase": self.state.phase,
+            "failure": self.state.failure,
+            "slots": dict(sorted(self.state.holders.items())),
+            "away": list(self.state.away),
+        }
 
 
 def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
     """The web application; `token` opens it, first in the address, then as a cookie."""
+
+    def opened(make: Callable[[], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            given = request.cookies.get(COOKIE, "")
+            near = names_loopback(request.headers.get("host", ""))
+            right = hmac.compare_digest(given.encode(), token.encode())
+            return await make() if near and right else _refused()
+
+        return answer
 
     async def first(request: Request) -> Response:
         if given := request.query_params.get("token"):
@@ -196,25 +137,35 @@ def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
             answer = RedirectResponse("/", HTTPStatus.SEE_OTHER)
             answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
             return answer
-        return await opened(lambda: _html(_frame(run_id)))(request)
+        return await opened(frame)(request)
 
-    def opened(make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            given = request.cookies.get(COOKIE, "")
-            near = names_loopback(request.headers.get("host", ""))
-            right = hmac.compare_digest(given.encode(), token.encode())
-            return make() if near and right else _refused()
+    async def frame() -> Response:
+        return _html(_frame(run_id))
 
-        return answer
+    async def content_part() -> Response:
+        return _html(page.drawn)
 
-    script, style = _SCRIPT.read_text(encoding="utf-8") + tips_script(), style_sheet()
-    made: dict[str, Callable[[], Response]] = {
-        "/content": lambda: _html(page.drawn),
-        "/events": lambda: StreamingResponse(page.events(), media_type="text/event-stream"),
-        "/page.js": lambda: Response(script, media_type="text/javascript"),
-        "/style.css": lambda: Response(style, media_type="text/css"),
+    async def state() -> Response:
+        return JSONResponse(page.shown_state())
+
+    async def figures() -> Response:
+        return JSONResponse(await page.figures())
+
+    async def script() -> Response:
+        text = _SCRIPT.read_text(encoding="utf-8") + tips_script()
+        return Response(text, media_type="text/javascript")
+
+    async def style() -> Response:
+        return Response(style_sheet(), media_type="text/css")
+
+    parts = {
+        "/content": content_part,
+        "/state": state,
+        "/figures": figures,
+        "/page.js": script,
+        "/style.css": style,
     }
-    routes = [Route("/", first), *(Route(path, opened(make)) for path, make in made.items())]
+    routes = [Route("/", first), *(Route(path, opened(make)) for path, make in parts.items())]
     return Starlette(routes=routes)
 
 
@@ -231,7 +182,7 @@ def _html(text: str) -> Response:
 
 
 def _refused() -> Response:
-    words = "This page opens with the address that paceline page has printed."
+    words = "Open the address that `paceline page` has printed: it contains the token."
     return Response(words, HTTPStatus.UNAUTHORIZED)
 
 
@@ -279,7 +230,7 @@ def _listening(port: int) -> socket.socket:
 
 def _beside(page: LivePage, console: Console) -> list[Coroutine[Any, Any, None]]:
     """The background tasks of the page."""
-    return [page.draw(), page.measure(), _watched(page, console)]
+    return [page.draw(), _watched(page, console)]
 
 
 async def _watched(page: LivePage, console: Console) -> None:

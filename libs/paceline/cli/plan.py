@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.arm_names import OFF
+from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.local.processes import usable_cores
 from paceline.local.run_settings import gpu_settings, settings_of_run
-from paceline.models.config import read_config
+from paceline.local.services import service
+from paceline.models.config import ModelConfig, read_config
+from paceline.plugins import import_object
 from paceline.speculators.kinds import inner_layers_read
 
+_ENGINES = ("embedded", "sglang")
+"""Engines that load the model."""
 _ITEM = {"float32": 4, "bfloat16": 2}
 _MOMENT = {"float32": memory_plan.FLOAT, "int8": memory_plan.INT8}
 _NVIDIA_SMI_S = 20.0
@@ -185,6 +190,78 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
         )
 
 
+def check_service(name: str, files: Sequence[Path], overrides: Sequence[str]) -> list[str]:
+    """A sentence on the memory of one service that runs alone; none for a service without a model.
+
+    Raises ConfigError if the settings cannot work or a GPU is too small.
+    """
+    spec = service(name)
+    found = load_config(import_object(spec.settings), name, files, overrides)
+    if name == "coordinator" or (name == "gateway" and found.engine.kind not in _ENGINES):
+        return []
+    gpus = gpu_bytes() if _on_gpus(name, found) else []
+    try:
+        plan = _service_plan(name, found, gpus)
+    except PacelineError as error:
+        if isinstance(error, ConfigError):
+            raise
+        return [f"memory is unknown: {error}"]  # the service reports the model's fault
+    size, room = plan.total, min(gpus, default=0) - memory_plan.LIBRARIES
+    if gpus and size > room:
+        raise ConfigError(
+            f"a GPU is too small for {name}",
+            seen=memory_plan.shown(size),
+            allowed=memory_plan.shown(room),
+        )
+    if gpus:
+        return [f"memory of a GPU: {plan} of {memory_plan.shown(room)}"]
+    return [memory_plan.together([plan], _ram())]
+
+
+def _on_gpus(name: str, found: Any) -> bool:
+    """Whether a service may compute on GPUs."""
+    if name == "gateway":
+        return bool(found.engine.kind == "sglang" and found.engine.sglang.device != "cpu")
+    return bool(found.device != "cpu")
+
+
+def _service_plan(name: str, found: Any, gpus: Sequence[int]) -> ServicePlan:
+    """The memory of a service that runs alone."""
+    if name == "gateway":
+        model = read_config(found.model_dir, experts=found.engine.kind == "sglang")
+        return _engine(found, model, _kept_states(found, model.num_layers), gpus)[0]
+    model = read_config(Path(found.model))
+    if name == "drafter_trainer":
+        return _drafter_plan(found, model)
+    ranks = memory_plan.policy_ranks(
+        found.ranks, found.ranks or usable_cores(), cores=usable_cores(), gpus=len(gpus)
+    )
+    return _policy_plan(found, model, ranks, found.tokens_per_micro_batch)
+
+
+def _policy_plan(policy: Any, model: ModelConfig, ranks: int, tokens: int) -> ServicePlan:
+    """`tokens`: of the longest row of a micro-batch."""
+    adapters = policy.adapters
+    settings = PolicySizes(
+        reshard=policy.reshard_after_forward,
+        recompute=policy.recompute_activations,
+        item=_ITEM[policy.compute_dtype],
+        head_rows=policy.rows_of_logits(model.vocab_size),
+        critic=policy.algorithm.name == "ppo",
+        reference=policy.algorithm.kl.coefficient > 0,
+        adapters=memory_plan.adapter_parameters(model, adapters.rank, adapters.targets),
+        moment=_MOMENT[policy.optimizer.moments],
+        offload=policy.offload,
+    )
+    return memory_plan.policy_plan(model, ranks=ranks, tokens=tokens, settings=settings)
+
+
+def _drafter_plan(drafter: Any, model: ModelConfig) -> ServicePlan:
+    return memory_plan.drafter_plan(
+        model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens
+    )
+
+
 def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]:
     gateway, policy, drafter, coordinator = (
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
@@ -197,34 +274,22 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
     engine, on_gpus = _engine(gateway, model, states, gpus)
     if model.experts:
         return [f"memory: {engine}; a model with experts is served and not trained"]
+    # A row is as long as the longest trajectory of its step.
+    tokens = max(policy.tokens_per_micro_batch, gateway.engine.max_sequence_tokens)
     plan = RunPlan(
         engine,
-        memory_plan.policy_plan(
-            model,
-            ranks=ranks,
-            # A row is as long as the longest trajectory of its step.
-            tokens=max(policy.tokens_per_micro_batch, gateway.engine.max_sequence_tokens),
-            settings=PolicySizes(
-                reshard=policy.reshard_after_forward,
-                recompute=policy.recompute_activations,
-                item=_ITEM[policy.compute_dtype],
-                head_rows=policy.rows_of_logits(model.vocab_size),
-                critic=policy.algorithm.name == "ppo",
-                reference=policy.algorithm.kl.coefficient > 0,
-                adapters=memory_plan.adapter_parameters(
-                    model, policy.adapters.rank, policy.adapters.targets
-                ),
-                moment=_MOMENT[policy.optimizer.moments],
-                offload=policy.offload,
-            ),
-        ),
-        memory_plan.drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens),
+        _policy_plan(policy, model, ranks, tokens),
+        _drafter_plan(drafter, model),
         apart=coordinator.learner_slots > 0,
     )
     if gpus and on_gpus and drafter.device == "cuda":
         plan.check(min(gpus))
         return [plan.turns(min(gpus))]
-    return [plan.together(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    return [memory_plan.together(plan.services, _ram())]
+
+
+def _ram() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _kept_states(gateway: Any, num_layers: int) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from paceline.cli.access import DEADLINE_S, coordinator_at
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.events import FactSubscriber
 from paceline.rpc import channel, check_events, rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
-_SNAPSHOT_S = 5.0
 _QUIET_S = 30.0
 """Seconds without a fact after which the coordinator is polled: it may have restarted."""
 _ASK_AGAIN_S = 1.0
@@ -31,7 +31,6 @@ class RunState:
     total_steps: int
     on_record: OnRecord  # receives each finished step once
     on_away: OnAway = lambda services: None  # receives the unreachable services at each change
-    on_change: Callable[[], None] = lambda: None  # called after a possible change
     phase: str = "starting"
     holders: dict[int, str] = field(default_factory=dict)  # slot -> its holder
     complete: int = 0  # steps received without a gap, from the first
@@ -55,7 +54,6 @@ class RunState:
         if fact.HasField("run_finished"):
             self.finished, self.failure = True, fact.run_finished.failure
             self.phase = "failed" if self.failure else "finished"
-        self.on_change()
 
     def take_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
         """Applies a snapshot after a gap."""
@@ -68,7 +66,6 @@ class RunState:
             self._slots(slots)
         if snapshot.last_step.step_s:
             self.take_record(snapshot.last_step)
-        self.on_change()
 
     def take_record(self, record: pb.StepRecord) -> None:
         """Applies a finished step once: its record is repeated when an evaluation is added."""
@@ -95,8 +92,7 @@ class RunState:
 async def follow(config: ServiceConfig, state: RunState) -> None:
     """Keeps `state` up to date until the run has ended."""
     async with channel(config.addresses.coordinator, config.security) as connection:
-        stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
-
+        stub = coordinator_at(connection)
         behind, asked_s = False, 0.0
 
         async def catch_up(first: int, last: int) -> None:
@@ -104,7 +100,7 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
             behind = True
             try:
                 with rpc_errors():
-                    snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=_SNAPSHOT_S)
+                    snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
                     while page := await _steps_after(stub, state.complete):
                         for record in page:
                             state.take_record(record)
@@ -131,10 +127,10 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
                 await catch_up(0, 0)
 
 
-async def _steps_after(stub: CoordinatorServiceStub, complete: int) -> Sequence[pb.StepRecord]:
+async def _steps_after(stub: Any, complete: int) -> Sequence[pb.StepRecord]:
     """The next page of step records; empty at the end."""
     wanted = pb.ListStepsRequest(from_step=complete)
-    page: pb.ListStepsResponse = await stub.ListSteps(wanted, timeout=_SNAPSHOT_S)
+    page: pb.ListStepsResponse = await stub.ListSteps(wanted, timeout=DEADLINE_S)
     return page.steps
 
 

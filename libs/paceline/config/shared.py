@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -104,7 +104,7 @@ class SecurityConfig(Config):
 
     token_env: str = "PACELINE_TOKEN"  # noqa: S105  the name of a variable, not a secret
     """Environment variable with the operators' bearer token, which opens everything."""
-    agent_token_env: str = "PACELINE_AGENT_TOKEN"  # noqa: S105
+    agent_token_env: ClassVar[str] = "PACELINE_AGENT_TOKEN"  # noqa: S105
     """Environment variable with the agents' bearer token, for sessions and generation."""
     run_tokens: bool = True
     """If these variables are empty, tokens in <run.dir>/tokens, readable for this user alone."""

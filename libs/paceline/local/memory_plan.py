@@ -6,7 +6,7 @@ for backward. Model sizes are from config.json.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
@@ -74,13 +74,6 @@ class RunPlan:
         service, most = max(self.peaks.items(), key=lambda turn: turn[1])
         return f"memory of a GPU: at most {shown(most)} of {shown(device_bytes)}, for {service}"
 
-    def together(self, ram: int) -> str:
-        """A sentence with the memory of all services on a machine without GPUs."""
-        needed = sum(one.devices * one.total for one in self.services)
-        verdict = "memory may run short" if needed > ram else "memory"
-        services = ", ".join(map(str, self.services))
-        return f"{verdict}: {shown(needed)} of {shown(ram)} ({services})"
-
     def check(self, device_bytes: int) -> None:
         """Raises ConfigError if the peak of a service exceeds a device."""
         service, most = max(self.peaks.items(), key=lambda turn: turn[1])
@@ -94,6 +87,13 @@ class RunPlan:
                 "compute_dtype=bfloat16, optimizer.moments=int8, offload, fewer head_rows or "
                 "shorter sequences",
             )
+
+
+def together(services: Sequence[ServicePlan], ram: int) -> str:
+    """A sentence with the memory of all services on a machine without GPUs."""
+    needed = sum(one.devices * one.total for one in services)
+    verdict = "memory may run short" if needed > ram else "memory"
+    return f"{verdict}: {shown(needed)} of {shown(ram)} ({', '.join(map(str, services))})"
 
 
 def parameters(model: ModelConfig) -> int:

@@ -1,4 +1,4 @@
-"""Draws charts by RL step as inline SVG: lines and stacked columns.
+"""Draws inline SVG: lines and columns by RL step, timelines of slots, waterfalls of spans.
 
 Colours are CSS classes c0..c7 of the page, so one drawing is readable on light and dark.
 """
@@ -10,12 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from typing import TypeVar
 
 WIDTH, HEIGHT = 560, 210
-_LEFT, RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
 _POINTS_DRAWN = 600
 _LEAST_OF_A_LINE = 3
-"""Measurements, below which there are dots alone."""
+"""Fewer measurements than this are drawn as dots alone."""
+_WIDE, _ROW = 1140, 22
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Frame:
     def x(self, value: float) -> float:
         """Pixels from the left."""
         return self.left + (value - self.x0) / (self.x1 - self.x0) * (
-            self.width - self.left - RIGHT
+            self.width - self.left - _RIGHT
         )
 
     def y(self, value: float) -> float:
@@ -71,12 +74,13 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def running_mean(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """Mean of each point and up to `window - 1` points before it."""
-    smooth = []
-    for i, (x, _) in enumerate(points):
-        part = [y for _, y in points[max(0, i - window + 1) : i + 1]]
-        smooth.append((x, sum(part) / len(part)))
-    return smooth
+    """Mean of each measured point and up to `window - 1` measured points before it."""
+    known = [(x, y) for x, y in points if math.isfinite(y)]
+    return [
+        (x, sum(part) / len(part))
+        for i, (x, _) in enumerate(known)
+        if (part := [y for _, y in known[max(0, i - window + 1) : i + 1]])
+    ]
 
 
 def line_chart(
@@ -121,7 +125,7 @@ def stacked_columns(
     """One column per x, split into len(names) parts, from bottom to top."""
     if not columns:
         return empty("nothing was measured")
-    columns = columns[:: max(1, len(columns) // _POINTS_DRAWN)]
+    columns = _drawn(columns)
     gap = columns[1][0] - columns[0][0] if len(columns) > 1 else 1.0
     top = max(sum(parts) for _, parts in columns) or 1.0
     frame = Frame(columns[0][0] - gap / 2, columns[-1][0] + gap / 2, 0.0, top * 1.03)
@@ -145,6 +149,95 @@ def stacked_columns(
     ]
     shown = [*_axes(frame), *bars, *_hover(series, frame)]
     return legend(list(zip(names, colors, strict=True))) + svg(shown, y_label, WIDTH, HEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One interval of a timeline or waterfall, in seconds."""
+
+    row: int
+    start: float
+    end: float
+    color: str
+    title: str = ""
+    kind: str = ""  # meaning of the bar's colour
+
+
+def timeline(
+    rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, *, titles: bool, label: str
+) -> str:
+    """One row per slot; time in seconds from `start`.
+
+    Without titles, all bars of a colour are one path, for small files. The page's script finds the
+    bar under the pointer by the scale: left edge, seconds per pixel and row height.
+    """
+    left, height = 62, len(rows) * _ROW + 34
+    frame = Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, _WIDE, height, left)
+    parts = _time_axis(frame, len(rows) * _ROW + 4)
+    parts += [text(left - 8, 4 + i * _ROW + 14, row, "end") for i, row in enumerate(rows)]
+    paths: dict[tuple[str, str], list[str]] = {}
+    for bar in bars:
+        if bar.end <= start or bar.start >= end:
+            continue
+        x0, x1 = frame.x(max(bar.start, start) - start), frame.x(min(bar.end, end) - start)
+        y, w = 6 + bar.row * _ROW, max(x1 - x0, 0.25)
+        if titles:
+            parts.append(_rect(bar, x0, y, w, _ROW - 4))
+        else:
+            paths.setdefault((bar.color, bar.kind), []).append(
+                f"M{x0:.1f} {y}h{w:.1f}v{_ROW - 4}h{-w:.1f}z"
+            )
+
+    parts += [
+        f'<path class="fill {color}" d="{"".join(path)}"><title>{escape(kind)}</title></path>'
+        for (color, kind), path in paths.items()
+    ]
+    scale = "" if titles else f"{left} {frame.x1 / (frame.x(frame.x1) - left):.6g} {_ROW}"
+    return svg(parts, label, _WIDE, height, wide=True, scale=scale)
+
+
+def waterfall(labels: Sequence[str], bars: Sequence[Bar], *, label: str) -> str:
+    """One bar per row under a common time axis. Labels are on the left; the duration is right of
+    the bar, or left of it near the edge.
+    """
+    left = 330
+    start = min(bar.start for bar in bars)
+    end = max(bar.end for bar in bars)
+    height = len(labels) * _ROW + 34
+    frame = Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, _WIDE, height, left)
+    parts = _time_axis(frame, len(labels) * _ROW + 4)
+    for i, words in enumerate(labels):
+        parts.append(text(8, 4 + i * _ROW + 14, words))
+    for bar in bars:
+        x0, x1 = frame.x(bar.start - start), frame.x(bar.end - start)
+        y, w = 6 + bar.row * _ROW, max(x1 - x0, 1.0)
+        at, anchor = (x1 + 5, "start") if x1 < _WIDE - 80 else (x0 - 5, "end")
+        parts.append(
+            _rect(bar, x0, y, w, _ROW - 6) + text(at, y + 12, duration(bar.end - bar.start), anchor)
+        )
+
+    return svg(parts, label, _WIDE, height, wide=True)
+
+
+def _time_axis(frame: Frame, bottom: int) -> list[str]:
+    right = frame.width - _RIGHT
+    parts = [f'<path class="axis" d="M{frame.left} {bottom}H{right}"/>']
+    for value in ticks(frame.x0, frame.x1, 10):
+        x = frame.x(value)
+        parts.append(f'<path class="grid-line" d="M{x:.1f} 4V{bottom}"/>')
+        parts.append(text(x, bottom + 15, _seconds(value, frame.x1), "middle"))
+    return parts
+
+
+def _seconds(value: float, longest: float) -> str:
+    return f"{value * 1e3:.4g} ms" if longest < 1.5 else f"{value:.4g} s"
+
+
+def _rect(bar: Bar, x: float, y: float, width: float, height: float) -> str:
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return (
+        f'<rect class="fill {bar.color}" {size} rx="1.5"><title>{escape(bar.title)}</title></rect>'
+    )
 
 
 def duration(seconds: float) -> str:
@@ -171,8 +264,13 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def _drawn(points: Sequence[T]) -> Sequence[T]:
+    """Every point, or every n-th of very many points."""
+    return points[:: max(1, len(points) // _POINTS_DRAWN)]
+
+
 def _line(series: Series, frame: Frame) -> str:
-    points = series.points[:: max(1, len(series.points) // _POINTS_DRAWN)]
+    points = _drawn(series.points)
     path, pen = [], "M"
     measured = sum(math.isfinite(y) for _, y in series.points)
     # A line through two measurements would suggest values between them.
@@ -209,8 +307,7 @@ def _hover(series: Sequence[Series], frame: Frame) -> list[str]:
     """An invisible column around each x; its title lists the measured values."""
     told: dict[float, list[str]] = {}
     for one in series:
-        stride = max(1, len(one.points) // _POINTS_DRAWN)
-        for x, y in one.points[::stride]:
+        for x, y in _drawn(one.points):
             if math.isfinite(y):
                 told.setdefault(x, []).append(f"{one.name}: {number(y)}")
     xs = sorted(told)
@@ -229,7 +326,7 @@ def _hover(series: Sequence[Series], frame: Frame) -> list[str]:
 
 
 def _axes(frame: Frame) -> list[str]:
-    right, bottom = frame.width - RIGHT, frame.height - _BOTTOM
+    right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
     parts = []
     for value in ticks(frame.y0, frame.y1):
         y = frame.y(value)

@@ -4,29 +4,40 @@ page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from paceline.report.acceptance import acceptance_table
-from paceline.report.charts import duration, number
-from paceline.report.exactness import exactness_table
-from paceline.report.gate_table import gate_table
+from paceline.report.charts import Bar, duration, empty, legend, number, timeline, waterfall
+from paceline.report.figures import Chart, run_charts
 from paceline.report.journal import RunHistory
 from paceline.report.samples import ShownSample, samples_note, samples_section
-from paceline.report.sections import (
-    chart_sections,
-    counts_table,
-    figure,
-    latency_table,
-    slot_sections,
-    trace_section,
-)
-from paceline.report.spans import SpanReport
+from paceline.report.slots import SlotInterval, StepWindow
+from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import Summary
+from paceline.report.tables import (
+    acceptance_table,
+    counts_table,
+    exactness_table,
+    figure,
+    gate_table,
+    latency_table,
+)
 
-_STYLE = Path(__file__).with_name("style.css")
-_TIPS = Path(__file__).with_name("tips.js")
+_HOLDERS = {
+    "engine": ("rollout engine", "c0"),
+    "policy": ("policy step", "c1"),
+    "drafter": ("drafter training", "c2"),
+    "none": ("idle", "c7"),
+}
+_SERVICES = {
+    "coordinator": "c4",
+    "gateway": "c0",
+    "policy_trainer": "c1",
+    "drafter_trainer": "c2",
+}
+_ZOOM_STEPS = 3
+_WATERFALL_ROWS = 32
 
 
 def render(
@@ -45,12 +56,12 @@ def whole_page(title: str, body: str) -> str:
 
 def style_sheet() -> str:
     """Colours and layout of the pages."""
-    return _STYLE.read_text(encoding="utf-8")
+    return Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 
 
 def tips_script() -> str:
     """A script for the end of a page that shows the values under a pointer or a finger."""
-    return _TIPS.read_text(encoding="utf-8")
+    return Path(__file__).with_name("tips.js").read_text(encoding="utf-8")
 
 
 def document(title: str, head: str, body: str) -> str:
@@ -67,14 +78,12 @@ def content(
     summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
 ) -> str:
     """All sections about a run, as markup."""
-    charts = "".join(
-        card("card", title, note, drawing) for title, note, drawing in chart_sections(history)
-    )
+    left_out = f"; {spans.left_out:,} callers left out" if spans.left_out else ""
     wide = (
         (
             "Slots",
-            "who computed on each slot, over the whole run and in a few steps",
-            slot_sections(history),
+            "holder of each slot, over the whole run and in a few steps",
+            _slot_section(history),
         ),
         (
             "Exactness audit by path",
@@ -83,8 +92,8 @@ def content(
         ),
         (
             "Acceptance by drafter version and arm",
-            "rollouts of the steps that a version served, newest version first, and what its gate "
-            "had projected for a chain of so many drafts",
+            "rollouts of the steps that a version served, newest version first, and the gate's "
+            "projection for a chain of as many drafts",
             acceptance_table(history),
         ),
         (
@@ -93,57 +102,55 @@ def content(
             gate_table(history.gate),
         ),
         ("Samples", samples_note(samples), samples_section(samples)),
-        ("Latency between services", _latency_note(spans), latency_table(spans.edges)),
+        (
+            "Latency between services",
+            "gRPC: as the caller measures it, streams to their end; Redis: from append to read. "
+            f"{number(spans.spans)} spans read{left_out}",
+            latency_table(spans.edges),
+        ),
         (
             "One RL step as a trace",
             "from task to optimiser step to drafter step",
-            trace_section(spans.trace),
+            _trace_section(spans.trace),
         ),
         ("Counts and provenance", "trajectories by fate, from Redis", counts_table(summary)),
     )
-    sections = "".join(card("card wide-card", title, note, body) for title, note, body in wide)
+    seconds, machine = duration(summary["wall_s"]), escape(summary["machine"])
     return (
-        f'<h1>Run {escape(summary["run_id"])}</h1><p class="note">{escape(_subtitle(summary))}</p>'
-        f'<div class="tiles">{_tiles(summary)}</div><div class="grid">{charts}</div>'
-        f"{sections}"
+        f"<h1>Run {escape(summary['run_id'])}</h1>"
+        f'<p class="note">{summary["steps"]} RL steps in {seconds} on {machine}</p>'
+        f'<div class="tiles">{_tiles(summary)}</div>'
+        f'<div class="grid">{cards(run_charts(history))}</div>{cards(wide, "card wide-card")}'
     )
 
 
-def _subtitle(summary: Summary) -> str:
-    return f"{summary['steps']} RL steps in {duration(summary['wall_s'])} on {summary['machine']}"
+def cards(parts: Iterable[Chart], kind: str = "card") -> str:
+    """Parts of a page: title, note, and a body in markup."""
+    return "".join(
+        f'<section class="{kind}"><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>'
+        f"{body}</section>"
+        for title, note, body in parts
+    )
 
 
 def _tiles(summary: Summary) -> str:
-    train, idle = summary["drafter_train_slot_s"], summary["idle_slot_s"]
-    lost = summary["trajectories_lost"]
-    return "".join(
+    idle, lost = duration(summary["idle_slot_s"]), summary["trajectories_lost"]
+    tiles = (
+        (_change(summary, "accuracy", 2), "held-out accuracy, start to end"),
+        (_change(summary, "reward", 2), "reward, first and last 10 steps"),
+        (_change(summary, "accept_len", 2), "acceptance length, fixed probe"),
+        (figure(summary["tokens_per_s"], 0), "rollout tokens per second"),
         (
-            _tile(_change(summary, "accuracy", 2), "held-out accuracy, start to end"),
-            _tile(_change(summary, "reward", 2), "reward, first and last 10 steps"),
-            _tile(_change(summary, "accept_len", 2), "acceptance length, fixed probe"),
-            _tile(figure(summary["tokens_per_s"], 0), "rollout tokens per second"),
-            _tile(
-                duration(train),
-                f"of slot time trained the drafter; {duration(idle)} stayed idle",
-            ),
-            _tile(
-                str(lost),
-                f"of {summary['trajectories_published']:,} trajectories lost",
-                bad=lost > 0,
-            ),
-        )
+            duration(summary["drafter_train_slot_s"]),
+            f"of slot time trained the drafter; {idle} stayed idle",
+        ),
+        (str(lost), f"of {summary['trajectories_published']:,} trajectories lost"),
     )
-
-
-def _tile(figure: str, words: str, *, bad: bool = False) -> str:
-    kind = "tile bad" if bad else "tile"
-    return f'<div class="{kind}"><b>{figure}</b><span>{escape(words)}</span></div>'
-
-
-def card(kind: str, title: str, note: str, body: str) -> str:
-    """A part of a page; `body` is markup."""
-    head = f'<h2>{escape(title)}</h2><p class="note">{escape(note)}</p>'
-    return f'<section class="{kind}">{head}{body}</section>'
+    return "".join(
+        f'<div class="tile{" bad" if lost and value == str(lost) else ""}"><b>{value}</b>'
+        f"<span>{escape(words)}</span></div>"
+        for value, words in tiles
+    )
 
 
 def _change(summary: Summary, name: str, digits: int) -> str:
@@ -151,9 +158,77 @@ def _change(summary: Summary, name: str, digits: int) -> str:
     return f"<small>{figure(first, digits)} →</small> {figure(last, digits)}"
 
 
-def _latency_note(spans: SpanReport) -> str:
-    left_out = f"; {spans.left_out:,} callers left out" if spans.left_out else ""
-    return (
-        f"gRPC: as the caller sees it, streams to their end; Redis: from append to read. "
-        f"{number(spans.spans)} spans read{left_out}"
+def _slot_section(history: RunHistory) -> str:
+    """The whole run's slot timeline, and a zoom on some steps."""
+    if not history.intervals:
+        return empty("no slot was ever leased")
+    rows = [f"slot {i}" for i in range(history.slots)]
+    bars = [_bar(one) for one in history.intervals]
+    start_s, end_s = history.intervals[0].start_s, history.ended_s
+    name = "slots over the whole run"
+    shown = legend(list(_HOLDERS.values())) + timeline(
+        rows, bars, start_s, end_s, titles=False, label=name
     )
+    if windows := _zoom(history):
+        first, last = windows[0], windows[-1]
+        zoomed = timeline(
+            rows, bars, first.start_s, last.end_s, titles=True, label="slots in some steps"
+        )
+        shown += f"<h3>Steps {first.step + 1} to {last.step + 1}</h3>{zoomed}"
+    return shown
+
+
+def _bar(one: SlotInterval) -> Bar:
+    name, color = _HOLDERS.get(one.holder, (one.holder, "c5"))
+    title = f"{name}, {duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
+    return Bar(one.slot, one.start_s, one.end_s, color, title, name)
+
+
+def _zoom(history: RunHistory) -> Sequence[StepWindow]:
+    """A few adjacent steps in the later half, in which the drafter held slots longest."""
+    held = {record.step: record.drafter_slot_s for record in history.records}
+    windows, half = history.windows, len(history.windows) // 2
+    best = max(
+        range(half, max(half + 1, len(windows) - _ZOOM_STEPS + 1)),
+        key=lambda i: sum(held.get(w.step, 0.0) for w in windows[i : i + _ZOOM_STEPS]),
+    )
+    return windows[best : best + _ZOOM_STEPS]
+
+
+def _trace_section(trace: Sequence[SpanRecord]) -> str:
+    """One trace from task to optimiser step to drafter step. The longest of many equal spans
+    represents all.
+    """
+    rows = waterfall_rows(trace)
+    if not rows:
+        return empty("no trace was written")
+    origin, labels, bars = min(span.start_ns for span, _, _ in rows), [], []
+    for i, (span, count, depth) in enumerate(rows):
+        many = f" ×{count}" if count > 1 else ""
+        labels.append(f"{'  ' * depth}{span.name}{many}  ·  {span.service}")
+        began_s, ended_s = (span.start_ns - origin) / 1e9, (span.end_ns - origin) / 1e9
+        title = ", ".join(f"{key}={value}" for key, value in list(span.attributes.items())[:8])
+        bars.append(Bar(i, began_s, ended_s, _SERVICES.get(span.service, "c5"), title))
+    named = [(name.replace("_", " "), color) for name, color in _SERVICES.items()]
+    return legend(named) + waterfall(labels, bars, label="one RL step as a trace")
+
+
+def waterfall_rows(trace: Sequence[SpanRecord]) -> list[tuple[SpanRecord, int, int]]:
+    """(span, number of represented spans, depth below the root) in the order of their start."""
+    groups: dict[tuple[str, str], list[SpanRecord]] = {}
+    for span in trace:
+        groups.setdefault((span.service, span.name), []).append(span)
+    chosen = [(max(one, key=lambda span: span.duration_s), len(one)) for one in groups.values()]
+    longest = sorted(chosen, key=lambda pair: -pair[0].duration_s)[:_WATERFALL_ROWS]
+    parents = {span.span_id: span.parent_id for span in trace}
+    return [
+        (span, count, _depth(span.span_id, parents))
+        for span, count in sorted(longest, key=lambda pair: pair[0].start_ns)
+    ]
+
+
+def _depth(span_id: str, parents: dict[str, str]) -> int:
+    depth = 0
+    while (span_id := parents.get(span_id, "")) in parents and depth < 8:
+        depth += 1
+    return depth

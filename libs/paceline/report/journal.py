@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,30 +43,30 @@ class Ruling:
     figures: Mapping[str, Any]  # fields of GateDecision, as in the journal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunHistory:
     """The history of a run."""
 
-    records: tuple[StepRecord, ...]  # by step
+    records: Sequence[StepRecord] = ()  # by step
     # by kind, or by the statistic of an evaluation with several samples; values by number of
     # finished steps
-    evaluations: Mapping[str, Mapping[int, float]]
-    served: tuple[VersionSet, ...]  # in the order of their commits
-    intervals: tuple[SlotInterval, ...]
-    windows: tuple[StepWindow, ...]
-    began_s: float  # wall clock of the first and the last entry
-    ended_s: float
-    away_s: float  # seconds without a coordinator before a resume, or in a pause
-    drafter_tokens: int  # tokens that the drafter trained on
-    phase: str  # of the last entry
+    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    served: list[VersionSet] = field(default_factory=list)  # in the order of their commits
+    intervals: Sequence[SlotInterval] = ()
+    windows: Sequence[StepWindow] = ()
+    began_s: float = 0.0  # wall clock of the first and the last entry
+    ended_s: float = 0.0
+    away_s: float = 0.0  # seconds without a coordinator before a resume, or in a pause
+    drafter_tokens: int = 0  # tokens that the drafter trained on
+    phase: str = ""  # of the last entry
     # seconds from a lease of the drafter to its first micro-batch
-    first_steps_s: tuple[float, ...] = ()
+    first_steps_s: list[float] = field(default_factory=list)
     # of the drafter's gate, by kind of decision
-    decisions: Mapping[str, int] = field(default_factory=dict)
-    gate: tuple[Ruling, ...] = ()  # the newest decisions, in order
-    beyond: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    decisions: Counter[str] = field(default_factory=Counter)
+    gate: deque[Ruling] = field(default_factory=lambda: deque(maxlen=_RULINGS))  # in order
+    beyond: dict[str, dict[str, float]] = field(default_factory=dict)
     """Paths named by the audit, in order, and the audit's figures of each; "step" is its time."""
-    promoted: Mapping[int, Ruling] = field(default_factory=dict)
+    promoted: dict[int, Ruling] = field(default_factory=dict)
     """By drafter version, the decision that promoted it."""
 
     @property
@@ -136,63 +136,40 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_history(path: Path) -> RunHistory:
     """The run of a copied journal. Raises DataLoss when it has no entry or an undecodable one."""
-    told, entries = _Told(), list(read_entries(path))
+    reader, entries = _Reader(), list(read_entries(path))
     for entry in entries:
-        told.take(entry)
-    if not told.began_s:
+        reader.take(entry)
+    run = reader.run
+    if not run.began_s:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)
-    return RunHistory(
-        tuple(told.records[step] for step in sorted(told.records)),
-        told.evaluations,
-        tuple(told.served),
-        tuple(slot_intervals(entries)),
-        tuple(step_windows(entries)),
-        told.began_s,
-        told.ended_s,
-        told.away_s,
-        told.drafter_tokens,
-        told.phase,
-        tuple(told.first_steps_s),
-        dict(told.decisions),
-        tuple(told.gate),
-        told.beyond,
-        told.promoted,
-    )
+    run.records = [reader.records[step] for step in sorted(reader.records)]
+    run.intervals, run.windows = slot_intervals(entries), step_windows(entries)
+    return run
 
 
-@dataclass(slots=True)
-class _Told:
-    """State after the entries read so far; the fields are those of RunHistory."""
+class _Reader:
+    """Adds the entries of a journal to a history."""
 
-    records: dict[int, StepRecord] = field(default_factory=dict)  # by step
-    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
-    served: list[VersionSet] = field(default_factory=list)
-    began_s: float = 0.0
-    ended_s: float = 0.0
-    away_s: float = 0.0
-    drafter_tokens: int = 0
-    phase: str = ""
-    first_steps_s: list[float] = field(default_factory=list)
-    decisions: Counter[str] = field(default_factory=Counter)
-    gate: deque[Ruling] = field(default_factory=lambda: deque(maxlen=_RULINGS))
-    beyond: dict[str, dict[str, float]] = field(default_factory=dict)
-    promoted: dict[int, Ruling] = field(default_factory=dict)
-    _counted: set[str] = field(default_factory=set)  # repeatable items already counted
+    def __init__(self) -> None:
+        self.run = RunHistory()
+        self.records: dict[int, StepRecord] = {}  # by step
+        self._counted: set[str] = set()  # repeatable items already counted
 
     def take(self, entry: Mapping[str, Any]) -> None:
         """Processes the next entry."""
+        run = self.run
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
-        self.began_s = self.began_s or at_s
-        if event == "Resumed" or self.phase == PAUSED:
-            self.away_s += at_s - self.ended_s
-        self.ended_s, self.phase = at_s, str(entry["phase"])
+        run.began_s = run.began_s or at_s
+        if event == "Resumed" or run.phase == PAUSED:
+            run.away_s += at_s - run.ended_s
+        run.ended_s, run.phase = at_s, str(entry["phase"])
         if entry.get("record"):
             record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
             self.records[record.step] = record
         if event in ("RunStarted", "Committed"):
             versions = versions_from_proto(ParseDict(data["versions"], pb.VersionSet()))
-            if self.served[-1:] != [versions]:
-                self.served.append(versions)
+            if run.served[-1:] != [versions]:
+                run.served.append(versions)
         elif event == "EvaluationDone" and data.get("value") is not None:
             more = data.get("details", {}).get("figures") or {}
             for kind, value in {str(data["kind"]): data["value"], **more}.items():
@@ -202,26 +179,27 @@ class _Told:
         elif event == "PathsBeyondBound":
             for path in data["paths"]:
                 figures = data.get("details", {}).get(path) or {}
-                self.beyond.setdefault(path, {"step": int(entry["step"]), **figures})
+                run.beyond.setdefault(path, {"step": int(entry["step"]), **figures})
 
     def _evaluated(self, steps: int, kind: str, value: float) -> None:
-        self.evaluations.setdefault(kind, {})[steps] = value
+        self.run.evaluations.setdefault(kind, {})[steps] = value
         if steps - 1 in self.records:  # the step before the evaluation
             self.records[steps - 1].evaluations[kind] = value
 
     def _count(self, event: str, data: Mapping[str, Any], step: int) -> None:
-        if (told := json.dumps([event, data])) in self._counted:
+        if (text := json.dumps([event, data])) in self._counted:
             return
-        self._counted.add(told)
+        self._counted.add(text)
+        run = self.run
         if event == "Detached":
             details = data.get("details", {})
-            self.drafter_tokens += int(details.get("tokens", 0))
+            run.drafter_tokens += int(details.get("tokens", 0))
             if seconds := float(details.get("first_step_s", 0.0)):  # 0 without a step
-                self.first_steps_s.append(seconds)
+                run.first_steps_s.append(seconds)
         else:
             decision, details = str(data.get("decision", "promoted")), data.get("details", {})
-            self.decisions[decision] += 1
+            run.decisions[decision] += 1
             ruling = Ruling(step, decision, int(data.get("drafter_version", 0)), details)
-            self.gate.append(ruling)
+            run.gate.append(ruling)
             if event == "GatePromoted":
-                self.promoted[ruling.drafter_version] = ruling
+                run.promoted[ruling.drafter_version] = ruling

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.report.figures import MISMATCH
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.machine import machine_in_words, versions
-from paceline.report.measures import MISMATCH
 from paceline.report.slots import slot_seconds
 from paceline.report.solved import total_unscored
 from paceline.report.spans import SpanReport

@@ -7,11 +7,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 import redis.asyncio
 from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, Agent, loads, opened, task_run, until_running, user
 
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.config import SessionsConfig
 from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -115,10 +117,15 @@ async def test_groups_belong_to_the_step_that_finds_them_closed_also_after_a_res
 
 
 async def test_a_late_sibling_and_a_failed_one_leave_notes(
-    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+    serve_gateway: Any,
+    redis_url: str,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(SessionsConfig, "group_deadline_s", 0.3)
     keys = redis_keys(redis_url, run_id)
-    async with serve_gateway(**ONE, **keys, sessions={"group_deadline_s": 0.3}) as served:
+    async with serve_gateway(**ONE, **keys) as served:
         late, failing = [await opened(served, group_id="g", group_size=4) for _ in range(2)]
         async with task_run(served, step_request(served, 2)) as told:
             (good,) = await finished(served, "g", 4, [1.0])

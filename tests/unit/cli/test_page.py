@@ -1,9 +1,8 @@
-"""The live page: who may open it, and what its listeners hear."""
+"""The live page: its token, and the state and figures that a browser asks for."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 from pathlib import Path
@@ -13,8 +12,8 @@ from rich.console import Console
 from starlette.testclient import TestClient
 
 from paceline.cli.page import COOKIE, LivePage, page_app, serve_page
-from paceline.cli.queues import read_queues
 from paceline.cli.run_files import RunFiles
+from paceline.cli.status import read_figures
 from paceline.config import ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.patience import patient
@@ -50,12 +49,12 @@ def test_the_printed_address_opens_the_page_and_leaves_the_token_in_a_cookie(
     assert "default-src 'none'" in frame.headers["content-security-policy"]
     assert client.get("/content").text == page.drawn
     script = client.get("/page.js").text
-    assert "EventSource" in script
+    assert 'poll("state"' in script
     assert tips_script() in script
     assert ".card" in client.get("/style.css").text
 
 
-@pytest.mark.parametrize("path", ["/", "/content", "/events", "/page.js", "/style.css"])
+@pytest.mark.parametrize("path", ["/", "/content", "/state", "/figures", "/page.js", "/style.css"])
 @pytest.mark.parametrize("cookie", ["", "wrong"])
 def test_nobody_else_gets_anything(page: LivePage, path: str, cookie: str) -> None:
     client = browser(page)
@@ -78,69 +77,43 @@ def test_a_foreign_name_for_this_machine_opens_nothing(page: LivePage, host: str
     assert client.get("/content").status_code == 200
 
 
-async def test_a_listener_hears_the_state_at_once_and_whenever_it_changes(page: LivePage) -> None:
-    events = page.events()
-    heard = [await anext(events), await anext(events)]
-    assert [one.split("\n")[0] for one in heard] == ["event: content", "event: state"]
-    watching = asyncio.create_task(page._tell("state"))
+def test_a_browser_gets_the_state_and_the_number_of_the_drawing(page: LivePage) -> None:
+    client = browser(page)
+    client.cookies.set(COOKIE, TOKEN)
+    before = client.get("/state").json()
+    assert (before["drawings"], before["slots"], before["away"]) == (0, {}, [])
+    page.drawings += 1
     page.state.take_fact(
         pb.Fact(
             context=CommandContext(step=1),
             slots=[pb.SlotRange(first=0, count=2, holder=pb.HOLDER_POLICY)],
         )
     )
-    kind, data = (await anext(events)).strip().split("\n")
-    await watching
-    state = json.loads(data.removeprefix("data: "))
-    assert kind == "event: state"
+    state = client.get("/state").json()
+    assert state["drawings"] == 1
     assert state["slots"] == {"0": "policy", "1": "policy"}
     assert state["phase"] == "policy step"
-    await events.aclose()
 
 
-async def test_a_slow_listener_hears_the_newest_alone(page: LivePage) -> None:
-    events = page.events()
-    await anext(events)
-    await anext(events)
-    for _ in range(5):
-        await page._tell("content")
-    assert await anext(events) == "event: content\ndata: 5\n\n"
-    pending = asyncio.ensure_future(anext(events))
-    done, _ = await asyncio.wait({pending}, timeout=0.2)
-    assert not done
-    pending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await pending
-
-
-async def test_queues_are_looked_at_while_somebody_listens_and_told_when_they_change(
+async def test_figures_are_read_at_most_every_two_seconds_for_all_browsers(
     page: LivePage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter([{"requests waiting": "3"}, {"requests waiting": "3"}, {"requests waiting": "0"}])
-    looked = 0
+    reads = 0
 
-    async def look(config: ServiceConfig) -> dict[str, str]:
-        nonlocal looked
-        looked += 1
-        return next(looks)
+    async def read(config: ServiceConfig) -> dict[str, str]:
+        nonlocal reads
+        reads += 1
+        return {"requests waiting": str(reads)}
 
-    monkeypatch.setattr("paceline.cli.page.read_queues", look)
-    monkeypatch.setattr("paceline.cli.page._QUEUES_REST_S", 0.0)
-    measuring = asyncio.create_task(page.measure())
-    await asyncio.sleep(0)
-    assert looked == 0
-    events = page.events()
-    heard = [await anext(events) for _ in range(4)]
-    assert [one for one in heard if "queues" in one] == [
-        'event: queues\ndata: {"requests waiting": "3"}\n\n',
-        'event: queues\ndata: {"requests waiting": "0"}\n\n',
-    ]
-    measuring.cancel()
-    await events.aclose()
+    monkeypatch.setattr("paceline.cli.page.read_figures", read)
+    found = await asyncio.gather(*(page.figures() for _ in range(3)))
+    assert found == [{"requests waiting": "1"}] * 3
+    monkeypatch.setattr("paceline.cli.page._FIGURES_REST_S", 0.0)
+    assert await page.figures() == {"requests waiting": "2"}
 
 
 async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
-    assert await read_queues(ServiceConfig()) == {}
+    assert await read_figures(ServiceConfig()) == {}
 
 
 @pytest.fixture

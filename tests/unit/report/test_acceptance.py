@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.report.acceptance import acceptance_charts, acceptance_table, projected
+from paceline.report.figures import run_charts
 from paceline.report.journal import Ruling, RunHistory
+from paceline.report.tables import acceptance_table, projected
 from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.v1.trajectory_pb2 import VersionSet
 
@@ -40,7 +41,7 @@ def rows_of(table: str) -> list[list[str]]:
 
 def by_arm(history: RunHistory) -> str:
     return next(
-        drawing for title, _, drawing in acceptance_charts(history) if title.endswith("arm")
+        drawing for title, _, drawing in run_charts(history) if title == "Acceptance by arm"
     )
 
 

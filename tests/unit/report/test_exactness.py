@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.report.exactness import exactness_chart, exactness_table
+from paceline.report.figures import run_charts
 from paceline.report.journal import RunHistory
+from paceline.report.tables import exactness_table
 from paceline.v1.coordinator_pb2 import StepRecord
 
 ARM = "arm=eagle:3_1_4"
@@ -50,6 +51,6 @@ def test_a_run_without_an_audit_says_how_to_have_one(history: RunHistory) -> Non
 def test_the_chart_has_a_line_for_each_path() -> None:
     records = [record(0, "plain", 1e-6, 100), record(1, "plain", 2e-6, 100)]
     records[0].policy.update(record(0, "reused", 1e-5, 50).policy)
-    drawing = exactness_chart(records)[2]
+    drawing = run_charts(RunHistory(records))[-1][2]
     assert "plain" in drawing
     assert "reused" in drawing

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.report.gate_table import gate_table
 from paceline.report.journal import Ruling
+from paceline.report.tables import gate_table
 
 FIGURES = {
     "kind": "eagle",

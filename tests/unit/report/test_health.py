@@ -7,7 +7,8 @@ import re
 import pytest
 
 from paceline.report.charts import Series, line_chart
-from paceline.report.health import health_sections
+from paceline.report.figures import run_charts
+from paceline.report.journal import RunHistory
 from paceline.v1.coordinator_pb2 import StepRecord
 
 
@@ -22,7 +23,7 @@ def record(step: int, **figures: float) -> StepRecord:
 
 
 def drawing(records: list[StepRecord], title: str) -> str:
-    return next(drawn for name, _, drawn in health_sections(records) if name == title)
+    return next(drawn for name, _, drawn in run_charts(RunHistory(records)) if name == title)
 
 
 def test_each_figure_of_learning_has_its_chart() -> None:

@@ -9,18 +9,18 @@ from itertools import pairwise
 import pytest
 
 from paceline.report.charts import (
+    Bar,
     Series,
     duration,
     line_chart,
     stacked_columns,
     ticks,
+    timeline,
 )
-from paceline.report.html import render
+from paceline.report.html import render, waterfall_rows
 from paceline.report.journal import RunHistory
-from paceline.report.sections import waterfall_rows
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import summarize
-from paceline.report.timelines import Bar, timeline
 from paceline.streams import LedgerCount
 
 
@@ -88,7 +88,7 @@ def test_text_of_the_run_cannot_become_markup(history: RunHistory, spans: SpanRe
 
 
 def test_a_run_that_measured_nothing_still_has_a_page(history: RunHistory) -> None:
-    bare = RunHistory((), {}, history.served[:1], (), (), 5.0, 6.0, 0.0, 0, "evaluate")
+    bare = RunHistory(served=history.served[:1], began_s=5.0, ended_s=6.0, phase="evaluate")
     summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
     assert render(summary, bare, SpanReport()).count("nothing was measured") >= 5
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import re
 
+from paceline.report.figures import run_charts
 from paceline.report.journal import RunHistory
-from paceline.report.mismatch import mismatch_sections
 from paceline.report.spans import SpanReport
 from paceline.report.summary import summarize
 from paceline.streams import LedgerCount
 from paceline.v1.coordinator_pb2 import StepRecord
 
+CHARTS = (
+    *("Sampler against trainer", "Gap by age", "Gap by arm", "Gap by numbers"),
+    *("Divergence of the sampler", "Weight of the tokens", "Where the policy step's time went"),
+)
+
 
 def drawn(*policies: dict[str, float]) -> dict[str, str]:
     records = [StepRecord(step=i, policy=policy) for i, policy in enumerate(policies)]
-    return {title: drawing for title, _, drawing in mismatch_sections(records)}
+    return {
+        title: drawing for title, _, drawing in run_charts(RunHistory(records)) if title in CHARTS
+    }
 
 
 def test_a_step_that_did_not_measure_the_gap_leaves_one_in_its_line() -> None:
@@ -56,7 +63,7 @@ def test_the_summary_means_over_the_steps_that_measured_and_has_none_without() -
         StepRecord(step=i, policy=policy)
         for i, policy in enumerate(({"behavior_gap": 0.1}, {}, {"behavior_gap": 0.3}))
     )
-    history = RunHistory(records, {}, (), (), (), 5.0, 6.0, 0.0, 0, "finished")
+    history = RunHistory(records, began_s=5.0, ended_s=6.0, phase="finished")
     summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
     assert summary["mismatch_last"]["behavior_gap"] == 0.2
     assert summary["mismatch_last"]["behavior_k3"] is None

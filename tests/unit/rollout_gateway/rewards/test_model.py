@@ -224,8 +224,11 @@ def rules_of(directory: Path, **settings: Any) -> RewardRules:
     return RewardRules(RewardsConfig(model=ModelRewardConfig(model=str(directory), **settings)))
 
 
-async def test_the_model_scores_in_a_process_of_its_own(tmp_path: Path) -> None:
-    rules = rules_of(write_llama(tmp_path), max_batch=4)
+async def test_the_model_scores_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRewardConfig, "max_batch", 4)
+    rules = rules_of(write_llama(tmp_path))
     values = await asyncio.gather(*(rules.rule("model").score(episode(text)) for text in TEXTS))
     assert values == pytest.approx(scores(tmp_path, *("2+4=" + text for text in TEXTS)), abs=1e-5)
     pids = rules.pids
@@ -268,7 +271,8 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float) ->
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.setattr("paceline.services.rollout_gateway.rewards.model.MODULE", "stand_in")
-    return rules_of(tmp_path, max_batch=4, deadline_s=deadline_s)
+    monkeypatch.setattr(ModelRewardConfig, "max_batch", 4)
+    return rules_of(tmp_path, deadline_s=deadline_s)
 
 
 @pytest_asyncio.fixture

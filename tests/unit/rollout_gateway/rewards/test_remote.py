@@ -95,10 +95,12 @@ async def server() -> AsyncIterator[Server]:
 
 
 @pytest_asyncio.fixture
-async def rules(server: Server) -> AsyncIterator[Rules]:
+async def rules(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rules]:
     made: list[RewardRules] = []
 
     def make(**settings: Any) -> RewardRules:
+        for name in {"parallel", "breaker_failures", "breaker_open_s"} & set(settings):
+            monkeypatch.setattr(RemoteRewardConfig, name, settings.pop(name))
         remote = RemoteRewardConfig(**{"url": server.url, **settings})
         made.append(RewardRules(RewardsConfig(remote=remote)))
         return made[-1]
