@@ -19,7 +19,7 @@ from listening import beyond_loopback, open_doors
 from standstill import standstill
 
 from paceline.errors import DeadlineExceeded, Unavailable
-from paceline.local.heartbeat import LIMIT_S
+from paceline.local.child import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
@@ -149,7 +149,7 @@ async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
     async with standstill() as stood_s:
         os.kill(ranks.pids[1], signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(RankLost, match=r"rank 1 .*killed by SIGKILL, silent for 3 s"):
+        with pytest.raises(RankLost, match=r"rank 1 .*killed by SIGKILL, stopped for 3 s"):
             await ranks.receive(patient(30.0))
         # Who forked the rank tells of its end, in a process of its own.
         assert time.monotonic() - began < LIMIT_S + patient(BEAT_S) + LIMIT_S + stood_s()
@@ -165,7 +165,7 @@ async def test_a_rank_stopped_together_with_the_process_that_forked_it_is_replac
     forker = psutil.Process(ranks.pids[0]).ppid()
     for pid in (forker, *ranks.pids):
         os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RankLost, match="silent for 3 s"):
+    with pytest.raises(RankLost, match="stopped for 3 s"):
         await ranks.receive(patient(30.0))
     await asyncio.wait_for(ranks.end_ranks(0.0), patient(10.0))
     await ranks.start(patient(20.0))

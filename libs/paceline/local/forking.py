@@ -20,6 +20,7 @@ from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.local import forkserver
+from paceline.local.child import Child
 from paceline.local.forkserver import ORDER_BYTES, ForkOrder
 from paceline.local.launch import Launch
 from paceline.local.process_directory import socket_directory
@@ -36,9 +37,7 @@ _numbers = itertools.count(1)
 
 
 class Forked:
-    """A forked process with the interface of asyncio's processes. It dies when its order's
-    connection closes.
-    """
+    """The process of a fork, for Child. It dies when its order's connection closes."""
 
     def __init__(
         self, pid: int, news: asyncio.StreamReader, connection: asyncio.StreamWriter
@@ -62,10 +61,6 @@ class Forked:
             with suppress(ProcessLookupError):  # its end is being reported
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
     async def _read(self, news: asyncio.StreamReader) -> int:
         """Returns the exit status. Without a status the forkserver is gone, and the kernel has
         killed this process.
@@ -88,7 +83,7 @@ class Forker:
         """
         self._modules = modules
         self._log = log
-        self._own: asyncio.subprocess.Process | None = None
+        self._own: Child | None = None
         self.path = ""
         """Socket path of its own forkserver; "" before it exists."""
         self._starting = asyncio.Lock()
@@ -100,12 +95,19 @@ class Forker:
                 await self._begin()
 
     async def fork(
-        self, module: str, environment: Mapping[str, str], log: Path | None, deadline_s: float
-    ) -> Forked:
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        log: Path | None,
+        deadline_s: float,
+        *,
+        stop_s: float = 0.0,
+        tree: bool = False,
+    ) -> Child:
         """Forks a process that runs the module's main().
 
         `environment` is added to this process's variables. Output is appended to `log`, or to this
-        process's output if None. Stdin is empty.
+        process's output if None. Stdin is empty. `stop_s`, `tree`: as in Child.
 
         Raises Unavailable if the forkserver ends first, ResourceExhausted if the environment is too
         long. Raises DeadlineExceeded after `deadline_s` seconds. Its own forkserver is then
@@ -113,23 +115,25 @@ class Forker:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._order(module, environment, log)
+                forked, begins = await self._order(module, environment, log)
         except TimeoutError as error:
             await self.close()
             raise DeadlineExceeded(
                 f"{module} is not imported", seen=f"{deadline_s:.1f} s"
             ) from error
+        return Child(forked, log, begins, stop_s=stop_s, tree=tree)
 
     async def close(self) -> None:
         """Stops its own forkserver and all its forks."""
         if self._own is not None:
-            if self._own.returncode is None:
-                self._own.kill()
-            await self._own.wait()
+            await self._own.stop()
             self._own = None
             os.unlink(self.path)
 
-    async def _order(self, module: str, environment: Mapping[str, str], log: Path | None) -> Forked:
+    async def _order(
+        self, module: str, environment: Mapping[str, str], log: Path | None
+    ) -> tuple[Forked, int]:
+        """Returns the process and the byte of its log at which its output begins."""
         whole = child_environment(dict(environment))
         order = json.dumps(asdict(ForkOrder(module, whole, os.getcwd()))).encode() + b"\n"
         if len(order) > ORDER_BYTES:
@@ -139,9 +143,9 @@ class Forker:
         connection = await self._connected()
         try:
             with log.open("ab") if log else nullcontext() as file:
-                outputs = [file.fileno()] * 2 if file else [1, 2]
+                outputs, begins = ([file.fileno()] * 2, file.tell()) if file else ([1, 2], 0)
                 socket.send_fds(connection, [order[:1]], outputs)  # room for one byte is certain
-            return await _ordered(module, connection, order[1:])
+            return await _ordered(module, connection, order[1:]), begins
         except BaseException:
             connection.close()
             raise
@@ -161,13 +165,12 @@ class Forker:
         await self.close()
         listening = listen()
         self.path = listening.getsockname()
-        with listening, self._log.open("ab") if self._log else nullcontext() as log:
-            self._own = await asyncio.create_subprocess_exec(
+        with listening:
+            self._own = await Child.execute(
                 *_command(self._modules),
+                log=self._log,
+                environment=IMPORT_ENVIRONMENT,
                 stdin=listening.fileno(),
-                stdout=log,
-                stderr=log,
-                env=child_environment(IMPORT_ENVIRONMENT),
             )
 
 

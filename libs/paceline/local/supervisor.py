@@ -14,11 +14,11 @@ from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local.child import Child
+from paceline.local.child import LIMIT_S
 from paceline.local.foreign_redis import check_durable
 from paceline.local.forking import FORKSERVER_VARIABLE, forkserver_launch
-from paceline.local.heartbeat import LIMIT_S
 from paceline.local.hung import HUNG_S
+from paceline.local.kept import KeptService
 from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
@@ -26,6 +26,7 @@ from paceline.local.services import REDIS, SERVICES, ServiceSpec
 from paceline.rpc import wait_healthy
 
 EXTERNAL_REDIS_S = 5.0
+_ELSEWHERE_S = 86_400.0
 
 
 def _ignore(event: ChildEvent) -> None:
@@ -54,9 +55,10 @@ class Supervisor:
         """
 
         def child(launch: Launch, needs: Sequence[Supervised]) -> Supervised:
-            logs, made = run_dir / "logs", policy or RestartPolicy()
-            return Child(launch, logs, made, on_event, health_s, needs, heartbeat_s, hung_s)
+            logs, own = run_dir / "logs", replace(policy or RestartPolicy())
+            return KeptService(launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s)
 
+        self._run_dir = run_dir
         self._children: dict[str, Supervised] = {}
         needs: dict[str, list[str]] = {}  # transitive dependencies by name
         for launch in in_order(launches):
@@ -74,7 +76,7 @@ class Supervisor:
 
     def log(self, name: str) -> Path:
         """Log file of a service."""
-        return self._children[name].log
+        return self._run_dir / "logs" / f"{name}.log"
 
     async def start(self, deadline_s: float) -> None:
         """Starts all services and waits until all are healthy.
@@ -192,24 +194,48 @@ def in_order(launches: Sequence[Launch]) -> list[Launch]:
 
 
 def run_launches(
-    config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
+    config: ServiceConfig,
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    pool: str = "",
+    services: Sequence[str] = (),
 ) -> list[Launch]:
     """The launches of a whole run: the forkserver, then all services with the same settings.
 
     `config` holds the shared sections of `files` and `overrides`. The forkserver forks the ranks
     and engine workers. An external Redis is only awaited.
+
+    `services`: the services of `pool` on this node; services elsewhere that they depend on are only
+    awaited.
     """
-    launches = service_launches(config, files, overrides)
-    forkserver = forkserver_launch([module for spec in SERVICES for module in spec.forked])
+    own = [spec for spec in SERVICES if not services or spec.name in services]
+    launches = {spec.name: service_launch(spec, config, files, overrides) for spec in own}
+    needs = {name for launch in launches.values() for name in launch.depends_on}
+    elsewhere = [
+        _awaited(launch_of(spec, config, (), here=False))
+        for spec in SERVICES
+        if spec.name in needs - set(launches)
+    ]
+    modules = [module for spec in own for module in spec.forked]
+    if not modules:
+        return [*elsewhere, *launches.values()]
+    forkserver = forkserver_launch(modules)
     found = {FORKSERVER_VARIABLE: forkserver.environment[FORKSERVER_VARIABLE]}
-    return [forkserver, *(replace(each, environment=found) for each in launches)]
+    named = replace(forkserver, name=f"{forkserver.name}_{pool}" if pool else forkserver.name)
+    return [named, *elsewhere, *(replace(each, environment=found) for each in launches.values())]
 
 
-def service_launches(
-    config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
-) -> list[Launch]:
-    """The launches of all services, as in run_launches, without a forkserver."""
-    return [service_launch(spec, config, files, overrides) for spec in SERVICES]
+def _awaited(launch: Launch) -> Launch:
+    """The launch of a service elsewhere: nothing to start. Its own supervisor has the deadline of
+    its start, unless the run goes on without it.
+    """
+    healthy = launch.healthy
+    assert healthy is not None
+
+    async def healthy_there(deadline_s: float) -> str | None:
+        return await healthy(deadline_s if launch.optional else _ELSEWHERE_S)
+
+    return Launch(launch.name, (), healthy_there, optional=launch.optional)
 
 
 def service_launch(
@@ -220,11 +246,15 @@ def service_launch(
     return launch_of(spec, config, [*words, *overrides])
 
 
-def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
-    """The launch of one service. Raises Unavailable or ConfigError for an unusable Redis."""
+def launch_of(
+    spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str], *, here: bool = True
+) -> Launch:
+    """The launch of one service. Raises Unavailable or ConfigError for a Redis that cannot start
+    `here`.
+    """
     command = (sys.executable, "-m", spec.module, *spec.arguments, *arguments)
     if spec.module == REDIS:
-        return _redis_launch(spec, config, command)
+        return _redis_launch(spec, config, command, here=here)
     if not spec.address_key:
         return Launch(spec.name, command, None, spec.depends_on)
     address = getattr(config.addresses, spec.address_key)
@@ -245,7 +275,9 @@ def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]
     )
 
 
-def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...]) -> Launch:
+def _redis_launch(
+    spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...], *, here: bool
+) -> Launch:
     role: Role = "features" if "features" in spec.arguments else "durable"
     server = launcher(config, role)
     urls = resolved(config).redis
@@ -268,6 +300,7 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
 
     if server is None:
         return Launch(spec.name, (), healthy, ping=ping)
-    server.command()  # raises here if no binary is found
+    if here:
+        server.command()  # raises if no binary is found
     ports = (server.address,) if server.address else ()
     return Launch(spec.name, command, healthy, spec.depends_on, ports, ping=ping)

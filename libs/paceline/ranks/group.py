@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,16 +22,11 @@ import zmq.asyncio
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
-from paceline.local.forking import Forked, Forker
-from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
+from paceline.local.child import LIMIT_S, Child
+from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.local.process_directory import socket_directory
-from paceline.local.processes import (
-    LOOPBACK_ONLY,
-    die_with_parent,
-    last_lines,
-    last_words,
-)
+from paceline.local.processes import LOOPBACK_ONLY, die_with_parent
 from paceline.local.work import WorkClock
 from paceline.training import STORE_VARIABLE
 
@@ -67,7 +63,7 @@ class RankGroup:
         """Creates the group without starting it.
 
         `config`: settings that the ranks read through RankLink.config. `preload`: modules that
-        `module` imports late. `heartbeat_s`: seconds of silence after which a rank is killed; 0: no
+        `module` imports late. `heartbeat_s`: seconds of a stop after which a rank is killed; 0: no
         limit.
         """
         self._module = module
@@ -82,8 +78,7 @@ class RankGroup:
         self._forker = Forker(
             list(dict.fromkeys([module, *preload])), log_dir / f"{self._name}.log"
         )
-        self._processes: list[Forked] = []
-        self._watches: list[asyncio.Task[None]] = []
+        self._ranks: list[Child] = []
         self._lost: asyncio.Future[RankLost] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -98,7 +93,7 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; [] before start and after stop."""
-        return [process.pid for process in self._processes]
+        return [rank.pid for rank in self._ranks]
 
     @property
     def still_s(self) -> float:
@@ -113,7 +108,7 @@ class RankGroup:
         Raises RankLost if a rank ends first, DeadlineExceeded if no rank makes progress. No rank is
         left running then. Raises FailedPrecondition if the ranks already run.
         """
-        if self._processes:
+        if self._ranks:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
         self._bind()
         try:
@@ -162,14 +157,10 @@ class RankGroup:
 
     async def end_ranks(self, grace_s: float) -> None:
         """As stop(), but keeps the imported modules in memory, so that the next start is quick."""
-        self.signal(signal.SIGTERM)
-        if self._watches:
-            await asyncio.wait(self._watches, timeout=grace_s)
-            self.kill()
-            await asyncio.wait(self._watches)  # gather would cancel the watches
-        if any(process.returncode is None for process in self._processes):
+        await asyncio.gather(*(rank.stop(grace_s) for rank in self._ranks))
+        if any(rank.process.returncode is None for rank in self._ranks):
             await self._forker.close()  # stopped too: it reported no end
-        self._processes, self._watches, self._lost = [], [], None
+        self._ranks, self._lost = [], None
         self._early.clear()
         if self._socket is not None and self._context is not None:
             self._socket.close(linger=0)
@@ -177,14 +168,10 @@ class RankGroup:
             self._socket = self._context = None
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def signal(self, number: int) -> None:
-        """Sends a signal to every rank."""
-        for process in self._processes:
-            process.send_signal(number)
-
     def kill(self) -> None:
         """Sends SIGKILL to every rank without waiting; stop() cleans up."""
-        self.signal(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.kill()
 
     async def __aenter__(self) -> RankGroup:
         return self
@@ -209,10 +196,8 @@ class RankGroup:
 
     async def _spawn(self, rank: int, deadline_s: float) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        heartbeat = Heartbeat(self._heartbeat_s)
         environment = {
             **self._environment,
-            **heartbeat.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._world_size),
@@ -221,30 +206,19 @@ class RankGroup:
             STORE_VARIABLE: f"{self._folder}/store",
             SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
         }
-        log = self._log(rank)
-        began = log.stat().st_size if log.exists() else 0
-        try:
-            process = await self._forker.fork(self._module, environment, log, deadline_s)
-        except BaseException:
-            heartbeat.close()
-            raise
-        self._processes.append(process)
-        self._watches.append(asyncio.create_task(self._watch(rank, process, began, heartbeat)))
+        log = self._log_dir / f"{self._name}-rank{rank}.log"
+        child = await self._forker.fork(
+            self._module, environment, log, deadline_s, stop_s=self._heartbeat_s
+        )
+        self._ranks.append(child)
+        child.ended.add_done_callback(partial(self._note_end, rank, child, self._lost))
 
-    def _log(self, rank: int) -> Path:
-        return self._log_dir / f"{self._name}-rank{rank}.log"
-
-    async def _watch(self, rank: int, process: Forked, began: int, heartbeat: Heartbeat) -> None:
-        code = await heartbeat.outlived(process)
-        if self._lost is not None and not self._lost.done():
-            log = self._log(rank)
-            self._lost.set_result(
-                RankLost(
-                    f"rank {rank} of {self._name} "
-                    f"{last_words(code, log, began, heartbeat.verdict)}\n"
-                    f"{last_lines(log, since=began)}"
-                )
-            )
+    def _note_end(
+        self, rank: int, child: Child, lost: asyncio.Future[RankLost] | None, _: object
+    ) -> None:
+        if lost is not None and not lost.done() and not child.ended.cancelled():
+            words, end = child.last_words(), child.last_lines()
+            lost.set_result(RankLost(f"rank {rank} of {self._name} {words}\n{end}"))
 
     async def _all_ready(self, deadline_s: float) -> None:
         waiting = set(range(self._world_size))
@@ -303,7 +277,6 @@ class RankLink:
                 "a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}"
             )
         die_with_parent()
-        answer_beats()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]))
 

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.local.launch import RestartPolicy
 from paceline.local.news import tell_supervisor
 from paceline.local.processes import stopped
 from paceline.ranks.group import RankGroup
@@ -23,8 +24,6 @@ from paceline.tagged_json import TaggedJson
 from paceline.telemetry import get_logger
 from paceline.v1.progress_pb2 import Part
 
-_RESTARTS = 5
-_BACKOFF_S = 0.5
 _IDLE_S = 3600.0
 _LAST_WORDS_S = 1.0
 """Seconds for calls to receive their replies at the end of a service."""
@@ -99,23 +98,20 @@ class WatchedRanks(Generic[M]):
     async def supervise(self) -> None:
         """Starts the ranks, and restarts the group after each loss.
 
-        Raises the error of a failed first start, or the last error after too many losses in a row.
+        Raises the error of a failed first start, or the last error after too many losses.
         """
-        failures, ever_ready = 0, False
+        policy, ever_ready = RestartPolicy(), False
         while True:
             try:
                 await self._start()
-                failures, ever_ready = 0, True
+                ever_ready = True
                 await self._listen()
             except PacelineError as error:
-                failures += 1
                 await self._lose(error)
-                if failures > _RESTARTS or not ever_ready:
+                if not policy.note_end() or not ever_ready:
                     raise
-                _log.error(
-                    "ranks lost; they are started again", error=str(error), failures=failures
-                )
-                await asyncio.sleep(_BACKOFF_S * (failures - 1))
+                _log.error("ranks lost; they are started again", error=str(error))
+                await policy.pause()
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Waits until the ranks accept commands. Raises Unavailable after `deadline_s` seconds
