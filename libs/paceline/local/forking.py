@@ -154,11 +154,8 @@ class Forker:
         if shared := os.environ.get(FORKSERVER_VARIABLE, ""):
             return await _connect(shared)
         async with self._starting:
-            if self._own is not None and self._own.returncode is None:
-                with suppress(Unavailable):  # it is just ending
-                    await _imported(self.path)
-                    return await _connect(self.path)
-            await self._begin()
+            if self._own is None or self._own.ended.done():
+                await self._begin()
             return await _connect(self.path)
 
     async def _begin(self) -> None:

@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import zmq
-import zmq.asyncio
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.child import LIMIT_S, Child
+from paceline.local.child_socket import ChildSocket
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.local.process_directory import socket_directory
@@ -32,7 +32,8 @@ from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
 CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
-_READY, _DATA = b"r", b"d"
+_READY = b""
+"""The message of a rank that accepts messages."""
 _MESSAGES_QUEUED = 64
 _SEND_S = 10.0
 C = TypeVar("C", bound=Config)
@@ -79,9 +80,9 @@ class RankGroup:
             list(dict.fromkeys([module, *preload])), log_dir / f"{self._name}.log"
         )
         self._ranks: list[Child] = []
-        self._lost: asyncio.Future[RankLost] | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._sockets: list[ChildSocket] = []
+        self._lost: RankLost | None = None
+        self._arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self._folder = ""
         self._early: deque[tuple[int, bytes]] = deque()  # messages sent during the start
         self._clock = WorkClock(lambda: self.pids)
@@ -110,7 +111,9 @@ class RankGroup:
         """
         if self._ranks:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
-        self._bind()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.mkdtemp(prefix="r-", dir=socket_directory())
+        self._arrived, self._lost = asyncio.Queue(), None
         try:
             end = asyncio.get_running_loop().time() + patient(deadline_s)
             for rank in range(self._world_size):
@@ -120,33 +123,40 @@ class RankGroup:
             await self.stop(0.0)
             raise
 
-    async def send(self, message: bytes) -> None:
-        """Sends one message to every rank.
-
-        Raises RankLost if a rank is gone, DeadlineExceeded if a rank accepts no messages.
+    def send(self, message: bytes) -> None:
+        """Sends one message to every rank. Raises RankLost if a rank is gone, FailedPrecondition
+        before a start.
         """
-        for rank in range(self._world_size):
-            self._raise_if_lost()
-            try:
-                async with asyncio.timeout(patient(_SEND_S)):
-                    await self._open.send_multipart([b"%d" % rank, _DATA, message])
-            except zmq.ZMQError as error:
-                raise RankLost(f"rank {rank} of {self._name} is not connected") from error
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"rank {rank} of {self._name} takes no messages for {_SEND_S} s and more"
-                ) from error
+        if self._lost is not None:
+            raise self._lost
+        if not self._sockets:
+            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
+        for to_rank in self._sockets:
+            to_rank.send(message)
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
         """Returns the next message of any rank, as (rank, bytes).
 
-        Raises RankLost if a rank ends meanwhile. Raises DeadlineExceeded after `deadline_s` counted
+        Raises RankLost if a rank has ended. Raises DeadlineExceeded after `deadline_s` counted
         seconds without a message (WorkClock).
         """
         if self._early:
             return self._early.popleft()
-        rank, _, payload = await self._receive(deadline_s)
-        return rank, payload
+        if self._lost is not None:
+            raise self._lost
+        arrived = asyncio.ensure_future(self._arrived.get())
+        try:
+            if not await self._clock.wait({arrived}, deadline_s):
+                raise DeadlineExceeded(
+                    f"no rank of {self._name} spoke in time", seen=f"{deadline_s:.1f} s"
+                )
+        finally:
+            arrived.cancel()
+        rank, message = arrived.result()
+        if self._lost is not None:
+            raise self._lost
+        self._clock.restart()
+        return rank, message
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Sends SIGTERM, waits `grace_s` seconds, then sends SIGKILL. No process is left, and the
@@ -160,13 +170,11 @@ class RankGroup:
         await asyncio.gather(*(rank.stop(grace_s) for rank in self._ranks))
         if any(rank.process.returncode is None for rank in self._ranks):
             await self._forker.close()  # stopped too: it reported no end
-        self._ranks, self._lost = [], None
+        for to_rank in self._sockets:
+            to_rank.close()
+        self._ranks, self._sockets = [], []
         self._early.clear()
-        if self._socket is not None and self._context is not None:
-            self._socket.close(linger=0)
-            self._context.term()
-            self._socket = self._context = None
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
         """Sends SIGKILL to every rank without waiting; stop() cleans up."""
@@ -179,23 +187,10 @@ class RankGroup:
     async def __aexit__(self, *exception: object) -> None:
         await self.stop()
 
-    @property
-    def _open(self) -> zmq.asyncio.Socket:
-        if self._socket is None:
-            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
-        return self._socket
-
-    def _bind(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="r-", dir=socket_directory())
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set_hwm(_MESSAGES_QUEUED)
-        self._socket.bind(f"ipc://{self._folder}/ranks")
-        self._lost = asyncio.get_running_loop().create_future()
-
     async def _spawn(self, rank: int, deadline_s: float) -> None:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        address = f"ipc://{self._folder}/rank{rank}"
+        take = partial(self._take, rank)
+        self._sockets.append(ChildSocket(zmq.Context.instance(), address, take))
         environment = {
             **self._environment,
             "RANK": str(rank),
@@ -204,54 +199,33 @@ class RankGroup:
             "LOCAL_WORLD_SIZE": str(self._world_size),
             **LOOPBACK_ONLY,
             STORE_VARIABLE: f"{self._folder}/store",
-            SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
+            SOCKET_VARIABLE: address,
         }
         log = self._log_dir / f"{self._name}-rank{rank}.log"
         child = await self._forker.fork(
             self._module, environment, log, deadline_s, stop_s=self._heartbeat_s
         )
         self._ranks.append(child)
-        child.ended.add_done_callback(partial(self._note_end, rank, child, self._lost))
+        child.ended.add_done_callback(partial(self._note_end, rank, child))
 
-    def _note_end(
-        self, rank: int, child: Child, lost: asyncio.Future[RankLost] | None, _: object
-    ) -> None:
-        if lost is not None and not lost.done() and not child.ended.cancelled():
+    def _take(self, rank: int, message: bytes) -> None:
+        self._arrived.put_nowait((rank, message))
+
+    def _note_end(self, rank: int, child: Child, _: object) -> None:
+        if child in self._ranks and self._lost is None and not child.ended.cancelled():
             words, end = child.last_words(), child.last_lines()
-            lost.set_result(RankLost(f"rank {rank} of {self._name} {words}\n{end}"))
+            self._lost = RankLost(f"rank {rank} of {self._name} {words}\n{end}")
+            self._take(rank, _READY)  # wakes the receiver
 
     async def _all_ready(self, deadline_s: float) -> None:
-        waiting = set(range(self._world_size))
+        waiting, early = set(range(self._world_size)), deque[tuple[int, bytes]]()
         while waiting:
-            rank, kind, payload = await self._receive(deadline_s)
-            if kind == _READY:
+            rank, message = await self.receive(deadline_s)
+            if message == _READY:
                 waiting.discard(rank)
-            elif not self.on_progress(rank, payload):
-                self._early.append((rank, payload))
-
-    async def _receive(self, deadline_s: float) -> tuple[int, bytes, bytes]:
-        self._raise_if_lost()
-        lost = self._lost
-        if lost is None:
-            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
-        message: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._open.recv_multipart())
-        waits: set[asyncio.Future[Any]] = {message, lost}
-        try:
-            await self._clock.wait(waits, deadline_s)
-        finally:
-            if not message.done():
-                message.cancel()
-
-        if message.done() and not message.cancelled():
-            self._clock.restart()
-            identity, kind, payload = message.result()
-            return int(identity), kind, payload
-        self._raise_if_lost()
-        raise DeadlineExceeded(f"no rank of {self._name} spoke in time", seen=f"{deadline_s:.1f} s")
-
-    def _raise_if_lost(self) -> None:
-        if self._lost is not None and self._lost.done():
-            raise self._lost.result()
+            elif not self.on_progress(rank, message):
+                early.append((rank, message))
+        self._early = early
 
 
 class RankLink:
@@ -263,7 +237,6 @@ class RankLink:
         self.rank = rank
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
         self._socket.set_hwm(_MESSAGES_QUEUED)
         self._socket.connect(address)
 
@@ -286,13 +259,13 @@ class RankLink:
 
     def ready(self) -> None:
         """Reports to the parent that this rank accepts messages."""
-        self._socket.send_multipart([_READY, b""])
+        self._socket.send(_READY)
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Returns the next message, or None after `timeout_s` seconds."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
-        return bytes(self._socket.recv_multipart()[1])
+        return bytes(self._socket.recv())
 
     def poll(self) -> bytes | None:
         """Returns the next message if it is already here, else None; never waits."""
@@ -305,7 +278,7 @@ class RankLink:
         seconds = patient(_SEND_S)
         if not self._socket.poll(int(seconds * 1000), zmq.POLLOUT):
             raise Unavailable(f"the parent of rank {self.rank} takes no messages for {seconds:g} s")
-        self._socket.send_multipart([_DATA, message])
+        self._socket.send(message)
 
     def close(self) -> None:
         """Sends queued messages for at most a second, then disconnects."""

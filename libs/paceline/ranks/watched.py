@@ -173,9 +173,9 @@ class WatchedRanks(Generic[M]):
             await self._down.wait()
             server.set_serving(service, False)
 
-    async def send(self, message: M) -> None:
+    def send(self, message: M) -> None:
         """Sends one message to every rank. Raises RankLost if a rank is gone."""
-        await self._group.send(self._messages.encode(message))
+        self._group.send(self._messages.encode(message))
 
     async def run(self, command: Any, last: type[Any], deadline_s: float) -> AsyncGenerator[Any]:
         """Sends a command under a new id and yields its replies, up to the first of type `last`.
@@ -187,7 +187,7 @@ class WatchedRanks(Generic[M]):
         self.works_on(type(command).__name__.lower())
         news = self._news[number] = asyncio.Queue()
         try:
-            await self.send(replace(command, command_id=number))
+            self.send(replace(command, command_id=number))
             while True:
                 one = await self._in_time(news.get(), deadline_s)
                 if isinstance(one, Failed):

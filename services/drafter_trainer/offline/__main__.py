@@ -127,7 +127,7 @@ async def follow(config: OfflineConfig, progress: TerminalLines) -> int:
             _, payload = await group.receive(SILENCE_DEADLINE_S)
             message = json.loads(payload)
             if message["kind"] in ("done", "error"):
-                await group.send(b"bye")
+                group.send(b"bye")
                 break
             progress.show(message)
 

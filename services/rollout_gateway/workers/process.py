@@ -13,6 +13,7 @@ import zmq
 
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.local.child import LIMIT_S, Child
+from paceline.local.child_socket import ChildSocket
 from paceline.local.forking import Forker
 from paceline.local.work import WorkClock
 from paceline.messages import versions_from_proto
@@ -25,7 +26,6 @@ from paceline.services.rollout_gateway.engines.worker.spec import (
     SPEC_VARIABLE,
     WorkerSpec,
 )
-from paceline.services.rollout_gateway.workers.socket import WorkerSocket
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -67,7 +67,7 @@ class WorkerProcess:
         self._heartbeat_s = heartbeat_s
         self._on_tokens = on_tokens
         self._child: Child | None = None
-        self._socket: WorkerSocket | None = None
+        self._socket: ChildSocket | None = None
         self._watching: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = loop.create_future()
@@ -104,7 +104,7 @@ class WorkerProcess:
         name = f"{self.index}-{next(_numbers)}"
         spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
         self._spec.write(spec_path)
-        self._socket = socket = WorkerSocket(self._context, address, self._take)
+        self._socket = socket = ChildSocket(self._context, address, self._take)
         environment = {
             **dict.fromkeys(_LIBRARIES, str(self._spec.threads or len(self._spec.cores))),
             SPEC_VARIABLE: str(spec_path),
@@ -203,7 +203,7 @@ class WorkerProcess:
         if self._child is not None:
             self._child.kill()
 
-    async def _watch(self, child: Child, socket: WorkerSocket) -> None:
+    async def _watch(self, child: Child, socket: ChildSocket) -> None:
         await child.wait()
         for _ in range(LAST_WORDS):  # read the process's last messages first
             before = socket.received
