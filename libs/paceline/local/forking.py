@@ -145,7 +145,9 @@ class Forker:
             with log.open("ab") if log else nullcontext() as file:
                 outputs, begins = ([file.fileno()] * 2, file.tell()) if file else ([1, 2], 0)
                 socket.send_fds(connection, [order[:1]], outputs)  # room for one byte is certain
-            return await _ordered(module, connection, order[1:]), begins
+            return Forked(*await _asked(connection, order[1:])), begins
+        except Unavailable as error:
+            raise Unavailable(f"{module} cannot be started", seen=error) from error
         except BaseException:
             connection.close()
             raise
@@ -154,8 +156,11 @@ class Forker:
         if shared := os.environ.get(FORKSERVER_VARIABLE, ""):
             return await _connect(shared)
         async with self._starting:
-            if self._own is None or self._own.ended.done():
-                await self._begin()
+            if self._own is not None and not self._own.ended.done():
+                with suppress(Unavailable):  # it is just ending
+                    await _imported(self.path)
+                    return await _connect(self.path)
+            await self._begin()
             return await _connect(self.path)
 
     async def _begin(self) -> None:
@@ -171,30 +176,24 @@ class Forker:
             )
 
 
-async def _ordered(module: str, connection: socket.socket, order: bytes) -> Forked:
-    news, writer = await asyncio.open_unix_connection(sock=connection)
-    try:
-        pid = await _asked(order, news, writer)
-    except Unavailable as error:
-        raise Unavailable(f"{module} cannot be started", seen=error) from error
-    except BaseException:
-        writer.close()
-        raise
-    return Forked(pid, news, writer)
-
-
-async def _asked(order: bytes, news: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Sends an order and returns the process id of the reply. Raises Unavailable and closes the
-    connection without a reply.
+async def _asked(
+    connection: socket.socket, order: bytes
+) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Sends an order. Returns the process id of the reply and the connection's streams. Raises
+    Unavailable and closes the connection without a reply.
     """
+    news, writer = await asyncio.open_unix_connection(sock=connection)
     line = b""
-    with suppress(ConnectionError):
-        writer.write(order)
-        line = await news.readline()
+    try:
+        with suppress(ConnectionError):
+            writer.write(order)
+            line = await news.readline()
+    finally:
+        if not line:
+            writer.close()
     if not line:
-        writer.close()
         raise Unavailable("the process that imports has ended")
-    return int(json.loads(line)["pid"])
+    return int(json.loads(line)["pid"]), news, writer
 
 
 async def _connect(path: str) -> socket.socket:
@@ -233,11 +232,8 @@ async def answers(path: str, deadline_s: float) -> None:
 
 
 async def _imported(path: str) -> None:
-    news, writer = await asyncio.open_unix_connection(sock=await _connect(path))
-    try:
-        await _asked(b"\n", news, writer)
-    finally:
-        writer.close()
+    _, _, writer = await _asked(await _connect(path), b"\n")
+    writer.close()
 
 
 def forkserver_launch(modules: Sequence[str]) -> Launch:

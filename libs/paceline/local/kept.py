@@ -15,7 +15,7 @@ from paceline.local import news
 from paceline.local.child import LIMIT_S, Child
 from paceline.local.disk import lack_of_room
 from paceline.local.hung import HUNG_S, Turns
-from paceline.local.launch import ChildEvent, EventKind, Launch, Needed, RestartPolicy
+from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, Supervised
 from paceline.local.patience import patient
 from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED, describe_exit
 
@@ -35,7 +35,7 @@ class KeptService:
         policy: RestartPolicy,
         on_event: Callable[[ChildEvent], None],
         health_s: float,
-        needs: Sequence[Needed] = (),
+        needs: Sequence[Supervised] = (),
         heartbeat_s: float = LIMIT_S,
         hung_s: float = HUNG_S,
     ) -> None:

@@ -46,22 +46,12 @@ class ChildEvent:
     detail: str = ""
 
 
-class Needed(Protocol):
-    """A process that another process depends on."""
-
-    @property
-    def launch(self) -> Launch:
-        """Its launch."""
-        ...
-
-    @property
-    def is_healthy(self) -> asyncio.Event:
-        """Set while the process is healthy."""
-        ...
-
-
-class Supervised(Needed, Protocol):
+class Supervised(Protocol):
     """A supervised process, or the services of a node."""
+
+    launch: Launch
+    is_healthy: asyncio.Event
+    """Set while it is healthy."""
 
     @property
     def pid(self) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -168,29 +169,22 @@ class Supervisor:
 
 
 def in_order(launches: Sequence[Launch]) -> list[Launch]:
-    """Sorts launches so that each launch follows its dependencies, otherwise in the given order.
+    """Sorts launches so that each launch follows its dependencies.
 
     Raises FailedPrecondition for a cycle or an absent dependency.
     """
-    ordered: list[Launch] = []
-    waiting = list(launches)
-    known = {launch.name for launch in launches}
-    while waiting:
-        done = {launch.name for launch in ordered}
-        ready = next((launch for launch in waiting if set(launch.depends_on) & known <= done), None)
-        if ready is None:
-            raise FailedPrecondition(
-                "services depend on each other in a circle", seen=[each.name for each in waiting]
-            )
-        missing = set(ready.depends_on) - known
-        if missing:
-            raise FailedPrecondition(
-                f"{ready.name} depends on services that are not started", seen=sorted(missing)
-            )
-        waiting.remove(ready)
-        ordered.append(ready)
-
-    return ordered
+    named = {launch.name: launch for launch in launches}
+    graph = {launch.name: launch.depends_on for launch in launches}
+    if missing := {name for needs in graph.values() for name in needs} - named.keys():
+        raise FailedPrecondition(
+            "services depend on services that are not started", seen=sorted(missing)
+        )
+    try:
+        return [named[name] for name in TopologicalSorter(graph).static_order()]
+    except CycleError as error:
+        raise FailedPrecondition(
+            "services depend on each other in a circle", seen=error.args[1]
+        ) from error
 
 
 def run_launches(

@@ -176,10 +176,14 @@ class RankGroup:
         self._early.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to every rank."""
+        for rank in self._ranks:
+            rank.send_signal(number)
+
     def kill(self) -> None:
         """Sends SIGKILL to every rank without waiting; stop() cleans up."""
-        for rank in self._ranks:
-            rank.kill()
+        self.signal(signal.SIGKILL)
 
     async def __aenter__(self) -> RankGroup:
         return self

@@ -105,13 +105,15 @@ class WatchedRanks(Generic[M]):
             try:
                 await self._start()
                 ever_ready = True
+                policy.ends.clear()
                 await self._listen()
             except PacelineError as error:
                 await self._lose(error)
                 if not policy.note_end() or not ever_ready:
                     raise
                 _log.error("ranks lost; they are started again", error=str(error))
-                await policy.pause()
+                if len(policy.ends) > 1:  # the first loss frees no slot by waiting
+                    await policy.pause()
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Waits until the ranks accept commands. Raises Unavailable after `deadline_s` seconds
