@@ -95,6 +95,6 @@ async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
     with ray_nodes({HEAD: 1}, port, "--num-gpus=4"):
         async with on_cluster(asked, f"{HEAD}:{port}", lambda event: None) as cluster:
             kept = cluster.keep(Launch("rollout", ("",)), [])
-            visible = kept.order.environment["CUDA_VISIBLE_DEVICES"].split(",")
+            visible = (await cluster._placed(kept.order).gpus.remote()).split(",")
     assert len(set(visible)) == 3
     assert set(visible) < {"0", "1", "2", "3"}

@@ -15,7 +15,7 @@ from paceline.cluster.actor import travelling
 from paceline.cluster.joined import joined
 from paceline.cluster.keeper import DESERTED_S, PoolKeeper
 from paceline.cluster.kept import KeptPool
-from paceline.cluster.nodes import GpuHolder, addresses, compare, look, require_ways
+from paceline.cluster.nodes import addresses, compare, look, require_ways
 from paceline.cluster.order import PoolOrder
 from paceline.cluster.pools import GPU, Pool, check_room
 from paceline.config import ServiceConfig, load_config
@@ -82,8 +82,6 @@ class _ClusterRun:
         self._run = run
         self._on_event = on_event
         self._groups: dict[str, Any] = {}  # placement group by pool
-        self._holders: list[Any] = []  # actors that hold GPUs while this process lives
-        self._gpus: dict[str, str] = {}  # GPUs by pool, in the form of CUDA_VISIBLE_DEVICES
         self._hosts: dict[str, str] = {}  # node address by pool
         self._lost: set[str] = set()  # addresses of lost nodes
 
@@ -132,9 +130,8 @@ class _ClusterRun:
 
         for pool in self._run.pools:
             if pool.bundles:
-                bundles = [dict(bundle) for bundle in pool.bundles]
                 self._groups[pool.name] = placement_group(
-                    bundles, strategy="STRICT_PACK", name=self._run.actor(pool.name)
+                    [pool.asks], name=self._run.actor(pool.name)
                 )
         for name, group in self._groups.items():
             if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
@@ -143,21 +140,6 @@ class _ClusterRun:
                     seen=f"{patient(_RESERVED_S):.0f} s",
                     allowed="less for this run, or its turn",
                 )
-        for pool in self._run.pools:
-            if GPU in pool.asks:
-                self._gpus[pool.name] = await self._held_gpus(pool)
-
-    async def _held_gpus(self, pool: Pool) -> str:
-        """Holds the GPUs of each bundle with an actor, because Ray reports their numbers only
-        there.
-        """
-        found: list[str] = []
-        for number, bundle in enumerate(pool.bundles):
-            wanted = {"num_cpus": 0, "num_gpus": bundle[GPU], **self._place(pool, number)}
-            holder = self._ray.remote(GpuHolder).options(**wanted).remote()
-            self._holders.append(holder)
-            found += await _answered(holder.gpus.remote())
-        return ",".join(found)
 
     async def look_at_nodes(self) -> None:
         """Raises ConfigError if a node runs another Python or Paceline version, or lacks the run's
@@ -203,7 +185,7 @@ class _ClusterRun:
             os.getcwd(),
             [str(path) for path in self._run.files],
             [*self._run.overrides, *self.addresses],
-            travelling() | self._visible(pool),
+            travelling(),
             self._run.health_s,
             self._hosts[pool.name],
         )
@@ -219,21 +201,19 @@ class _ClusterRun:
                     found[names[0] if ends else pool.name] = ends, pool, names
         return found
 
-    def _visible(self, pool: Pool) -> dict[str, str]:
-        """Exposes reserved GPUs only."""
-        return {"CUDA_VISIBLE_DEVICES": self._gpus.get(pool.name, "")}
-
     def _placed(self, order: PoolOrder) -> Any:
+        ends, pool, _ = self._kept()[order.name]
         made = self._ray.remote(PoolKeeper).options(
             name=self._run.actor(order.name),
             lifetime="detached",
             max_concurrency=_THREADS,
             num_cpus=0,
-            **self._place(self._kept()[order.name][1]),
+            num_gpus=0 if ends else pool.asks.get(GPU, 0),
+            **self._place(pool),
         )
         return made.remote(order)
 
-    def _place(self, pool: Pool, bundle: int = 0) -> dict[str, Any]:
+    def _place(self, pool: Pool) -> dict[str, Any]:
         from ray.util.scheduling_strategies import (
             NodeAffinitySchedulingStrategy,
             PlacementGroupSchedulingStrategy,
@@ -243,7 +223,7 @@ class _ClusterRun:
         if group is None:
             own = self._ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=False)}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
 
     def give_back(self) -> None:
         """Kills remaining keepers and releases the slots."""
