@@ -145,7 +145,9 @@ async def test_a_service_that_finds_memory_or_disk_full_is_started_again_without
         await events.until(lambda heard: heard.kinds("gateway").count("healthy") == 4)
 
 
-@pytest.mark.parametrize("fault", ["dies too often", "dies at its start", "never serves"])
+@pytest.mark.parametrize(
+    "fault", ["dies too often", "dies at its start", "never serves", "is elsewhere and away"]
+)
 async def test_an_optional_service_is_given_up_and_the_others_go_on(
     tmp_path: Path, fault: str
 ) -> None:
@@ -154,6 +156,8 @@ async def test_an_optional_service_is_given_up_and_the_others_go_on(
     launch = replace(stub_launch("extra", *arguments), optional=True)
     if fault == "dies at its start":
         launch = replace(launch, command=(sys.executable, "-c", "raise SystemExit('no model')"))
+    if fault == "is elsewhere and away":
+        launch = replace(launch, command=())
     main = stub_launch("coordinator", needs=("extra",), ends_run=True)
 
     def hear(event: ChildEvent) -> None:

@@ -43,7 +43,7 @@ class KeptService:
 
         `needs`: dependencies; the service starts once all are healthy. `heartbeat_s`: seconds of
         a stop after which the process is killed; 0: no limit. `hung_s`: seconds without progress
-        after which it is killed; 0 or no heartbeats: no limit.
+        after which it is killed; 0, or `heartbeat_s` 0: no limit.
         """
         self.launch = launch
         self.log = logs / f"{launch.name}.log"

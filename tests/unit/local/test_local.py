@@ -70,6 +70,20 @@ def test_the_launches_of_a_run_give_every_service_the_same_settings() -> None:
     assert sorted(ports) == [7400, 7401, 7402, 7403, 7405, 7408]
 
 
+def test_a_pool_starts_its_own_services_and_awaits_those_elsewhere() -> None:
+    own = ["gateway", "drafter_trainer"]
+    launches = {one.name: one for one in run_launches(_config(), [], [], "rollout", own)}
+    assert list(launches) == ["forkserver_rollout", "redis", "redis_features", *own]
+    assert [name for name, launch in launches.items() if not launch.command] == [
+        "redis",
+        "redis_features",
+    ]
+    (coordinator,) = run_launches(_config(), [], [], "coordinator", ["coordinator"])[-1:]
+    awaited = run_launches(_config(), [], [], "coordinator", ["coordinator"])[:-1]
+    assert coordinator.depends_on == tuple(launch.name for launch in awaited)
+    assert {launch.name for launch in awaited if launch.optional} == {"drafter_trainer"}
+
+
 def test_what_workers_of_the_embedded_engine_import_is_imported_for_them() -> None:
     assert set(ENGINES["embedded"].forked) == set(service("gateway").forked)
     assert ENGINES["sglang"].forked == ()
