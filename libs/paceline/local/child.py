@@ -8,12 +8,13 @@ it stopped. There are six looks per limit, and no clock: a pause of this process
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -28,26 +29,40 @@ _REAP_S = 5.0
 _Stop = tuple[int, int]  # (process, context switches); the count rises when the process runs
 
 
-class Process(Protocol):
-    """A process of asyncio, or a fork (forking.py)."""
+class Forked:
+    """The process of a fork, for Child. It dies when its order's connection closes."""
 
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        ...
+    def __init__(
+        self, pid: int, news: asyncio.StreamReader, connection: asyncio.StreamWriter
+    ) -> None:
+        self.pid = pid
+        self._connection = connection
+        self._reading = asyncio.create_task(self._read(news))
 
     @property
     def returncode(self) -> int | None:
-        """Exit status; None while it runs."""
-        ...
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
+        return self._reading.result() if self._reading.done() else None
 
     async def wait(self) -> int:
-        """Waits for the end and returns the exit status."""
-        ...
+        """Waits for the end and returns the returncode."""
+        return await asyncio.shield(self._reading)
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal."""
-        ...
+        """Sends a signal; does nothing after the end."""
+        if not self._reading.done():
+            with suppress(ProcessLookupError):  # its end is being reported
+                os.kill(self.pid, number)
+
+    async def _read(self, news: asyncio.StreamReader) -> int:
+        """Returns the exit status. Without a status the forkserver is gone, and the kernel has
+        killed this process.
+        """
+        line = b""
+        with suppress(ConnectionError):
+            line = await news.readline()
+        self._connection.close()
+        return int(json.loads(line)["code"]) if line else -signal.SIGKILL
 
 
 class Child:
@@ -55,7 +70,7 @@ class Child:
 
     def __init__(
         self,
-        process: Process,
+        process: asyncio.subprocess.Process | Forked,
         log: Path | None = None,
         log_begins: int = 0,
         *,

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.local import forkserver
-from paceline.local.child import Child
+from paceline.local.child import Child, Forked
 from paceline.local.forkserver import ORDER_BYTES, ForkOrder
 from paceline.local.launch import Launch
 from paceline.local.process_directory import socket_directory
@@ -34,42 +33,6 @@ IMPORT_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
 _WAITING = 128
 _numbers = itertools.count(1)
-
-
-class Forked:
-    """The process of a fork, for Child. It dies when its order's connection closes."""
-
-    def __init__(
-        self, pid: int, news: asyncio.StreamReader, connection: asyncio.StreamWriter
-    ) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._reading = asyncio.create_task(self._read(news))
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, or minus the number of the signal that killed it; None while it runs."""
-        return self._reading.result() if self._reading.done() else None
-
-    async def wait(self) -> int:
-        """Waits for the end and returns the returncode."""
-        return await asyncio.shield(self._reading)
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal; does nothing after the end."""
-        if not self._reading.done():
-            with suppress(ProcessLookupError):  # its end is being reported
-                os.kill(self.pid, number)
-
-    async def _read(self, news: asyncio.StreamReader) -> int:
-        """Returns the exit status. Without a status the forkserver is gone, and the kernel has
-        killed this process.
-        """
-        line = b""
-        with suppress(ConnectionError):
-            line = await news.readline()
-        self._connection.close()
-        return int(json.loads(line)["code"]) if line else -signal.SIGKILL
 
 
 class Forker:

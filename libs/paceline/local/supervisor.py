@@ -93,14 +93,12 @@ class Supervisor:
             name: asyncio.create_task(child.run()) for name, child in self._children.items()
         }
         healthy = asyncio.create_task(self._all_healthy())
-        waits: set[asyncio.Future[None]] = {healthy, self._failing()}
+        waits: set[asyncio.Future[Any]] = {healthy, self._failing()}
         try:
             await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failure()
-            if not healthy.done():
-                late = [
-                    name for name, child in self._children.items() if not child.is_healthy.is_set()
-                ]
+            late = [name for name, child in self._children.items() if not child.is_healthy.is_set()]
+            if late and not healthy.done():
                 raise DeadlineExceeded(f"services are not healthy after {deadline_s} s", seen=late)
         except BaseException:
             await self.stop(1.0)
@@ -150,17 +148,11 @@ class Supervisor:
         for child in self._children.values():
             await child.is_healthy.wait()
 
-    def _failing(self) -> asyncio.Future[None]:
-        """A future that completes at the first failure of a service."""
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def note(task: asyncio.Task[None]) -> None:
-            if not failed.done() and not task.cancelled() and task.exception() is not None:
-                failed.set_result(None)
-
-        for task in self._tasks.values():
-            task.add_done_callback(note)
-        return failed
+    def _failing(self) -> asyncio.Future[Any]:
+        """A future that is done at the first failure of a service, or when all have ended."""
+        failing = asyncio.gather(*map(asyncio.shield, self._tasks.values()))
+        failing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return failing
 
     def _raise_failure(self) -> None:
         for task in self._tasks.values():
