@@ -127,10 +127,7 @@ class RankGroup:
         """Sends one message to every rank. Raises RankLost if a rank is gone, FailedPrecondition
         before a start.
         """
-        if self._lost is not None:
-            raise self._lost
-        if not self._sockets:
-            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
+        self._require_ranks()
         for to_rank in self._sockets:
             to_rank.send(message)
 
@@ -142,8 +139,7 @@ class RankGroup:
         """
         if self._early:
             return self._early.popleft()
-        if self._lost is not None:
-            raise self._lost
+        self._require_ranks()
         arrived = asyncio.ensure_future(self._arrived.get())
         try:
             if not await self._clock.wait({arrived}, deadline_s):
@@ -153,8 +149,7 @@ class RankGroup:
         finally:
             arrived.cancel()
         rank, message = arrived.result()
-        if self._lost is not None:
-            raise self._lost
+        self._require_ranks()
         self._clock.restart()
         return rank, message
 
@@ -172,7 +167,7 @@ class RankGroup:
             await self._forker.close()  # stopped too: it reported no end
         for to_rank in self._sockets:
             to_rank.close()
-        self._ranks, self._sockets = [], []
+        self._ranks, self._sockets, self._lost = [], [], None
         self._early.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -211,6 +206,13 @@ class RankGroup:
         )
         self._ranks.append(child)
         child.ended.add_done_callback(partial(self._note_end, rank, child))
+
+    def _require_ranks(self) -> None:
+        """Raises RankLost if a rank has ended, FailedPrecondition if the ranks do not run."""
+        if self._lost is not None:
+            raise self._lost
+        if not self._ranks:
+            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
 
     def _take(self, rank: int, message: bytes) -> None:
         self._arrived.put_nowait((rank, message))

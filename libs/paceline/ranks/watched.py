@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -56,7 +57,8 @@ class WatchedRanks(Generic[M]):
         self._news: dict[int, asyncio.Queue[M | PacelineError]] = {}  # replies by command id
         self._commands = count(1)
         self._on_start, self._on_message, self._on_lost = on_start, on_message, on_lost
-        self._ready, self._down = asyncio.Event(), asyncio.Event()
+        self._ready = asyncio.Event()
+        self._show_health: Callable[[bool], None] = lambda healthy: None
         self._lost_s: float | None = None  # time of the loss, until the ranks are back
         self._service = Activity(service)
         self._doing = Activity(f"{service} ranks")
@@ -150,10 +152,10 @@ class WatchedRanks(Generic[M]):
 
         Raises the error of a failed first start. Afterwards no rank is left.
         """
-        server.set_serving(service, False)
+        self._show_health = partial(server.set_serving, service)
+        self._show_health(False)
         await server.start()
         supervision = asyncio.create_task(self.supervise())
-        health = asyncio.create_task(self._show_health(server, service))
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,19 +163,11 @@ class WatchedRanks(Generic[M]):
                 await supervision
             yield
         finally:
-            for task in (health, stopped, supervision):
+            for task in (stopped, supervision):
                 task.cancel()
-            await asyncio.gather(health, stopped, supervision, return_exceptions=True)
+            await asyncio.gather(stopped, supervision, return_exceptions=True)
             await self.stop(grace_s)
             await server.stop(_LAST_WORDS_S)
-
-    async def _show_health(self, server: Server, service: str) -> None:
-        """Keeps the health status equal to whether the ranks accept commands; never returns."""
-        while True:
-            await self._ready.wait()
-            server.set_serving(service, True)
-            await self._down.wait()
-            server.set_serving(service, False)
 
     def send(self, message: M) -> None:
         """Sends one message to every rank. Raises RankLost if a rank is gone."""
@@ -218,8 +212,8 @@ class WatchedRanks(Generic[M]):
         while not self._take(*await self._group.receive(self._start_deadline_s)):
             pass  # work before the first position report, such as a replay
         await self._on_start()
-        self._down.clear()
         self._ready.set()
+        self._show_health(True)
         if self._lost_s is not None:
             away_s = time.monotonic() - self._lost_s
             tell_supervisor("recovered", f"its ranks work again after {away_s:.1f} s")
@@ -231,7 +225,7 @@ class WatchedRanks(Generic[M]):
             self._lost_s = time.monotonic()
         tell_supervisor("impaired", str(error).partition("\n")[0])
         self._ready.clear()
-        self._down.set()
+        self._show_health(False)
         lost = f"the ranks are restarted: {error}"
         for news in self._news.values():
             news.put_nowait(Unavailable(lost, reason=error.reason))
