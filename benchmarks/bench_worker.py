@@ -18,7 +18,6 @@ from paceline.local.patience import patient
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
 from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
-from paceline.services.rollout_gateway.workers.local import LocalWorker
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -47,7 +46,7 @@ class BenchWorker:
         threads = int(engine.get("threads", 1))
         spec = WorkerSpec(worker_index=0, kind=kind, threads=threads, ring_path=path, engine=engine)
         self._forker = Forker(find_engine(kind).forked, None)
-        self._life = partial(LocalWorker, spec, self._forker, ring, folder)
+        self._make = partial(WorkerProcess, spec, self._forker, ring, folder)
         self._numbers = itertools.count()
         self._done: dict[int, EndedRequest] = {}
         self._wanted: set[int] = set()
@@ -57,7 +56,7 @@ class BenchWorker:
     async def start(self, context: zmq.Context[Any]) -> None:
         """Raises what WorkerProcess.start raises."""
         began = time.perf_counter()
-        self._process = WorkerProcess(0, self._life(context), self._on_tokens)
+        self._process = self._make(context, self._on_tokens)
         await self._process.start(patient(READY_S))
         self.start_s = time.perf_counter() - began
 

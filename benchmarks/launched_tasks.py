@@ -19,7 +19,7 @@ from benchmarks.result import Row, paired_ratio, say
 from paceline.config import ServiceConfig, load_config
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.local.supervisor import Supervisor, run_launches, service_launches
+from paceline.local.supervisor import Supervisor, run_launches
 
 SECTION = "tasks through one gateway"
 STARTED = ("redis", "redis_features", "gateway")
@@ -125,7 +125,5 @@ async def _supervised(run: _Run, launcher: str) -> AsyncIterator[Supervisor]:
         for pool in pools_of((), run.overrides)
     ]
     asked = RunOnCluster(run.config, (), run.overrides, run.directory, pools, patient(_HEALTH_S))
-    launches = service_launches(run.config, (), run.overrides)
-    kept = [one for one in launches if one.name in STARTED]
     async with on_cluster(asked, None, lambda event: None) as cluster:
-        yield Supervisor(cluster.launches(kept), run.directory, keep=cluster.keep)
+        yield Supervisor(cluster.launches(), run.directory, keep=cluster.keep)

@@ -40,7 +40,6 @@ from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
 from paceline.services.rollout_gateway.testing.scripted.script import next_beat
-from paceline.services.rollout_gateway.workers.local import LocalWorker
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -240,8 +239,9 @@ async def direct_worker(
     spec = WorkerSpec(worker_index=0, kind="scripted", engine=engine)
     forker = Forker(find_engine(spec.kind).forked, None)
     context: zmq.Context[Any] = zmq.Context()
-    life = LocalWorker(spec, forker, None, folder, context)
-    process = WorkerProcess(0, life, lambda tokens, rows: found[0].on_tokens(tokens, rows))
+    process = WorkerProcess(
+        spec, forker, None, folder, context, lambda tokens, rows: found[0].on_tokens(tokens, rows)
+    )
     found.append(DirectWorker(process, TextCodec(model)))
     try:
         await process.start(patient(READY_S))

@@ -153,6 +153,6 @@ async def _started(
 
 async def _step(group: RankGroup) -> tuple[float, float]:
     """Seconds of the slowest rank, and the sum of what their memory was at most (MiB)."""
-    await group.send(b"step")
+    group.send(b"step")
     told = [json.loads((await group.receive(STEP_S))[1]) for _ in group.pids]
     return max(one["seconds"] for one in told), sum(one["peak_mib"] for one in told)

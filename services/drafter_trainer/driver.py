@@ -105,7 +105,7 @@ class DrafterDriver:
             del self._facts[next(iter(self._facts))]
         if self.watched.ready:
             try:
-                await self.watched.send(fact)
+                self.watched.send(fact)
             except RankLost as error:  # later ranks receive it at their start
                 log.warning("a lost rank was not told", error=str(error))
 
@@ -127,7 +127,7 @@ class DrafterDriver:
         try:
             await self.watched.wait_ready(deadline_s)
             if not lease.over.is_set():
-                await self.watched.send(command)
+                self.watched.send(command)
                 lease.sent = True
                 self.watched.works_on(f"activation of step {command.step}")
         finally:
@@ -150,7 +150,7 @@ class DrafterDriver:
         number = len(lease.slots)
         if new:
             lease.joins[number] = asyncio.get_running_loop().create_future()
-            await self.watched.send(m.Join(epoch, list(lease.slots)))
+            self.watched.send(m.Join(epoch, list(lease.slots)))
         elif number not in lease.joins:
             return m.SlotsJoined(epoch, number, min(number, self._ranks))
         try:
@@ -197,7 +197,7 @@ class DrafterDriver:
             return
         started = time.monotonic()
         try:
-            await self.watched.send(m.Preempt(lease.epoch))
+            self.watched.send(m.Preempt(lease.epoch))
             async with asyncio.timeout(deadline_s):
                 await lease.over.wait()
         except TimeoutError:
@@ -214,7 +214,7 @@ class DrafterDriver:
         """Sends the lasting facts to restarted ranks, without heads that have left the spool."""
         sent: list[m.NewHead | m.Serving] = []
         while missing := [fact for fact in self.lasting_facts() if fact not in sent]:
-            await self.watched.send(missing[0])
+            self.watched.send(missing[0])
             sent.append(missing[0])
 
     def lasting_facts(self) -> list[m.NewHead | m.Serving]:

@@ -19,7 +19,7 @@ from demo_runs import SMALL, demo, wait_for
 
 from benchmarks.chaos.system import PARTS
 from benchmarks.processes import running
-from paceline.local.heartbeat import LIMIT_S
+from paceline.local.child import LIMIT_S
 from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(480)]

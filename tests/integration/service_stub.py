@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 from paceline.config import SecurityConfig
-from paceline.local.heartbeat import answer_beats
 from paceline.local.hung import tell_turns
 from paceline.local.news import VARIABLE, tell_supervisor
 from paceline.local.processes import child_environment, die_with_parent
@@ -54,11 +53,8 @@ def main() -> int:
     parser.add_argument("--grandchild", type=Path)
     parser.add_argument("--starts", type=Path)
     parser.add_argument("--part-dies", action="store_true")
-    parser.add_argument("--answers", action="store_true")
     parser.add_argument("--turns", type=float, default=0.0)
     words = parser.parse_args()
-    if words.answers:
-        answer_beats()
     if words.grandchild:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         words.grandchild.write_text(str(child.pid))

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from paceline.errors import DeadlineExceeded
-from paceline.local.forking import FORKSERVER_VARIABLE, Forked, Forker
+from paceline.local.child import Child
+from paceline.local.forking import FORKSERVER_VARIABLE, Forker
 from paceline.local.patience import patient
 
 PLACES = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -42,11 +43,11 @@ async def make(
         await each.close()
 
 
-async def fork(forker: Forker, log: Path, word: str = "exit") -> Forked:
+async def fork(forker: Forker, log: Path, word: str = "exit") -> Child:
     return await forker.fork("forked_stub", {"WORD": word}, log, DEADLINE_S)
 
 
-async def ended(forked: Forked) -> int:
+async def ended(forked: Child) -> int:
     return await asyncio.wait_for(forked.wait(), DEADLINE_S)
 
 

@@ -28,10 +28,10 @@ HUNG_S = 3.0
 """A busy machine may let a service stand for two."""
 
 
-async def test_a_service_whose_loop_stands_is_replaced_though_it_answers_beats(
+async def test_a_service_whose_loop_stands_is_replaced_though_its_process_runs(
     tmp_path: Path,
 ) -> None:
-    events, words = Events(), ("--answers", "--turns", str(HUNG_S))
+    events, words = Events(), ("--turns", str(HUNG_S))
     launches = [stub_launch("one", *words), stub_launch("two", *words)]
     async with Supervisor(
         launches, tmp_path, on_event=events.hear, policy=QUICK, hung_s=HUNG_S
@@ -43,7 +43,7 @@ async def test_a_service_whose_loop_stands_is_replaced_though_it_answers_beats(
         await events.until(lambda heard: "died" in heard.kinds("one"))
         assert time.monotonic() - began >= HUNG_S * 5 / 6
         (died,) = [event for event in events if event.kind == "died"]
-        wanted = f"was killed by SIGKILL, hung: its loop got nowhere for {HUNG_S:g} s; log "
+        wanted = f"was killed by SIGKILL, hung: no progress for {HUNG_S:g} s; log "
         assert died.detail.startswith(wanted)
         await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
         assert (supervisor.pids["two"], "died" in events.kinds("two")) == (before["two"], False)
@@ -63,7 +63,7 @@ async def test_a_loop_that_turns_or_has_ended_is_left_alone() -> None:
     turning.note("")
     await asyncio.sleep(limit_s / 3)
     assert not ends[0].done()
-    assert await asyncio.wait_for(ends[0], patient(20)) == ", hung: its loop got nowhere for 0.05 s"
+    assert await asyncio.wait_for(ends[0], patient(20)) == ", hung: no progress for 0.05 s"
     assert not ends[1].done()
     ends[1].cancel()
 
@@ -110,7 +110,7 @@ async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
     if how == "hung":
         endless.cancel()
     (died,) = [event for event in events if event.kind == "died"]
-    said = {"stopped": ", silent for 0.6 s", "hung": ", hung: no answer for 4 s"}
+    said = {"stopped": ", stopped for 0.6 s", "hung": ", hung: no progress for 4 s"}
     assert died.detail.startswith(f"was killed by SIGKILL{said[how]}"), died
     await events.until(lambda heard: heard.kinds("redis").count("healthy") == 2)
     assert await client.get("kept") == b"1"

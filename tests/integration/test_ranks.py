@@ -19,7 +19,7 @@ from listening import beyond_loopback, open_doors
 from standstill import standstill
 
 from paceline.errors import DeadlineExceeded, Unavailable
-from paceline.local.heartbeat import LIMIT_S
+from paceline.local.child import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
@@ -47,7 +47,7 @@ async def ranks(tmp_path: Path) -> AsyncIterator[RankGroup]:
 
 
 async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
-    await ranks.send(b"x" * 2_000_000)
+    ranks.send(b"x" * 2_000_000)
     answers = dict([await ranks.receive(10.0), await ranks.receive(10.0)])
     assert answers == {0: b"x" * 2_000_000, 1: b"x" * 2_000_000}
 
@@ -95,7 +95,7 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
 
 
 async def test_ranks_know_their_places_and_the_file_they_meet_at(ranks: RankGroup) -> None:
-    await ranks.send(b"environment")
+    ranks.send(b"environment")
     answers = dict([await ranks.receive(10.0), await ranks.receive(10.0)])
     first, second = json.loads(answers[0]), json.loads(answers[1])
     assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
@@ -116,7 +116,7 @@ async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alo
     async with groups[0], groups[1]:
         await asyncio.gather(*(group.start(patient(60.0)) for group in groups))
         for number, group in enumerate(groups):
-            await group.send(b"%d" % (10 * number))
+            group.send(b"%d" % (10 * number))
         for number, group in enumerate(groups):
             answers = [await group.receive(patient(30.0)) for _ in range(2)]
             assert sorted(answers) == [(rank, b"%.1f" % (20 * number + 1)) for rank in (0, 1)]
@@ -129,7 +129,7 @@ async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alo
 
 
 async def test_polling_an_empty_link_does_not_wait(ranks: RankGroup) -> None:
-    await ranks.send(b"poll")
+    ranks.send(b"poll")
     assert {(await ranks.receive(10.0))[1], (await ranks.receive(10.0))[1]} == {b"nothing"}
 
 
@@ -140,7 +140,7 @@ async def test_a_killed_rank_is_noticed_at_once(ranks: RankGroup) -> None:
         await ranks.receive(patient(120.0))
     assert time.monotonic() - began < patient(10.0)
     with pytest.raises(RankLost):
-        await ranks.send(b"x")
+        ranks.send(b"x")
 
 
 async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
@@ -149,13 +149,13 @@ async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
     async with standstill() as stood_s:
         os.kill(ranks.pids[1], signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(RankLost, match=r"rank 1 .*killed by SIGKILL, silent for 3 s"):
+        with pytest.raises(RankLost, match=r"rank 1 .*killed by SIGKILL, stopped for 3 s"):
             await ranks.receive(patient(30.0))
         # Who forked the rank tells of its end, in a process of its own.
         assert time.monotonic() - began < LIMIT_S + patient(BEAT_S) + LIMIT_S + stood_s()
     await ranks.end_ranks(0.0)
     await ranks.start(patient(20.0))
-    await ranks.send(b"again")
+    ranks.send(b"again")
     assert (await ranks.receive(patient(10.0)))[1] == b"again"
 
 
@@ -165,7 +165,7 @@ async def test_a_rank_stopped_together_with_the_process_that_forked_it_is_replac
     forker = psutil.Process(ranks.pids[0]).ppid()
     for pid in (forker, *ranks.pids):
         os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RankLost, match="silent for 3 s"):
+    with pytest.raises(RankLost, match="stopped for 3 s"):
         await ranks.receive(patient(30.0))
     await asyncio.wait_for(ranks.end_ranks(0.0), patient(10.0))
     await ranks.start(patient(20.0))
@@ -189,7 +189,7 @@ async def test_a_stopped_group_leaves_no_process_and_starts_again(ranks: RankGro
     assert ranks.pids == []
     assert not any(psutil.pid_exists(pid) for pid in before)
     await ranks.start(patient(20.0))
-    await ranks.send(b"again")
+    ranks.send(b"again")
     assert (await ranks.receive(10.0))[1] == b"again"
 
 

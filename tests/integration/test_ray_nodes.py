@@ -94,7 +94,7 @@ async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
     asked = RunOnCluster(ServiceConfig(), [], [], tmp_path, pools, 60.0)
     with ray_nodes({HEAD: 1}, port, "--num-gpus=4"):
         async with on_cluster(asked, f"{HEAD}:{port}", lambda event: None) as cluster:
-            kept = cluster.keep(Launch("gateway", ("",)), [])
-            visible = kept.order.environment["CUDA_VISIBLE_DEVICES"].split(",")
+            kept = cluster.keep(Launch("rollout", ("",)), [])
+            visible = (await cluster._placed(kept.order).gpus.remote()).split(",")
     assert len(set(visible)) == 3
     assert set(visible) < {"0", "1", "2", "3"}

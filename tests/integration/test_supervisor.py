@@ -20,7 +20,7 @@ from integration.supervised import QUICK, Events, stub_launch
 from standstill import standstill
 
 from paceline.errors import DeadlineExceeded, RunFailed, Unavailable
-from paceline.local.heartbeat import LIMIT_S
+from paceline.local.child import LIMIT_S
 from paceline.local.launch import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED
@@ -93,7 +93,7 @@ async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -
 async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None:
     events = Events()
     async with Supervisor(
-        [stub_launch("one", "--answers"), stub_launch("two", "--answers")],
+        [stub_launch("one"), stub_launch("two")],
         tmp_path,
         on_event=events.hear,
         policy=QUICK,
@@ -107,7 +107,7 @@ async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None
             took_s = time.monotonic() - began
             assert took_s < LIMIT_S + patient(LIMIT_S / 6) + 1.0 + stood_s()
         (died,) = [event for event in events if event.kind == "died"]
-        assert died.detail.startswith("was killed by SIGKILL, silent for 3 s; log ")
+        assert died.detail.startswith("was killed by SIGKILL, stopped for 3 s; log ")
         await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
         assert supervisor.pids["two"] == before["two"]
 
@@ -145,7 +145,9 @@ async def test_a_service_that_finds_memory_or_disk_full_is_started_again_without
         await events.until(lambda heard: heard.kinds("gateway").count("healthy") == 4)
 
 
-@pytest.mark.parametrize("fault", ["dies too often", "dies at its start", "never serves"])
+@pytest.mark.parametrize(
+    "fault", ["dies too often", "dies at its start", "never serves", "is elsewhere and away"]
+)
 async def test_an_optional_service_is_given_up_and_the_others_go_on(
     tmp_path: Path, fault: str
 ) -> None:
@@ -154,6 +156,8 @@ async def test_an_optional_service_is_given_up_and_the_others_go_on(
     launch = replace(stub_launch("extra", *arguments), optional=True)
     if fault == "dies at its start":
         launch = replace(launch, command=(sys.executable, "-c", "raise SystemExit('no model')"))
+    if fault == "is elsewhere and away":
+        launch = replace(launch, command=())
     main = stub_launch("coordinator", needs=("extra",), ends_run=True)
 
     def hear(event: ChildEvent) -> None:

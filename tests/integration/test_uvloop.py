@@ -39,7 +39,7 @@ def test_ranks_talk_and_their_death_is_seen(tmp_path: Path) -> None:
     async def main() -> None:
         async with RankGroup("rank_echo", 2, 1, tmp_path, {"PYTHONPATH": PLACES}) as ranks:
             await ranks.start(patient(20.0))
-            await ranks.send(b"x")
+            ranks.send(b"x")
             assert {await ranks.receive(10.0), await ranks.receive(10.0)} == {(0, b"x"), (1, b"x")}
             os.kill(ranks.pids[0], signal.SIGKILL)
             with pytest.raises(RankLost, match="rank 0"):

@@ -10,6 +10,7 @@ import json
 import resource
 import shutil
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,13 @@ from paceline.cli.plan import plan_run
 from paceline.cli.proxy_checks import look_at_proxies
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
+from paceline.local.child import Child
 from paceline.local.disk import lack_of_room
 from paceline.local.findings import Finding, looked_at
 from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.ports import require_free
 from paceline.local.process_directory import socket_directory
-from paceline.local.processes import child_environment, describe_exit
 from paceline.local.redis import find_redis_server
 from paceline.local.services import services_of
 from paceline.local.supervisor import EXTERNAL_REDIS_S, launch_of
@@ -105,28 +106,16 @@ def _open_files() -> Finding:
 async def _of_gateway(files: Sequence[Path], overrides: Sequence[str]) -> list[Finding]:
     """Runs the gateway's own checks in a separate process."""
     words = [word for path in files for word in ("--config", str(path))]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        GATEWAY_CHECKS,
-        *words,
-        *overrides,
-        env=child_environment(),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    command = (sys.executable, "-m", GATEWAY_CHECKS, *words, *overrides)
+    child = await Child.execute(*command, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(patient(_GATEWAY_CHECKS_S)):
-            out, err = await process.communicate()
+            out, err = await child.program.communicate()
     except TimeoutError:
         return [Finding("gateway", "fail", f"{GATEWAY_CHECKS} is not done in time")]
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
+        await child.stop()
+    if child.returncode:
         words = err.decode(errors="replace").strip().splitlines() or [""]
-        seen = f"{describe_exit(process.returncode)}: {words[-1]}"
-        return [Finding("gateway", "fail", f"{GATEWAY_CHECKS} {seen}")]
+        return [Finding("gateway", "fail", f"{GATEWAY_CHECKS} {child.last_words()}: {words[-1]}")]
     return [Finding(**each) for each in json.loads(out.decode().splitlines()[-1])]

@@ -14,7 +14,7 @@ from paceline.cli.plan import Checked
 from paceline.config import ServiceConfig
 from paceline.local.launch import ChildEvent
 from paceline.local.patience import patient
-from paceline.local.supervisor import Supervisor, run_launches, service_launches
+from paceline.local.supervisor import Supervisor, run_launches
 
 EXIT_INTERRUPTED = 130
 _AFTER_ITS_OWN_S = 30.0
@@ -67,9 +67,8 @@ async def supervisor_of(
     pools = pools_of(run.files, run.overrides)
     room_s = _BACK_S if run.again else 0.0
     asked = RunOnCluster(*given, run.directory, pools, _health_s(run.plan), room_s)
-    launches = service_launches(*given)
     async with on_cluster(asked, launcher.address, on_event) as cluster:
-        supervisor = Supervisor(cluster.launches(launches), run.directory, keep=cluster.keep)
+        supervisor = Supervisor(cluster.launches(), run.directory, keep=cluster.keep)
         yield supervisor, cluster.addresses
 
 

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from paceline.local import news
 from paceline.local.forking import FORKSERVER_VARIABLE
-from paceline.local.processes import HEARTBEAT_VARIABLE, PARENT_VARIABLE
+from paceline.local.processes import PARENT_VARIABLE
 
 _OF_RAY = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Prefixes of variables that Ray sets for its workers. Services must not inherit them."""
 _TRAVELLING = ("PACELINE_", "OTEL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "SGLANG_")
 """Prefixes of variables that services inherit from the run's starter."""
-_AT_HOME = (PARENT_VARIABLE, HEARTBEAT_VARIABLE, FORKSERVER_VARIABLE, news.VARIABLE)
+_AT_HOME = (PARENT_VARIABLE, FORKSERVER_VARIABLE, news.VARIABLE)
 T = TypeVar("T")
 
 

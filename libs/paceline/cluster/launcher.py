@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.actor import travelling
 from paceline.cluster.joined import joined
-from paceline.cluster.keeper import DESERTED_S, ServiceKeeper
-from paceline.cluster.kept import KeptService
-from paceline.cluster.nodes import GpuHolder, addresses, compare, look, require_ways
-from paceline.cluster.order import FORKSERVER, ServiceOrder
+from paceline.cluster.keeper import DESERTED_S, PoolKeeper
+from paceline.cluster.kept import KeptPool
+from paceline.cluster.nodes import addresses, compare, look, require_ways
+from paceline.cluster.order import PoolOrder
 from paceline.cluster.pools import GPU, Pool, check_room
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
-from paceline.local.forking import FORKSERVER_VARIABLE
 from paceline.local.launch import ChildEvent, Launch, Supervised
 from paceline.local.patience import patient
 from paceline.local.services import service
@@ -83,9 +82,6 @@ class _ClusterRun:
         self._run = run
         self._on_event = on_event
         self._groups: dict[str, Any] = {}  # placement group by pool
-        self._holders: list[Any] = []  # actors that hold GPUs while this process lives
-        self._gpus: dict[str, str] = {}  # GPUs by pool, in the form of CUDA_VISIBLE_DEVICES
-        self._surroundings: dict[str, asyncio.Future[Mapping[str, str]]] = {}
         self._hosts: dict[str, str] = {}  # node address by pool
         self._lost: set[str] = set()  # addresses of lost nodes
 
@@ -134,9 +130,8 @@ class _ClusterRun:
 
         for pool in self._run.pools:
             if pool.bundles:
-                bundles = [dict(bundle) for bundle in pool.bundles]
                 self._groups[pool.name] = placement_group(
-                    bundles, strategy="STRICT_PACK", name=self._run.actor(pool.name)
+                    [pool.asks], name=self._run.actor(pool.name)
                 )
         for name, group in self._groups.items():
             if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
@@ -145,21 +140,6 @@ class _ClusterRun:
                     seen=f"{patient(_RESERVED_S):.0f} s",
                     allowed="less for this run, or its turn",
                 )
-        for pool in self._run.pools:
-            if GPU in pool.asks:
-                self._gpus[pool.name] = await self._held_gpus(pool)
-
-    async def _held_gpus(self, pool: Pool) -> str:
-        """Holds the GPUs of each bundle with an actor, because Ray reports their numbers only
-        there.
-        """
-        found: list[str] = []
-        for number, bundle in enumerate(pool.bundles):
-            wanted = {"num_cpus": 0, "num_gpus": bundle[GPU], **self._place(pool, number)}
-            holder = self._ray.remote(GpuHolder).options(**wanted).remote()
-            self._holders.append(holder)
-            found += await _answered(holder.gpus.remote())
-        return ",".join(found)
 
     async def look_at_nodes(self) -> None:
         """Raises ConfigError if a node runs another Python or Paceline version, or lacks the run's
@@ -189,60 +169,51 @@ class _ClusterRun:
         """Address settings of services on several nodes."""
         return addresses(self._run.config.addresses, self._run.pools, self._hosts)
 
-    @property
-    def _settings(self) -> list[str]:
-        return [*self._run.overrides, *self.addresses]
-
-    def launches(self, made: Sequence[Launch]) -> list[Launch]:
-        """Launches for the cluster: a forkserver per pool and the services. Each service checks its
-        ports on its own node.
+    def launches(self) -> list[Launch]:
+        """A launch for each keeper. The service that ends the run has its own keeper, so that it is
+        stopped first.
         """
-        forkservers = [
-            Launch(name, ("",)) for pool in self._run.pools if (name := self._forkserver(pool))
-        ]
-        return [*forkservers, *(replace(one, ports=()) for one in made)]
+        return [Launch(name, ("",), ends_run=ends) for name, (ends, _, _) in self._kept().items()]
 
-    def keep(self, launch: Launch, needs: Sequence[Supervised]) -> KeptService:
-        """Creates the handle that keeps a service running."""
-        forkserver = launch.name.startswith(FORKSERVER)
-        pool = self._pool_with(launch.name)
-        modules = self._modules(pool) if forkserver else []
-        order = ServiceOrder(
+    def keep(self, launch: Launch, needs: Sequence[Supervised]) -> KeptPool:
+        """Creates the handle that keeps the services of a launch running."""
+        _, pool, services = self._kept()[launch.name]
+        order = PoolOrder(
             launch.name,
+            services,
             str(self._run.directory),
             os.getcwd(),
             [str(path) for path in self._run.files],
-            self._settings,
-            modules,
-            {need.launch.name: need.launch.optional for need in needs},
-            travelling() | self._visible(pool),
+            [*self._run.overrides, *self.addresses],
+            travelling(),
             self._run.health_s,
-            self._run.config.run.heartbeat_s,
-            self._run.config.run.hung_s,
             self._hosts[pool.name],
         )
-        around = self._surroundings.setdefault(
-            pool.name, asyncio.get_running_loop().create_future()
-        )
-        if not self._forkserver(pool) and not around.done():
-            around.set_result({FORKSERVER_VARIABLE: ""})  # overrides the node's own value
-        return KeptService(launch, order, needs, self._placed, around, self._on_event, self._lost)
+        return KeptPool(launch, order, self._placed, self._on_event, self._lost)
 
-    def _visible(self, pool: Pool) -> dict[str, str]:
-        """Exposes reserved GPUs only."""
-        return {"CUDA_VISIBLE_DEVICES": self._gpus.get(pool.name, "")}
+    def _kept(self) -> dict[str, tuple[bool, Pool, list[str]]]:
+        """By name of the keeper: whether it ends the run, its pool and its services."""
+        found = {}
+        for ends in (False, True):
+            for pool in self._run.pools:
+                names = [name for name in pool.services if service(name).ends_run == ends]
+                if names:
+                    found[names[0] if ends else pool.name] = ends, pool, names
+        return found
 
-    def _placed(self, order: ServiceOrder) -> Any:
-        made = self._ray.remote(ServiceKeeper).options(
+    def _placed(self, order: PoolOrder) -> Any:
+        ends, pool, _ = self._kept()[order.name]
+        made = self._ray.remote(PoolKeeper).options(
             name=self._run.actor(order.name),
             lifetime="detached",
             max_concurrency=_THREADS,
             num_cpus=0,
-            **self._place(self._pool_with(order.name)),
+            num_gpus=0 if ends else pool.asks.get(GPU, 0),
+            **self._place(pool),
         )
-        return made.remote(order.text())
+        return made.remote(order)
 
-    def _place(self, pool: Pool, bundle: int = 0) -> dict[str, Any]:
+    def _place(self, pool: Pool) -> dict[str, Any]:
         from ray.util.scheduling_strategies import (
             NodeAffinitySchedulingStrategy,
             PlacementGroupSchedulingStrategy,
@@ -252,22 +223,7 @@ class _ClusterRun:
         if group is None:
             own = self._ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=False)}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)}
-
-    def _pool_with(self, name: str) -> Pool:
-        return next(
-            pool
-            for pool in self._run.pools
-            if name in pool.services or name == self._forkserver(pool)
-        )
-
-    def _modules(self, pool: Pool) -> list[str]:
-        """Modules that the pool's services fork."""
-        return [module for name in pool.services for module in service(name).forked]
-
-    def _forkserver(self, pool: Pool) -> str:
-        """Name of the pool's forkserver; "" if no service forks."""
-        return f"{FORKSERVER}_{pool.name}" if self._modules(pool) else ""
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
 
     def give_back(self) -> None:
         """Kills remaining keepers and releases the slots."""

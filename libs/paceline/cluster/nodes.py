@@ -23,16 +23,6 @@ def look(shared: str) -> tuple[str, dict[str, str], str]:
     return node_address(), versions(), held
 
 
-class GpuHolder:
-    """An actor that holds the GPUs of a bundle."""
-
-    def gpus(self) -> list[str]:
-        """GPU numbers on the node."""
-        import ray
-
-        return [str(number) for number in ray.get_gpu_ids()]
-
-
 def compare(pool: str, own: Mapping[str, str], there: Mapping[str, str]) -> None:
     """Raises ConfigError if the pool's node has other versions."""
     for name in ("python", "paceline", "torch"):

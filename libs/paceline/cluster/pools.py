@@ -1,6 +1,6 @@
 """Computes the slot pools of a run on a cluster and assigns services to pools.
 
-A pool is a placement group on one node, with a bundle per worker. So the slots of a tensor-parallel
+A pool is a placement group on one node. So the slots of a tensor-parallel
 group share a node. Services that take turns on the same slots share a pool.
 """
 

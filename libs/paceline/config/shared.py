@@ -50,8 +50,7 @@ class RunConfig(Config):
     """Seed of all request seeds."""
     heartbeat_s: float = Field(default=3.0, ge=0)
     """Maximum stop of a process (SIGSTOP) before its replacement, seconds. Supervisors replace
-    services and Redis; services replace ranks and engine workers. A silent process that is not
-    stopped gets six times as long. 0: no limit, for debuggers.
+    services and Redis; services replace ranks and engine workers. 0: no limit, for debuggers.
     """
     hung_s: float = Field(default=30.0, ge=0)
     """Maximum time without progress before a process is killed and replaced, seconds. It applies to

@@ -1,291 +1,218 @@
-"""Supervises one process: starts it, watches it, restarts it with backoff and stops its group."""
+"""Owns one child process: its start, its watch for stops, its kill, its log and the reason of its
+end. A restart makes a new Child; RestartPolicy (launch.py) decides when.
+
+A child that is stopped (SIGSTOP) for longer than a limit is killed, if all looks at its state found
+it stopped. There are six looks per limit, and no clock: a pause of this process counts once.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
+import json
 import os
 import signal
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
-from paceline.errors import ConfigError, PacelineError, RunFailed, Unavailable
-from paceline.local import news
-from paceline.local.disk import lack_of_room
-from paceline.local.heartbeat import LIMIT_S, Heartbeat
-from paceline.local.hung import HUNG_S, Turns, unanswered
-from paceline.local.launch import ChildEvent, EventKind, Launch, Needed, RestartPolicy
-from paceline.local.processes import (
-    EXIT_CONFIG,
-    EXIT_FULL,
-    EXIT_RUN_FAILED,
-    child_environment,
-    describe_exit,
-    last_lines,
-    last_words,
-    signal_group,
-)
+import psutil
 
-_LOOK_S = 1.0
-_FAILED = "SERVICE_FAILED"
-_GIVE_UP_GRACE_S = 5.0
+from paceline.config.shared import RunConfig
+from paceline.local.patience import patient
+from paceline.local.processes import child_environment, describe_exit, last_lines, last_words
+
+LIMIT_S = RunConfig().heartbeat_s
+"""Default of run.heartbeat_s: maximum seconds of a child's stop."""
+_LOOKS = 6  # per limit
+_REAP_S = 5.0
+_Stop = tuple[int, int]  # (process, context switches); the count rises when the process runs
+
+
+class Forked:
+    """The process of a fork, for Child. It dies when its order's connection closes."""
+
+    def __init__(
+        self, pid: int, news: asyncio.StreamReader, connection: asyncio.StreamWriter
+    ) -> None:
+        self.pid = pid
+        self._connection = connection
+        self._reading = asyncio.create_task(self._read(news))
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
+        return self._reading.result() if self._reading.done() else None
+
+    async def wait(self) -> int:
+        """Waits for the end and returns the returncode."""
+        return await asyncio.shield(self._reading)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal; does nothing after the end."""
+        if not self._reading.done():
+            with suppress(ProcessLookupError):  # its end is being reported
+                os.kill(self.pid, number)
+
+    async def _read(self, news: asyncio.StreamReader) -> int:
+        """Returns the exit status. Without a status the forkserver is gone, and the kernel has
+        killed this process.
+        """
+        line = b""
+        with suppress(ConnectionError):
+            line = await news.readline()
+        self._connection.close()
+        return int(json.loads(line)["code"]) if line else -signal.SIGKILL
 
 
 class Child:
-    """Keeps one process running until it finishes, fails too often or is stopped."""
+    """A running process; `ended` is done with its exit status once it has ended."""
 
     def __init__(
         self,
-        launch: Launch,
-        logs: Path,
-        policy: RestartPolicy,
-        on_event: Callable[[ChildEvent], None],
-        health_s: float,
-        needs: Sequence[Needed] = (),
-        heartbeat_s: float = LIMIT_S,
-        hung_s: float = HUNG_S,
+        process: asyncio.subprocess.Process | Forked,
+        log: Path | None = None,
+        log_begins: int = 0,
+        *,
+        leads: bool = False,
+        tree: bool = False,
+        stop_s: float = 0.0,
     ) -> None:
-        """Creates the supervised process without starting it.
-
-        `needs`: dependencies; the process starts once all are healthy. `heartbeat_s`: seconds of
-        silence after which the process is killed; 0: no limit. `hung_s`: seconds without progress
-        after which it is killed; 0 or no heartbeats: no limit.
+        """`log`: file of its output, which begins at byte `log_begins`. `leads`: it leads a process
+        group, which ends with it. `stop_s`: maximum seconds of a stop; 0: no limit. `tree`: its
+        descendants have this limit too.
         """
-        self.launch = launch
-        self.log = logs / f"{launch.name}.log"
-        self.is_healthy = asyncio.Event()
-        self._policy = policy
-        self._on_event = on_event
-        self._health_s = health_s
-        self.needs = needs
-        self._was_healthy = False
-        self._heartbeat_s = heartbeat_s
-        self._heartbeat = Heartbeat(0)
-        self._hung_s = hung_s if heartbeat_s else 0.0
-        self._turns = Turns(0)
-        self._verdict = ""  # reason of a kill other than a heartbeat
-        self._process: asyncio.subprocess.Process | None = None
-        self._log_begins = 0  # byte offset of the current process in the log
-        self._crashes: deque[float] = deque()
+        self.process, self.pid = process, process.pid
+        self.log, self._log_begins = log, log_begins
+        self._leads, self._tree = leads, tree
+        self.verdict = ""
+        """Reason of a kill, as a continuation of the exit description."""
+        self.ended: asyncio.Task[int] = asyncio.create_task(self._watch(stop_s))
+
+    @classmethod
+    async def execute(
+        cls,
+        *command: str,
+        log: Path | None = None,
+        stop_s: float = 0.0,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Child:
+        """Starts a program in its own session: Ctrl-C does not reach it, and its group is killed as
+        a whole. It dies with this process if it calls die_with_parent.
+
+        Output is appended to `log`, or goes to this process's output. `options`: of
+        asyncio.create_subprocess_exec. Raises OSError.
+        """
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") if log is not None else nullcontext() as output:
+            begins = output.tell() if output is not None else 0
+            given = {"stdin": asyncio.subprocess.DEVNULL, "stdout": output, "stderr": output}
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                **{
+                    "env": child_environment(dict(environment or {})),
+                    "start_new_session": True,
+                    **given,
+                    **options,
+                },
+            )
+        return cls(process, log, begins, leads=True, stop_s=stop_s)
 
     @property
-    def pid(self) -> int:
-        """Process id; 0 if it does not run."""
-        process = self._process
-        return process.pid if process is not None and process.returncode is None else 0
+    def returncode(self) -> int | None:
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
+        return self.ended.result() if self.ended.done() else None
 
-    async def run(self) -> None:
-        """Starts and restarts the process; returns when it exits with status 0.
+    @property
+    def program(self) -> asyncio.subprocess.Process:
+        """The process of an executed program, with its pipes."""
+        assert isinstance(self.process, asyncio.subprocess.Process)
+        return self.process
 
-        Raises RunFailed if its exit status reports a failed run. Raises Unavailable with the end of
-        the log after a death before it was ever healthy, or an unhealthy start. A config error and
-        too many deaths also raise Unavailable. A death counts only if the disk has room and all
-        dependencies are healthy. Otherwise the restart waits for room or health without limit. An
-        optional process is given up instead, unless its settings are wrong at its first start.
+    async def wait(self) -> int:
+        """Waits for the end and returns the exit status."""
+        return await asyncio.shield(self.ended)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process alone; does nothing after the end."""
+        if not self.ended.done():
+            with suppress(ProcessLookupError):  # its end is being reported
+                self.process.send_signal(number)
+
+    def kill(self, verdict: str = "") -> None:
+        """Sends SIGKILL, to the whole group if it leads one. `verdict`: the reason."""
+        if not self.ended.done():
+            self.verdict = self.verdict or verdict
+            self.send_signal(signal.SIGKILL)
+            self._kill_group()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Sends SIGTERM, waits `grace_s` seconds, sends SIGKILL and waits for the end.
+
+        A process that the kernel does not release, or a stopped reporter of its end, delays the
+        return by a few seconds only.
         """
-        await self._needs_healthy()
-        if not self.launch.command:
-            await self._become_healthy()
-            await self._hung(math.inf)
-            return
+        if grace_s:
+            self.send_signal(signal.SIGTERM)
+            await asyncio.wait({self.ended}, timeout=grace_s)
+        self.kill()
+        await asyncio.wait({self.ended}, timeout=patient(_REAP_S))
+
+    def last_words(self) -> str:
+        """One line: its exit, the reason, its last error line and the path of its log."""
+        if self.log is None:
+            return describe_exit(self.ended.result()) + self.verdict
+        return last_words(self.ended.result(), self.log, self._log_begins, self.verdict)
+
+    def last_lines(self) -> str:
+        """The end of its log; "" without a log."""
+        return last_lines(self.log, since=self._log_begins) if self.log is not None else ""
+
+    async def _watch(self, stop_s: float) -> int:
+        ending = asyncio.ensure_future(self.process.wait())
+        stopped = asyncio.create_task(self._find_stop(stop_s))
         try:
-            await self._keep_running()
-        except Unavailable as failure:
-            if not self.launch.optional or failure.reason == ConfigError.reason:
-                raise
-            await self.stop(_GIVE_UP_GRACE_S)
-            what = str(failure).partition("; its log ")[0]
-            self._tell("given_up", f"{what}; the run goes on without it; log {self.log}")
-            self.is_healthy.set()  # release any process that waits for it
-
-    async def _keep_running(self) -> None:
-        first = True
-        while True:
-            news_pipe = await self._spawn("started" if first else "restarted")
-            code = await self._live(news_pipe)
-            if code == 0:
-                self.is_healthy.set()  # it may have finished before its first health check
-                self._tell("finished")
-                return
-            self.is_healthy.clear()
-            verdict = self._heartbeat.verdict or self._verdict
-            self._tell("died", last_words(code, self.log, self._log_begins, verdict))
-            await self._pause_before_restart(code)
-            first = False
-
-    async def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, waits `grace_s` seconds, then sends SIGKILL to the whole group.
-
-        Call it after run() has been cancelled.
-        """
-        process = self._process
-        if process is None:
-            return
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.terminate()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await process.wait()
-
-        signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
-        self._tell("stopped")
-        self._process = None
-
-    async def _spawn(self, kind: EventKind) -> int:
-        """Starts the process. Returns the read end of its news pipe."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        reading, writing = news.news_pipe()
-        listening = self.launch.listening
-        self._heartbeat = Heartbeat(self._heartbeat_s)
-        self._turns, self._verdict = Turns(self._hung_s), ""
-        with self.log.open("ab") as log, os.fdopen(writing, "wb"):
-            self._log_begins = log.tell()
-            # Use a separate session: Ctrl-C reaches the supervisor only, and the group can be
-            # killed as a whole.
-            self._process = await asyncio.create_subprocess_exec(
-                *self.launch.command,
-                stdin=asyncio.subprocess.DEVNULL if listening is None else listening.fileno(),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=(writing,),
-                env=child_environment(
-                    {
-                        **self.launch.environment,
-                        **self._heartbeat.environment,
-                        news.VARIABLE: str(writing),
-                    }
-                ),
-            )
-        self._tell(kind)
-        return reading
-
-    async def _hear(self, reading: int) -> None:
-        async with aclosing(news.heard(reading)) as lines:
-            async for kind, what in lines:
-                if kind == news.TURN:
-                    self._turns.note(what)
-                else:
-                    self._tell(kind, what)
-
-    async def _hung(self, limit_s: float) -> str:
-        """Returns the reason to kill the process once it makes no progress.
-
-        An external server is never killed; only its outages and recoveries are reported.
-        """
-
-        def tell(answers: bool) -> None:
-            if answers:
-                self._tell("recovered", "it answers again")
-            else:
-                self._tell("impaired", f"it does not answer within {every_s:g} s")
-
-        ping, every_s = self.launch.ping, self._heartbeat_s / 2
-        if ping is None:
-            return await self._turns.end()
-        await self.is_healthy.wait()  # the start has its own check
-        return await unanswered(ping, every_s, limit_s, tell)
-
-    async def _live(self, news_pipe: int) -> int:
-        """Waits for health, then for the end. Returns the exit status.
-
-        Afterwards all processes of its group are dead.
-        """
-        process = self._running
-        ending = asyncio.create_task(self._heartbeat.outlived(process))
-        health = asyncio.create_task(self._become_healthy())
-        hearing = asyncio.create_task(self._hear(news_pipe))
-        hung = asyncio.create_task(self._hung(self._hung_s))
-        try:
-            await asyncio.wait({ending, health}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ending, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
-                await health
-            await asyncio.wait({ending, hung}, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
-                self._verdict = hung.result()
-                process.kill()
-            return await ending
-        except PacelineError as error:
-            raise self._failure(f"is not healthy: {error}") from error
+                self.kill(f", stopped for {stop_s:g} s")
+                # The process that reports the end may be stopped too.
+                await asyncio.wait({ending}, timeout=stop_s)
+            return ending.result() if ending.done() else -signal.SIGKILL
         finally:
-            tasks = (health, ending, hearing, hung)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if process.returncode is not None:
-                signal_group(process.pid, signal.SIGKILL)
+            ending.cancel()
+            stopped.cancel()
+            self._kill_group()
 
-    async def _become_healthy(self) -> None:
-        check = self.launch.healthy
-        remark = await check(self._health_s) if check is not None else None
-        self._was_healthy = True
-        self.is_healthy.set()
-        self._tell("healthy", remark or "")
+    def _kill_group(self) -> None:
+        if self._leads:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
-    async def _pause_before_restart(self, code: int) -> None:
-        if code == EXIT_RUN_FAILED:
-            end = last_lines(self.log, since=self._log_begins)
-            printed = end.rfind(f"\n{self.launch.name}: ") + 1  # the last message with its name
-            raise RunFailed(f"{end[printed:]}; log {self.log}")
-        if not self._was_healthy or code == EXIT_CONFIG:
-            wrong = code == EXIT_CONFIG and not self._was_healthy
-            reason = ConfigError.reason if wrong else _FAILED
-            raise self._failure(f"{describe_exit(code)} at its start", reason)
-        if await self._room() or await self._needs_healthy():
-            return
-        if code == EXIT_FULL:
-            await asyncio.sleep(self._policy.cap_s)
-            return
-        now = asyncio.get_running_loop().time()
-        self._crashes.append(now)
-        while now - self._crashes[0] > self._policy.window_s:
-            self._crashes.popleft()
-        if len(self._crashes) > self._policy.tries:
-            raise self._failure(
-                f"{describe_exit(code)}, time {len(self._crashes)} in {self._policy.window_s:.0f} s"
-            )
-        await asyncio.sleep(
-            min(self._policy.base_s * 2 ** (len(self._crashes) - 1), self._policy.cap_s)
-        )
+    async def _find_stop(self, limit_s: float) -> None:
+        """Returns when a process has been stopped without a break for longer than the limit."""
+        looks, since = 0, frozenset[_Stop]()
+        while looks <= _LOOKS:
+            await asyncio.sleep(limit_s / _LOOKS or float("inf"))
+            seen = _stops([self.pid, *(_descendants(self.pid) if self._tree else ())])
+            looks, since = (looks + 1, since & seen) if since & seen else (0, seen)
 
-    async def _room(self) -> bool:
-        """Waits until the disk has room. Returns whether it was full."""
-        waited = False
-        while lack := lack_of_room(self.log.parent):
-            if not waited:
-                self._tell("waits", lack)
-            waited = True
-            await asyncio.sleep(_LOOK_S)  # no event reports free space
-        return waited
 
-    async def _needs_healthy(self) -> bool:
-        """Waits for healthy dependencies. Returns whether any was unhealthy.
+def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
+    """(process, context switches) of each process that is stopped now."""
+    found = set()
+    for one in processes:
+        with suppress(psutil.Error):
+            if (process := psutil.Process(one)).status() == psutil.STATUS_STOPPED:
+                found.add((one, process.num_ctx_switches().voluntary))
+    return frozenset(found)
 
-        Optional dependencies matter only before the first healthy state.
-        """
-        needs = [one for one in self.needs if not (one.launch.optional and self._was_healthy)]
-        waited = False
-        while late := [need for need in needs if not need.is_healthy.is_set()]:
-            waited = True
-            await late[0].is_healthy.wait()
-        return waited
 
-    @property
-    def _running(self) -> asyncio.subprocess.Process:
-        if self._process is None:
-            raise Unavailable(f"{self.launch.name} does not run")
-        return self._process
-
-    def _failure(self, what: str, reason: str = _FAILED) -> Unavailable:
-        end = last_lines(self.log, since=self._log_begins)
-        quoted = f"; its log {self.log} ends:\n{end}" if end else ""
-        return Unavailable(f"{self.launch.name} {what}{quoted}", reason=reason)
-
-    def _tell(self, kind: EventKind, detail: str = "") -> None:
-        self._on_event(
-            ChildEvent(self.launch.name, kind, self._process.pid if self._process else 0, detail)
-        )
+def _descendants(pid: int) -> list[int]:
+    """Process ids of all descendants, as Linux lists them; [] on other systems."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(child) for child in path.read_text().split()]
+    return found + [below for child in found for below in _descendants(child)]

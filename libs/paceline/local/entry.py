@@ -18,7 +18,6 @@ from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
 from paceline.local.extras import require_extra
-from paceline.local.heartbeat import answer_beats
 from paceline.local.hung import tell_turns
 from paceline.local.owner import owned
 from paceline.local.ports import require_free
@@ -79,7 +78,6 @@ def run_service(
 
 def _leave(name: str, run: Callable[[], int]) -> NoReturn:
     die_with_parent()
-    answer_beats()
     keep_files_private()
     try:
         code = run()

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.local import forkserver
+from paceline.local.child import Child, Forked
 from paceline.local.forkserver import ORDER_BYTES, ForkOrder
 from paceline.local.launch import Launch
 from paceline.local.process_directory import socket_directory
@@ -35,48 +35,6 @@ _WAITING = 128
 _numbers = itertools.count(1)
 
 
-class Forked:
-    """A forked process with the interface of asyncio's processes. It dies when its order's
-    connection closes.
-    """
-
-    def __init__(
-        self, pid: int, news: asyncio.StreamReader, connection: asyncio.StreamWriter
-    ) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._reading = asyncio.create_task(self._read(news))
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, or minus the number of the signal that killed it; None while it runs."""
-        return self._reading.result() if self._reading.done() else None
-
-    async def wait(self) -> int:
-        """Waits for the end and returns the returncode."""
-        return await asyncio.shield(self._reading)
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal; does nothing after the end."""
-        if not self._reading.done():
-            with suppress(ProcessLookupError):  # its end is being reported
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-    async def _read(self, news: asyncio.StreamReader) -> int:
-        """Returns the exit status. Without a status the forkserver is gone, and the kernel has
-        killed this process.
-        """
-        line = b""
-        with suppress(ConnectionError):
-            line = await news.readline()
-        self._connection.close()
-        return int(json.loads(line)["code"]) if line else -signal.SIGKILL
-
-
 class Forker:
     """Forks processes, on one event loop. The forks of its own forkserver end with `close` or with
     this process.
@@ -88,7 +46,7 @@ class Forker:
         """
         self._modules = modules
         self._log = log
-        self._own: asyncio.subprocess.Process | None = None
+        self._own: Child | None = None
         self.path = ""
         """Socket path of its own forkserver; "" before it exists."""
         self._starting = asyncio.Lock()
@@ -100,12 +58,19 @@ class Forker:
                 await self._begin()
 
     async def fork(
-        self, module: str, environment: Mapping[str, str], log: Path | None, deadline_s: float
-    ) -> Forked:
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        log: Path | None,
+        deadline_s: float,
+        *,
+        stop_s: float = 0.0,
+        tree: bool = False,
+    ) -> Child:
         """Forks a process that runs the module's main().
 
         `environment` is added to this process's variables. Output is appended to `log`, or to this
-        process's output if None. Stdin is empty.
+        process's output if None. Stdin is empty. `stop_s`, `tree`: as in Child.
 
         Raises Unavailable if the forkserver ends first, ResourceExhausted if the environment is too
         long. Raises DeadlineExceeded after `deadline_s` seconds. Its own forkserver is then
@@ -113,23 +78,25 @@ class Forker:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._order(module, environment, log)
+                forked, begins = await self._order(module, environment, log)
         except TimeoutError as error:
             await self.close()
             raise DeadlineExceeded(
                 f"{module} is not imported", seen=f"{deadline_s:.1f} s"
             ) from error
+        return Child(forked, log, begins, stop_s=stop_s, tree=tree)
 
     async def close(self) -> None:
         """Stops its own forkserver and all its forks."""
         if self._own is not None:
-            if self._own.returncode is None:
-                self._own.kill()
-            await self._own.wait()
+            await self._own.stop()
             self._own = None
             os.unlink(self.path)
 
-    async def _order(self, module: str, environment: Mapping[str, str], log: Path | None) -> Forked:
+    async def _order(
+        self, module: str, environment: Mapping[str, str], log: Path | None
+    ) -> tuple[Forked, int]:
+        """Returns the process and the byte of its log at which its output begins."""
         whole = child_environment(dict(environment))
         order = json.dumps(asdict(ForkOrder(module, whole, os.getcwd()))).encode() + b"\n"
         if len(order) > ORDER_BYTES:
@@ -139,9 +106,11 @@ class Forker:
         connection = await self._connected()
         try:
             with log.open("ab") if log else nullcontext() as file:
-                outputs = [file.fileno()] * 2 if file else [1, 2]
+                outputs, begins = ([file.fileno()] * 2, file.tell()) if file else ([1, 2], 0)
                 socket.send_fds(connection, [order[:1]], outputs)  # room for one byte is certain
-            return await _ordered(module, connection, order[1:])
+            return Forked(*await _asked(connection, order[1:])), begins
+        except Unavailable as error:
+            raise Unavailable(f"{module} cannot be started", seen=error) from error
         except BaseException:
             connection.close()
             raise
@@ -150,7 +119,7 @@ class Forker:
         if shared := os.environ.get(FORKSERVER_VARIABLE, ""):
             return await _connect(shared)
         async with self._starting:
-            if self._own is not None and self._own.returncode is None:
+            if self._own is not None and not self._own.ended.done():
                 with suppress(Unavailable):  # it is just ending
                     await _imported(self.path)
                     return await _connect(self.path)
@@ -161,40 +130,33 @@ class Forker:
         await self.close()
         listening = listen()
         self.path = listening.getsockname()
-        with listening, self._log.open("ab") if self._log else nullcontext() as log:
-            self._own = await asyncio.create_subprocess_exec(
+        with listening:
+            self._own = await Child.execute(
                 *_command(self._modules),
+                log=self._log,
+                environment=IMPORT_ENVIRONMENT,
                 stdin=listening.fileno(),
-                stdout=log,
-                stderr=log,
-                env=child_environment(IMPORT_ENVIRONMENT),
             )
 
 
-async def _ordered(module: str, connection: socket.socket, order: bytes) -> Forked:
-    news, writer = await asyncio.open_unix_connection(sock=connection)
-    try:
-        pid = await _asked(order, news, writer)
-    except Unavailable as error:
-        raise Unavailable(f"{module} cannot be started", seen=error) from error
-    except BaseException:
-        writer.close()
-        raise
-    return Forked(pid, news, writer)
-
-
-async def _asked(order: bytes, news: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Sends an order and returns the process id of the reply. Raises Unavailable and closes the
-    connection without a reply.
+async def _asked(
+    connection: socket.socket, order: bytes
+) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Sends an order. Returns the process id of the reply and the connection's streams. Raises
+    Unavailable and closes the connection without a reply.
     """
+    news, writer = await asyncio.open_unix_connection(sock=connection)
     line = b""
-    with suppress(ConnectionError):
-        writer.write(order)
-        line = await news.readline()
+    try:
+        with suppress(ConnectionError):
+            writer.write(order)
+            line = await news.readline()
+    finally:
+        if not line:
+            writer.close()
     if not line:
-        writer.close()
         raise Unavailable("the process that imports has ended")
-    return int(json.loads(line)["pid"])
+    return int(json.loads(line)["pid"]), news, writer
 
 
 async def _connect(path: str) -> socket.socket:
@@ -233,11 +195,8 @@ async def answers(path: str, deadline_s: float) -> None:
 
 
 async def _imported(path: str) -> None:
-    news, writer = await asyncio.open_unix_connection(sock=await _connect(path))
-    try:
-        await _asked(b"\n", news, writer)
-    finally:
-        writer.close()
+    _, _, writer = await _asked(await _connect(path), b"\n")
+    writer.close()
 
 
 def forkserver_launch(modules: Sequence[str]) -> Launch:

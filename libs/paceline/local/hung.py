@@ -1,23 +1,16 @@
-"""Detects hung processes: services report turns of their event loop, other servers get pings.
-
-Heartbeats (heartbeat.py) show only that a process runs. Its event loop may still be blocked in code
-that does not return.
-"""
+"""Detects hung processes: services report turns of their event loop, other servers answer pings."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from paceline.config.shared import RunConfig
-from paceline.errors import PacelineError
 from paceline.local.news import TURN, tell_supervisor
 from paceline.local.patience import patient
 
 HUNG_S = RunConfig().hung_s
 """Default of run.hung_s: maximum seconds of a service without a turn."""
 _TOLD = 6  # reports within the limit
-_MISSES = 2
 LAST = "last"
 
 
@@ -38,7 +31,7 @@ async def tell_turns(limit_s: float) -> None:
 
 
 class Turns:
-    """The supervisor's view of one process's turns."""
+    """The supervisor's view of one process's turns, or of its answers to pings."""
 
     def __init__(self, limit_s: float) -> None:
         """`limit_s`: seconds without a turn after which a process counts as hung; 0: no limit.
@@ -49,15 +42,13 @@ class Turns:
         self._told = asyncio.Event()
         self._over = False  # the process has sent LAST
 
-    def note(self, what: str) -> None:
+    def note(self, what: str = "") -> None:
         """Records a turn: "", or LAST."""
         self._over = what == LAST
         self._told.set()
 
     async def end(self) -> str:
-        """Waits until turns stop. Returns the reason to kill the process, in the form of
-        Heartbeat's verdict.
-        """
+        """Waits until turns stop. Returns the reason, for Child.kill."""
         await self._told.wait()
         while self._limit_s and not self._over:
             self._told.clear()
@@ -70,41 +61,6 @@ class Turns:
                 except TimeoutError:
                     pass
             else:
-                return f", hung: its loop got nowhere for {self._limit_s:g} s"
-        return await _never()
-
-
-async def unanswered(
-    ask: Callable[[float], Awaitable[object]],
-    every_s: float,
-    limit_s: float,
-    tell: Callable[[bool], None],
-) -> str:
-    """Pings a server repeatedly. Returns the reason to kill it after `limit_s` seconds without a
-    reply.
-
-    Never returns if `every_s` or `limit_s` is 0. `tell` receives False after two failed pings in a
-    row, and True once the server replies again.
-    """
-    if not every_s or not limit_s:
-        return await _never()
-    misses = 0  # in a row; no clock, so that a pause of this process does not count
-    while True:
-        try:
-            await ask(patient(every_s))
-        except PacelineError:
-            misses += 1
-            if 2 * every_s * misses >= limit_s:
-                return f", hung: no answer for {limit_s:g} s"
-            if misses == _MISSES:
-                tell(False)
-        else:
-            if misses >= _MISSES:
-                tell(True)
-            misses = 0
-        await asyncio.sleep(every_s)
-
-
-async def _never() -> str:
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError("nobody completes this future")
+                return f", hung: no progress for {self._limit_s:g} s"
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")

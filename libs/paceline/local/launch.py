@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, Protocol
 
 from paceline.local import news
@@ -45,27 +46,12 @@ class ChildEvent:
     detail: str = ""
 
 
-class Needed(Protocol):
-    """A process that another process depends on."""
+class Supervised(Protocol):
+    """A supervised process, or the services of a node."""
 
-    @property
-    def launch(self) -> Launch:
-        """Its launch."""
-        ...
-
-    @property
-    def is_healthy(self) -> asyncio.Event:
-        """Set while the process is healthy."""
-        ...
-
-
-class Supervised(Needed, Protocol):
-    """A supervised process, on this machine or on a node."""
-
-    @property
-    def log(self) -> Path:
-        """Its log file."""
-        ...
+    launch: Launch
+    is_healthy: asyncio.Event
+    """Set while it is healthy."""
 
     @property
     def pid(self) -> int:
@@ -89,13 +75,26 @@ Keep = Callable[[Launch, Sequence[Supervised]], Supervised]
 """Creates the supervised process of a launch from its dependencies."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RestartPolicy:
     """Allows at most `tries` restarts within `window_s` seconds. Pauses are base_s, 2 base_s, ...
-    up to cap_s.
+    up to cap_s. Use one per process.
     """
 
     tries: int = 5
     window_s: float = 120.0
     base_s: float = 0.5
     cap_s: float = 10.0
+    ends: deque[float] = field(default_factory=deque, init=False)  # time.monotonic()
+
+    def note_end(self) -> bool:
+        """Notes an end of the process. Returns whether it may start again."""
+        self.ends.append(time.monotonic())
+        while self.ends[-1] - self.ends[0] > self.window_s:
+            self.ends.popleft()
+        return len(self.ends) <= self.tries
+
+    async def pause(self) -> None:
+        """Waits before the next start."""
+        doublings = min(len(self.ends) - 1, 32)
+        await asyncio.sleep(min(self.base_s * 2.0**doublings, self.cap_s))

@@ -18,9 +18,6 @@ from paceline.local import news
 PARENT_VARIABLE = "PACELINE_PARENT_PID"
 """Process id of the parent, set by the parent. The child ends when that process is gone."""
 
-HEARTBEAT_VARIABLE = "PACELINE_HEARTBEAT"
-"""Address where a child answers heartbeats (heartbeat.py); "" without a watcher."""
-
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """Loopback network interface."""
 
@@ -90,9 +87,8 @@ def stopped(pids: Iterable[int]) -> str:
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """Environment of a child that dies with this process."""
-    # The child inherits neither the news pipe nor the heartbeat address of this process. The pipe's
-    # number may be another file there.
-    own = {PARENT_VARIABLE: str(os.getpid()), news.VARIABLE: "", HEARTBEAT_VARIABLE: ""}
+    # The child does not inherit the news pipe: its number may be another file there.
+    own = {PARENT_VARIABLE: str(os.getpid()), news.VARIABLE: ""}
     return {**os.environ, **own, **(extra or {})}
 
 
@@ -131,7 +127,7 @@ def last_words(code: int, path: Path, since: int = 0, verdict: str = "") -> str:
     """One line: the exit of a process, its last error line from byte `since` of its log, and the
     log's path.
 
-    `verdict`: reason from its heartbeat.
+    `verdict`: reason of a kill.
     """
     lines = last_lines(path, since=since).split("\n")
     if code in _CRASHES:  # a stack trace may follow the error

@@ -9,23 +9,25 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local.child import Child
+from paceline.local.child import LIMIT_S
 from paceline.local.foreign_redis import check_durable
 from paceline.local.forking import FORKSERVER_VARIABLE, forkserver_launch
-from paceline.local.heartbeat import LIMIT_S
 from paceline.local.hung import HUNG_S
+from paceline.local.kept import KeptService
 from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
-from paceline.local.services import REDIS, SERVICES, ServiceSpec, services_of
+from paceline.local.services import REDIS, ServiceSpec, services_of
 from paceline.rpc import wait_healthy
 
 EXTERNAL_REDIS_S = 5.0
+_ELSEWHERE_S = 86_400.0
 
 
 def _ignore(event: ChildEvent) -> None:
@@ -54,9 +56,10 @@ class Supervisor:
         """
 
         def child(launch: Launch, needs: Sequence[Supervised]) -> Supervised:
-            logs, made = run_dir / "logs", policy or RestartPolicy()
-            return Child(launch, logs, made, on_event, health_s, needs, heartbeat_s, hung_s)
+            logs, own = run_dir / "logs", replace(policy or RestartPolicy())
+            return KeptService(launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s)
 
+        self._run_dir = run_dir
         self._children: dict[str, Supervised] = {}
         needs: dict[str, list[str]] = {}  # transitive dependencies by name
         for launch in in_order(launches):
@@ -74,7 +77,7 @@ class Supervisor:
 
     def log(self, name: str) -> Path:
         """Log file of a service."""
-        return self._children[name].log
+        return self._run_dir / "logs" / f"{name}.log"
 
     async def start(self, deadline_s: float) -> None:
         """Starts all services and waits until all are healthy.
@@ -90,14 +93,12 @@ class Supervisor:
             name: asyncio.create_task(child.run()) for name, child in self._children.items()
         }
         healthy = asyncio.create_task(self._all_healthy())
-        waits: set[asyncio.Future[None]] = {healthy, self._failing()}
+        waits: set[asyncio.Future[Any]] = {healthy, self._failing()}
         try:
             await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failure()
-            if not healthy.done():
-                late = [
-                    name for name, child in self._children.items() if not child.is_healthy.is_set()
-                ]
+            late = [name for name, child in self._children.items() if not child.is_healthy.is_set()]
+            if late and not healthy.done():
                 raise DeadlineExceeded(f"services are not healthy after {deadline_s} s", seen=late)
         except BaseException:
             await self.stop(1.0)
@@ -147,17 +148,11 @@ class Supervisor:
         for child in self._children.values():
             await child.is_healthy.wait()
 
-    def _failing(self) -> asyncio.Future[None]:
-        """A future that completes at the first failure of a service."""
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def note(task: asyncio.Task[None]) -> None:
-            if not failed.done() and not task.cancelled() and task.exception() is not None:
-                failed.set_result(None)
-
-        for task in self._tasks.values():
-            task.add_done_callback(note)
-        return failed
+    def _failing(self) -> asyncio.Future[Any]:
+        """A future that is done at the first failure of a service, or when all have ended."""
+        failing = asyncio.gather(*map(asyncio.shield, self._tasks.values()))
+        failing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return failing
 
     def _raise_failure(self) -> None:
         for task in self._tasks.values():
@@ -166,51 +161,68 @@ class Supervisor:
 
 
 def in_order(launches: Sequence[Launch]) -> list[Launch]:
-    """Sorts launches so that each launch follows its dependencies, otherwise in the given order.
+    """Sorts launches so that each launch follows its dependencies.
 
     Raises FailedPrecondition for a cycle or an absent dependency.
     """
-    ordered: list[Launch] = []
-    waiting = list(launches)
-    known = {launch.name for launch in launches}
-    while waiting:
-        done = {launch.name for launch in ordered}
-        ready = next((launch for launch in waiting if set(launch.depends_on) & known <= done), None)
-        if ready is None:
-            raise FailedPrecondition(
-                "services depend on each other in a circle", seen=[each.name for each in waiting]
-            )
-        missing = set(ready.depends_on) - known
-        if missing:
-            raise FailedPrecondition(
-                f"{ready.name} depends on services that are not started", seen=sorted(missing)
-            )
-        waiting.remove(ready)
-        ordered.append(ready)
-
-    return ordered
+    named = {launch.name: launch for launch in launches}
+    graph = {launch.name: launch.depends_on for launch in launches}
+    if missing := {name for needs in graph.values() for name in needs} - named.keys():
+        raise FailedPrecondition(
+            "services depend on services that are not started", seen=sorted(missing)
+        )
+    try:
+        return [named[name] for name in TopologicalSorter(graph).static_order()]
+    except CycleError as error:
+        raise FailedPrecondition(
+            "services depend on each other in a circle", seen=error.args[1]
+        ) from error
 
 
 def run_launches(
-    config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
+    config: ServiceConfig,
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    pool: str = "",
+    services: Sequence[str] = (),
 ) -> list[Launch]:
     """The launches of a whole run: the forkserver, then all services with the same settings.
 
     `config` holds the shared sections of `files` and `overrides`. The forkserver forks the ranks
     and engine workers. An external Redis is only awaited.
+
+    `services`: the services of `pool` on this node; services elsewhere that they depend on are only
+    awaited.
     """
-    launches = service_launches(config, files, overrides)
-    forkserver = forkserver_launch([module for spec in SERVICES for module in spec.forked])
+    every = services_of(len(config.addresses.gateways))
+    own = [spec for spec in every if not services or spec.name in services]
+    launches = {spec.name: service_launch(spec, config, files, overrides) for spec in own}
+    needs = {name for launch in launches.values() for name in launch.depends_on}
+    elsewhere = [
+        _awaited(launch_of(spec, config, (), here=False))
+        for spec in every
+        if spec.name in needs - set(launches)
+    ]
+    modules = [module for spec in own for module in spec.forked]
+    if not modules:
+        return [*elsewhere, *launches.values()]
+    forkserver = forkserver_launch(modules)
     found = {FORKSERVER_VARIABLE: forkserver.environment[FORKSERVER_VARIABLE]}
-    return [forkserver, *(replace(each, environment=found) for each in launches)]
+    named = replace(forkserver, name=f"{forkserver.name}_{pool}" if pool else forkserver.name)
+    return [named, *elsewhere, *(replace(each, environment=found) for each in launches.values())]
 
 
-def service_launches(
-    config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
-) -> list[Launch]:
-    """The launches of all services, as in run_launches, without a forkserver."""
-    specs = services_of(len(config.addresses.gateways))
-    return [service_launch(spec, config, files, overrides) for spec in specs]
+def _awaited(launch: Launch) -> Launch:
+    """The launch of a service elsewhere: nothing to start. Its own supervisor has the deadline of
+    its start, unless the run goes on without it.
+    """
+    healthy = launch.healthy
+    assert healthy is not None
+
+    async def healthy_there(deadline_s: float) -> str | None:
+        return await healthy(deadline_s if launch.optional else _ELSEWHERE_S)
+
+    return Launch(launch.name, (), healthy_there, optional=launch.optional)
 
 
 def service_launch(
@@ -221,11 +233,15 @@ def service_launch(
     return launch_of(spec, config, [*words, *overrides])
 
 
-def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
-    """The launch of one service. Raises Unavailable or ConfigError for an unusable Redis."""
+def launch_of(
+    spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str], *, here: bool = True
+) -> Launch:
+    """The launch of one service. Raises Unavailable or ConfigError for a Redis that cannot start
+    `here`.
+    """
     command = (sys.executable, "-m", spec.module, *spec.arguments, *arguments)
     if spec.module == REDIS:
-        return _redis_launch(spec, config, command)
+        return _redis_launch(spec, config, command, here=here)
     if not spec.address_key:
         return Launch(spec.name, command, None, spec.depends_on)
     address = config.addresses.of(spec.address_key)
@@ -246,7 +262,9 @@ def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]
     )
 
 
-def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...]) -> Launch:
+def _redis_launch(
+    spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...], *, here: bool
+) -> Launch:
     role: Role = "features" if "features" in spec.arguments else "durable"
     server = launcher(config, role)
     urls = resolved(config).redis
@@ -269,6 +287,7 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
 
     if server is None:
         return Launch(spec.name, (), healthy, ping=ping)
-    server.command()  # raises here if no binary is found
+    if here:
+        server.command()  # raises if no binary is found
     ports = (server.address,) if server.address else ()
     return Launch(spec.name, command, healthy, spec.depends_on, ports, ping=ping)

@@ -13,30 +13,27 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import zmq
-import zmq.asyncio
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
-from paceline.local.forking import Forked, Forker
-from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
+from paceline.local.child import LIMIT_S, Child
+from paceline.local.child_socket import ChildSocket
+from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.local.process_directory import socket_directory
-from paceline.local.processes import (
-    LOOPBACK_ONLY,
-    die_with_parent,
-    last_lines,
-    last_words,
-)
+from paceline.local.processes import LOOPBACK_ONLY, die_with_parent
 from paceline.local.work import WorkClock
 from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
 CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
-_READY, _DATA = b"r", b"d"
+_READY = b""
+"""The message of a rank that accepts messages."""
 _MESSAGES_QUEUED = 64
 _SEND_S = 10.0
 C = TypeVar("C", bound=Config)
@@ -67,7 +64,7 @@ class RankGroup:
         """Creates the group without starting it.
 
         `config`: settings that the ranks read through RankLink.config. `preload`: modules that
-        `module` imports late. `heartbeat_s`: seconds of silence after which a rank is killed; 0: no
+        `module` imports late. `heartbeat_s`: seconds of a stop after which a rank is killed; 0: no
         limit.
         """
         self._module = module
@@ -82,11 +79,10 @@ class RankGroup:
         self._forker = Forker(
             list(dict.fromkeys([module, *preload])), log_dir / f"{self._name}.log"
         )
-        self._processes: list[Forked] = []
-        self._watches: list[asyncio.Task[None]] = []
-        self._lost: asyncio.Future[RankLost] | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._ranks: list[Child] = []
+        self._sockets: list[ChildSocket] = []
+        self._lost: RankLost | None = None
+        self._arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self._folder = ""
         self._early: deque[tuple[int, bytes]] = deque()  # messages sent during the start
         self._clock = WorkClock(lambda: self.pids)
@@ -98,7 +94,7 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; [] before start and after stop."""
-        return [process.pid for process in self._processes]
+        return [rank.pid for rank in self._ranks]
 
     @property
     def still_s(self) -> float:
@@ -113,9 +109,11 @@ class RankGroup:
         Raises RankLost if a rank ends first, DeadlineExceeded if no rank makes progress. No rank is
         left running then. Raises FailedPrecondition if the ranks already run.
         """
-        if self._processes:
+        if self._ranks:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
-        self._bind()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.mkdtemp(prefix="r-", dir=socket_directory())
+        self._arrived, self._lost = asyncio.Queue(), None
         try:
             end = asyncio.get_running_loop().time() + patient(deadline_s)
             for rank in range(self._world_size):
@@ -125,33 +123,35 @@ class RankGroup:
             await self.stop(0.0)
             raise
 
-    async def send(self, message: bytes) -> None:
-        """Sends one message to every rank.
-
-        Raises RankLost if a rank is gone, DeadlineExceeded if a rank accepts no messages.
+    def send(self, message: bytes) -> None:
+        """Sends one message to every rank. Raises RankLost if a rank is gone, FailedPrecondition
+        before a start.
         """
-        for rank in range(self._world_size):
-            self._raise_if_lost()
-            try:
-                async with asyncio.timeout(patient(_SEND_S)):
-                    await self._open.send_multipart([b"%d" % rank, _DATA, message])
-            except zmq.ZMQError as error:
-                raise RankLost(f"rank {rank} of {self._name} is not connected") from error
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"rank {rank} of {self._name} takes no messages for {_SEND_S} s and more"
-                ) from error
+        self._require_ranks()
+        for to_rank in self._sockets:
+            to_rank.send(message)
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
         """Returns the next message of any rank, as (rank, bytes).
 
-        Raises RankLost if a rank ends meanwhile. Raises DeadlineExceeded after `deadline_s` counted
+        Raises RankLost if a rank has ended. Raises DeadlineExceeded after `deadline_s` counted
         seconds without a message (WorkClock).
         """
         if self._early:
             return self._early.popleft()
-        rank, _, payload = await self._receive(deadline_s)
-        return rank, payload
+        self._require_ranks()
+        arrived = asyncio.ensure_future(self._arrived.get())
+        try:
+            if not await self._clock.wait({arrived}, deadline_s):
+                raise DeadlineExceeded(
+                    f"no rank of {self._name} spoke in time", seen=f"{deadline_s:.1f} s"
+                )
+        finally:
+            arrived.cancel()
+        rank, message = arrived.result()
+        self._require_ranks()
+        self._clock.restart()
+        return rank, message
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Sends SIGTERM, waits `grace_s` seconds, then sends SIGKILL. No process is left, and the
@@ -162,25 +162,19 @@ class RankGroup:
 
     async def end_ranks(self, grace_s: float) -> None:
         """As stop(), but keeps the imported modules in memory, so that the next start is quick."""
-        self.signal(signal.SIGTERM)
-        if self._watches:
-            await asyncio.wait(self._watches, timeout=grace_s)
-            self.kill()
-            await asyncio.wait(self._watches)  # gather would cancel the watches
-        if any(process.returncode is None for process in self._processes):
+        await asyncio.gather(*(rank.stop(grace_s) for rank in self._ranks))
+        if any(rank.process.returncode is None for rank in self._ranks):
             await self._forker.close()  # stopped too: it reported no end
-        self._processes, self._watches, self._lost = [], [], None
+        for to_rank in self._sockets:
+            to_rank.close()
+        self._ranks, self._sockets, self._lost = [], [], None
         self._early.clear()
-        if self._socket is not None and self._context is not None:
-            self._socket.close(linger=0)
-            self._context.term()
-            self._socket = self._context = None
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def signal(self, number: int) -> None:
         """Sends a signal to every rank."""
-        for process in self._processes:
-            process.send_signal(number)
+        for rank in self._ranks:
+            rank.send_signal(number)
 
     def kill(self) -> None:
         """Sends SIGKILL to every rank without waiting; stop() cleans up."""
@@ -192,92 +186,52 @@ class RankGroup:
     async def __aexit__(self, *exception: object) -> None:
         await self.stop()
 
-    @property
-    def _open(self) -> zmq.asyncio.Socket:
-        if self._socket is None:
-            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
-        return self._socket
-
-    def _bind(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="r-", dir=socket_directory())
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set_hwm(_MESSAGES_QUEUED)
-        self._socket.bind(f"ipc://{self._folder}/ranks")
-        self._lost = asyncio.get_running_loop().create_future()
-
     async def _spawn(self, rank: int, deadline_s: float) -> None:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        heartbeat = Heartbeat(self._heartbeat_s)
+        address = f"ipc://{self._folder}/rank{rank}"
+        take = partial(self._take, rank)
+        self._sockets.append(ChildSocket(zmq.Context.instance(), address, take))
         environment = {
             **self._environment,
-            **heartbeat.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
             **LOOPBACK_ONLY,
             STORE_VARIABLE: f"{self._folder}/store",
-            SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
+            SOCKET_VARIABLE: address,
         }
-        log = self._log(rank)
-        began = log.stat().st_size if log.exists() else 0
-        try:
-            process = await self._forker.fork(self._module, environment, log, deadline_s)
-        except BaseException:
-            heartbeat.close()
-            raise
-        self._processes.append(process)
-        self._watches.append(asyncio.create_task(self._watch(rank, process, began, heartbeat)))
+        log = self._log_dir / f"{self._name}-rank{rank}.log"
+        child = await self._forker.fork(
+            self._module, environment, log, deadline_s, stop_s=self._heartbeat_s
+        )
+        self._ranks.append(child)
+        child.ended.add_done_callback(partial(self._note_end, rank, child))
 
-    def _log(self, rank: int) -> Path:
-        return self._log_dir / f"{self._name}-rank{rank}.log"
+    def _require_ranks(self) -> None:
+        """Raises RankLost if a rank has ended, FailedPrecondition if the ranks do not run."""
+        if self._lost is not None:
+            raise self._lost
+        if not self._ranks:
+            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
 
-    async def _watch(self, rank: int, process: Forked, began: int, heartbeat: Heartbeat) -> None:
-        code = await heartbeat.outlived(process)
-        if self._lost is not None and not self._lost.done():
-            log = self._log(rank)
-            self._lost.set_result(
-                RankLost(
-                    f"rank {rank} of {self._name} "
-                    f"{last_words(code, log, began, heartbeat.verdict)}\n"
-                    f"{last_lines(log, since=began)}"
-                )
-            )
+    def _take(self, rank: int, message: bytes) -> None:
+        self._arrived.put_nowait((rank, message))
+
+    def _note_end(self, rank: int, child: Child, _: object) -> None:
+        if child in self._ranks and self._lost is None and not child.ended.cancelled():
+            words, end = child.last_words(), child.last_lines()
+            self._lost = RankLost(f"rank {rank} of {self._name} {words}\n{end}")
+            self._take(rank, _READY)  # wakes the receiver
 
     async def _all_ready(self, deadline_s: float) -> None:
-        waiting = set(range(self._world_size))
+        waiting, early = set(range(self._world_size)), deque[tuple[int, bytes]]()
         while waiting:
-            rank, kind, payload = await self._receive(deadline_s)
-            if kind == _READY:
+            rank, message = await self.receive(deadline_s)
+            if message == _READY:
                 waiting.discard(rank)
-            elif not self.on_progress(rank, payload):
-                self._early.append((rank, payload))
-
-    async def _receive(self, deadline_s: float) -> tuple[int, bytes, bytes]:
-        self._raise_if_lost()
-        lost = self._lost
-        if lost is None:
-            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
-        message: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._open.recv_multipart())
-        waits: set[asyncio.Future[Any]] = {message, lost}
-        try:
-            await self._clock.wait(waits, deadline_s)
-        finally:
-            if not message.done():
-                message.cancel()
-
-        if message.done() and not message.cancelled():
-            self._clock.restart()
-            identity, kind, payload = message.result()
-            return int(identity), kind, payload
-        self._raise_if_lost()
-        raise DeadlineExceeded(f"no rank of {self._name} spoke in time", seen=f"{deadline_s:.1f} s")
-
-    def _raise_if_lost(self) -> None:
-        if self._lost is not None and self._lost.done():
-            raise self._lost.result()
+            elif not self.on_progress(rank, message):
+                early.append((rank, message))
+        self._early = early
 
 
 class RankLink:
@@ -289,7 +243,6 @@ class RankLink:
         self.rank = rank
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
         self._socket.set_hwm(_MESSAGES_QUEUED)
         self._socket.connect(address)
 
@@ -303,7 +256,6 @@ class RankLink:
                 "a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}"
             )
         die_with_parent()
-        answer_beats()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]))
 
@@ -313,13 +265,13 @@ class RankLink:
 
     def ready(self) -> None:
         """Reports to the parent that this rank accepts messages."""
-        self._socket.send_multipart([_READY, b""])
+        self._socket.send(_READY)
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Returns the next message, or None after `timeout_s` seconds."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
-        return bytes(self._socket.recv_multipart()[1])
+        return bytes(self._socket.recv())
 
     def poll(self) -> bytes | None:
         """Returns the next message if it is already here, else None; never waits."""
@@ -332,7 +284,7 @@ class RankLink:
         seconds = patient(_SEND_S)
         if not self._socket.poll(int(seconds * 1000), zmq.POLLOUT):
             raise Unavailable(f"the parent of rank {self.rank} takes no messages for {seconds:g} s")
-        self._socket.send_multipart([_DATA, message])
+        self._socket.send(message)
 
     def close(self) -> None:
         """Sends queued messages for at most a second, then disconnects."""

@@ -9,10 +9,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.local.launch import RestartPolicy
 from paceline.local.news import tell_supervisor
 from paceline.local.processes import stopped
 from paceline.ranks.group import RankGroup
@@ -23,8 +25,6 @@ from paceline.tagged_json import TaggedJson
 from paceline.telemetry import get_logger
 from paceline.v1.progress_pb2 import Part
 
-_RESTARTS = 5
-_BACKOFF_S = 0.5
 _IDLE_S = 3600.0
 _LAST_WORDS_S = 1.0
 """Seconds for calls to receive their replies at the end of a service."""
@@ -57,7 +57,8 @@ class WatchedRanks(Generic[M]):
         self._news: dict[int, asyncio.Queue[M | PacelineError]] = {}  # replies by command id
         self._commands = count(1)
         self._on_start, self._on_message, self._on_lost = on_start, on_message, on_lost
-        self._ready, self._down = asyncio.Event(), asyncio.Event()
+        self._ready = asyncio.Event()
+        self._show_health: Callable[[bool], None] = lambda healthy: None
         self._lost_s: float | None = None  # time of the loss, until the ranks are back
         self._service = Activity(service)
         self._doing = Activity(f"{service} ranks")
@@ -99,23 +100,22 @@ class WatchedRanks(Generic[M]):
     async def supervise(self) -> None:
         """Starts the ranks, and restarts the group after each loss.
 
-        Raises the error of a failed first start, or the last error after too many losses in a row.
+        Raises the error of a failed first start, or the last error after too many losses.
         """
-        failures, ever_ready = 0, False
+        policy, ever_ready = RestartPolicy(), False
         while True:
             try:
                 await self._start()
-                failures, ever_ready = 0, True
+                ever_ready = True
+                policy.ends.clear()
                 await self._listen()
             except PacelineError as error:
-                failures += 1
                 await self._lose(error)
-                if failures > _RESTARTS or not ever_ready:
+                if not policy.note_end() or not ever_ready:
                     raise
-                _log.error(
-                    "ranks lost; they are started again", error=str(error), failures=failures
-                )
-                await asyncio.sleep(_BACKOFF_S * (failures - 1))
+                _log.error("ranks lost; they are started again", error=str(error))
+                if len(policy.ends) > 1:  # the first loss frees no slot by waiting
+                    await policy.pause()
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Waits until the ranks accept commands. Raises Unavailable after `deadline_s` seconds
@@ -152,10 +152,10 @@ class WatchedRanks(Generic[M]):
 
         Raises the error of a failed first start. Afterwards no rank is left.
         """
-        server.set_serving(service, False)
+        self._show_health = partial(server.set_serving, service)
+        self._show_health(False)
         await server.start()
         supervision = asyncio.create_task(self.supervise())
-        health = asyncio.create_task(self._show_health(server, service))
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,23 +163,15 @@ class WatchedRanks(Generic[M]):
                 await supervision
             yield
         finally:
-            for task in (health, stopped, supervision):
+            for task in (stopped, supervision):
                 task.cancel()
-            await asyncio.gather(health, stopped, supervision, return_exceptions=True)
+            await asyncio.gather(stopped, supervision, return_exceptions=True)
             await self.stop(grace_s)
             await server.stop(_LAST_WORDS_S)
 
-    async def _show_health(self, server: Server, service: str) -> None:
-        """Keeps the health status equal to whether the ranks accept commands; never returns."""
-        while True:
-            await self._ready.wait()
-            server.set_serving(service, True)
-            await self._down.wait()
-            server.set_serving(service, False)
-
-    async def send(self, message: M) -> None:
+    def send(self, message: M) -> None:
         """Sends one message to every rank. Raises RankLost if a rank is gone."""
-        await self._group.send(self._messages.encode(message))
+        self._group.send(self._messages.encode(message))
 
     async def run(self, command: Any, last: type[Any], deadline_s: float) -> AsyncGenerator[Any]:
         """Sends a command under a new id and yields its replies, up to the first of type `last`.
@@ -191,7 +183,7 @@ class WatchedRanks(Generic[M]):
         self.works_on(type(command).__name__.lower())
         news = self._news[number] = asyncio.Queue()
         try:
-            await self.send(replace(command, command_id=number))
+            self.send(replace(command, command_id=number))
             while True:
                 one = await self._in_time(news.get(), deadline_s)
                 if isinstance(one, Failed):
@@ -220,8 +212,8 @@ class WatchedRanks(Generic[M]):
         while not self._take(*await self._group.receive(self._start_deadline_s)):
             pass  # work before the first position report, such as a replay
         await self._on_start()
-        self._down.clear()
         self._ready.set()
+        self._show_health(True)
         if self._lost_s is not None:
             away_s = time.monotonic() - self._lost_s
             tell_supervisor("recovered", f"its ranks work again after {away_s:.1f} s")
@@ -233,7 +225,7 @@ class WatchedRanks(Generic[M]):
             self._lost_s = time.monotonic()
         tell_supervisor("impaired", str(error).partition("\n")[0])
         self._ready.clear()
-        self._down.set()
+        self._show_health(False)
         lost = f"the ranks are restarted: {error}"
         for news in self._news.values():
             news.put_nowait(Unavailable(lost, reason=error.reason))

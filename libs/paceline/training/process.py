@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COLLECTIVE_S = 1800.0
 """Deadline of collectives between ranks that other deadlines watch. The end of a process breaks its
-connections at once, a heartbeat kills a silent process, and a parent kills ranks that do not leave
+connections at once, a stopped process is killed, and a parent kills ranks that do not leave
 their slots: this deadline ends only ranks that wait for each other in a circle.
 """
 T = TypeVar("T")

@@ -126,7 +126,7 @@ async def follow(config: OfflineConfig) -> int:
             _, payload = await group.receive(SILENCE_DEADLINE_S)
             message = json.loads(payload)
             if message["kind"] in ("done", "error"):
-                await group.send(b"bye")
+                group.send(b"bye")
                 break
             if message["kind"] != "trained" or message["step"] % config.log_every == 0:
                 _print(line_of(message))

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
@@ -17,20 +18,12 @@ from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import ModelRewardConfig
 from paceline.services.rollout_gateway.environments.base import Episode
 from paceline.services.rollout_gateway.rewards.base import Unscored
-from paceline.services.rollout_gateway.rewards.processes.child import (
-    STOPPED,
-    ChildPlace,
-    ChildProcess,
-)
+from paceline.services.rollout_gateway.rewards.processes.child import STOPPED, ChildPlace
 from paceline.services.rollout_gateway.rewards.processes.pipes import (
-    Answer,
     Raised,
     Rewards,
     ScoreEpisodes,
 )
-from paceline.telemetry import get_logger
-
-log = get_logger(__name__)
 
 MODULE = "paceline.services.rollout_gateway.rewards.processes.reward_model"
 START_S = 600.0
@@ -54,8 +47,9 @@ class ModelReward:
         self._config = config
         self._waiting: deque[_Waiting] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._place = ChildPlace(START_S)
-        self._starting = asyncio.Lock()
+        names = ("model", "threads", "max_tokens")
+        settings = json.dumps({name: getattr(config, name) for name in names})
+        self._place = ChildPlace(MODULE, (settings,), START_S)
 
     @property
     def pids(self) -> list[int]:
@@ -64,7 +58,7 @@ class ModelReward:
 
     async def prepare(self) -> None:
         """Load the model. Raises ConfigError when it is no reward model, Unavailable."""
-        await self._living()
+        await self._place.with_child(_nothing)
 
     async def score(self, episode: Episode) -> float | None:
         """The model's scalar.
@@ -107,7 +101,14 @@ class ModelReward:
         return batch
 
     async def _score(self, batch: list[_Waiting]) -> None:
-        answer = await self._ask(ScoreEpisodes("", tuple(one.episode for one in batch)))
+        request = ScoreEpisodes("", tuple(one.episode for one in batch))
+        ask = partial(self._place.ask, request, self._config.deadline_s)
+        try:
+            answer = await self._place.with_child(ask)
+        except DeadlineExceeded as error:
+            raise Unavailable(
+                "the reward model took too long and was ended", seen=error.seen
+            ) from error
         if not isinstance(answer, Rewards):
             raise Unavailable("the reward model failed", seen=answer)
         for one, given in zip(batch, answer.values, strict=True):
@@ -116,25 +117,9 @@ class ModelReward:
             elif not one.answer.done():
                 one.answer.set_result(given)
 
-    async def _ask(self, request: ScoreEpisodes) -> Answer:
-        """Score one batch; a process that dies over it is replaced once."""
-        try:
-            try:
-                return await (await self._living()).ask(request, self._config.deadline_s)
-            except Unavailable as error:
-                log.warning("the reward model's process is replaced", error=str(error))
-                return await (await self._living()).ask(request, self._config.deadline_s)
-        except DeadlineExceeded as error:
-            raise Unavailable(
-                "the reward model took too long and was ended", seen=error.seen
-            ) from error
 
-    async def _living(self) -> ChildProcess:
-        """The process, started if necessary. Raises ConfigError or Unavailable."""
-        names = ("model", "threads", "max_tokens")
-        settings = json.dumps({name: getattr(self._config, name) for name in names})
-        async with self._starting:
-            return await self._place.living(MODULE, settings)
+async def _nothing() -> None:
+    return None
 
 
 def check_directory(model: str) -> None:

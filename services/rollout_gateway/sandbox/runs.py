@@ -11,13 +11,14 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
+from paceline.local.child import Child
 from paceline.local.patience import patient
 from paceline.local.process_directory import locked_directory
 from paceline.local.user_directory import enterable_directory, user_directory
@@ -165,18 +166,17 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
     Raises Unavailable.
     """
     try:
-        process = await asyncio.create_subprocess_exec(
+        child = await Child.execute(
             _python(),
             "-I",
             "-S",
             "-c",
             _START,
             str(Path(__file__).parent),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
             env={"PYTHONUTF8": "1"},
-            start_new_session=True,
         )
     except OSError as error:
         raise Unavailable("no launcher of a sandbox could be started", seen=error) from error
@@ -184,33 +184,20 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
     deadline_s = request.wall_s + patient(START_S)
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await process.communicate(encode(request))
+            out, err = await child.program.communicate(encode(request))
     except TimeoutError as error:
         raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
-        await asyncio.shield(_stop(process))
+        await asyncio.shield(child.stop(STOP_S))  # it kills its program first
 
-    if process.returncode != 0 or not out:
+    if child.returncode != 0 or not out:
         last_words = err[-500:].decode(errors="replace")
         raise Unavailable(
             "a sandbox's launcher was lost",
-            seen=f"exit code {process.returncode} {last_words}".strip(),
+            seen=f"exit code {child.returncode} {last_words}".strip(),
         )
 
     return SandboxResult(**json.loads(out))
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Requests that the launcher kill its program and end; kills the launcher otherwise."""
-    if process.returncode is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def _remove(box: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
+from paceline.local.launch import RestartPolicy
 from paceline.local.news import tell_supervisor
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.background import background, cancel
@@ -20,8 +22,6 @@ from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
-"""Bounds of the wait before a restart; the wait doubles while the replacement keeps failing."""
 STARTS_BEFORE_GIVING_UP = 3
 """Failed starts in a row after which the requests of that worker fail; restarts continue."""
 
@@ -112,9 +112,8 @@ class WorkerKeeper:
 
     async def _start_worker(self, seat: Seat) -> None:
         """Start a worker that serves the committed versions."""
-        process = WorkerProcess(
+        process = self._local.make(
             seat.index,
-            self._local.make(seat.index),
             lambda tokens, rows: self._routing.tokens(seat, tokens, rows),
         )
         try:
@@ -155,16 +154,15 @@ class WorkerKeeper:
             tell_supervisor("recovered", f"engine worker {seat.index} after {took_s:.1f} s")
 
     async def _replace(self, seat: Seat) -> None:
-        backoff, failures = FIRST_BACKOFF_S, 0
+        policy = RestartPolicy(window_s=inf, base_s=0.2, cap_s=5.0)
         while seat.process is None:
-            await asyncio.sleep(backoff)
+            policy.note_end()
+            await policy.pause()
             try:
                 await self._start_worker(seat)
             except (PacelineError, OSError) as error:
-                failures += 1
                 message = self._tell_failed_start(seat, error)
-                backoff = min(backoff * 2, MAX_BACKOFF_S)
-                if failures >= STARTS_BEFORE_GIVING_UP:
+                if len(policy.ends) >= STARTS_BEFORE_GIVING_UP:
                     kind = Unavailable if isinstance(error, DataLoss) else InternalError
                     self._routing.fail(seat, message, kind)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,31 +12,15 @@ from typing import Any
 import zmq
 
 from paceline.local.extras import require_extra
-from paceline.local.forking import Forked, Forker
-from paceline.local.heartbeat import LIMIT_S, Heartbeat
+from paceline.local.forking import Forker
 from paceline.local.process_directory import socket_directory
-from paceline.local.processes import core_numbers, describe_exit
-from paceline.services.rollout_gateway.background import background, cancel
+from paceline.local.processes import core_numbers
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
-from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import (
-    SOCKET_VARIABLE,
-    SPEC_VARIABLE,
-    WorkerSpec,
-)
-from paceline.services.rollout_gateway.workers.socket import WorkerSocket
-from paceline.telemetry import get_logger
-from paceline.v1 import engine_pb2 as pb
-
-OnEvent = Callable[[pb.WorkerEvent, RowArray | None], None]
-"""Takes an event and its hidden rows; None when no consumer reads rows."""
-STOP_GRACE_S = 5.0
-LAST_WORDS_S = 0.02
-LAST_WORDS = 1000
-_numbers = itertools.count(1)
-log = get_logger(__name__)
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
+from paceline.services.rollout_gateway.workers.process import OnTokens, WorkerProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,110 +35,6 @@ class RowShape:
     def row_bytes(self) -> int:
         """Bytes of one row's hidden state."""
         return self.layout.width * self.value_bytes
-
-
-class LocalWorker:
-    """One process of an engine worker: start, send, close."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        forker: Forker,
-        ring: RowRing | None,
-        directory: Path,
-        context: zmq.Context[Any],
-        heartbeat_s: float = LIMIT_S,
-    ) -> None:
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Description of the process's end, set once it has ended."""
-        self._spec = spec
-        self._forker = forker
-        self._ring = ring
-        self._directory = directory
-        self._context = context
-        self._heartbeat = Heartbeat(heartbeat_s)
-        self._socket: WorkerSocket | None = None
-        self._process: Forked | None = None
-        self._watching: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        """Process id; 0 before the start."""
-        return self._process.pid if self._process else 0
-
-    async def start(self, on_event: OnEvent, deadline_s: float) -> None:
-        """Return when the process runs; a later event reports readiness. Raises Unavailable,
-        DeadlineExceeded.
-        """
-        index = self._spec.worker_index
-        self._on_event = on_event
-        name = f"{index}-{next(_numbers)}"
-        spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
-        self._spec.write(spec_path)
-        self._socket = socket = WorkerSocket(self._context, address, self._take)
-        libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        environment = {
-            **self._heartbeat.environment,
-            **dict.fromkeys(libraries, str(self._spec.threads or len(self._spec.cores))),
-            SPEC_VARIABLE: str(spec_path),
-            SOCKET_VARIABLE: address,
-        }
-        module = find_engine(self._spec.kind).process
-        self._process = process = await self._forker.fork(module, environment, None, deadline_s)
-        self._watching = background(self._watch(process, socket), f"watch of worker {index}")
-
-    def send(self, command: bytes) -> None:
-        """Send without waiting; commands to a lost process are dropped."""
-        if self._socket is not None:
-            self._socket.send(command)
-
-    def expect_end(self) -> None:
-        """Ignore silence from now on, because the process was ordered to end."""
-        self._heartbeat.expect_end()
-
-    def kill(self) -> None:
-        """Ends the process at once; `ended` follows."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-
-    async def close(self) -> None:
-        """Kills the process if it still runs, and frees its socket and ring."""
-        self.kill()
-        if self._process is not None:
-            with suppress(TimeoutError):  # the forker that reports the end may be stopped
-                async with asyncio.timeout(STOP_GRACE_S):
-                    await self._process.wait()
-        await cancel(self._watching)
-        self._heartbeat.close()
-        if self._socket is not None:
-            self._socket.close()
-        if self._ring is not None:
-            self._ring.seal()
-
-    def _take(self, message: bytes) -> None:
-        # An event that raises ends the worker. Otherwise its requests would wait for ever.
-        try:
-            event, rows = pb.WorkerEvent.FromString(message), None
-            if self._ring is not None and event.HasField("tokens"):
-                rows = self._ring.read(event.tokens.rows_written)
-            elif self._ring is not None and event.HasField("ready"):
-                self._ring.seal()
-            self._on_event(event, rows)
-        except Exception as error:
-            log.error(
-                "a worker's event is not taken", worker=self._spec.worker_index, exc_info=error
-            )
-            self.kill()
-
-    async def _watch(self, process: Forked, socket: WorkerSocket) -> None:
-        code = await self._heartbeat.outlived(process)
-        for _ in range(LAST_WORDS):  # read the process's last messages first
-            before = socket.received
-            await asyncio.sleep(LAST_WORDS_S)
-            socket.read()
-            if socket.received == before:
-                break
-        self.ended.set_result(describe_exit(code) + self._heartbeat.verdict)
 
 
 def own_cores(index: int, count: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
@@ -196,7 +73,7 @@ class LocalWorkers:
         self._directory: Path | None = None
         self._context: zmq.Context[Any] = zmq.Context()
 
-    def make(self, index: int) -> LocalWorker:
+    def make(self, index: int, on_tokens: OnTokens) -> WorkerProcess:
         """Make a worker that has not started. Its index selects its cores and GPU."""
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=socket_directory()))
@@ -212,8 +89,9 @@ class LocalWorkers:
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )
-        return LocalWorker(
-            spec, self._forker, ring, self._directory, self._context, self._heartbeat_s
+        directory, context = self._directory, self._context
+        return WorkerProcess(
+            spec, self._forker, ring, directory, context, on_tokens, self._heartbeat_s
         )
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Client of one engine worker: its commands and answers, its version set, its loss."""
+"""One process of an engine worker: its start, commands and answers, version set, loss and end."""
 
 from __future__ import annotations
 
@@ -6,36 +6,72 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
 from typing import Any
 
+import zmq
+
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local.child import LIMIT_S, Child
+from paceline.local.child_socket import ChildSocket
+from paceline.local.forking import Forker
 from paceline.local.work import WorkClock
 from paceline.messages import versions_from_proto
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.workers.local import STOP_GRACE_S, LocalWorker
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import (
+    SOCKET_VARIABLE,
+    SPEC_VARIABLE,
+    WorkerSpec,
+)
+from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 
 OnTokens = Callable[[pb.TokensEmitted, RowArray | None], None]
+"""Takes tokens and their hidden rows; None when no consumer reads rows."""
+STOP_GRACE_S = 5.0
+LAST_WORDS_S = 0.02
+LAST_WORDS = 1000
+_LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _numbers = itertools.count(1)
+log = get_logger(__name__)
 
 
 class WorkerProcess:
-    """One process of one worker. A restart makes a new object."""
+    """One process of one worker, with its socket and ring. A restart makes a new object."""
 
-    def __init__(self, index: int, life: LocalWorker, on_tokens: OnTokens) -> None:
-        self.index = index
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        forker: Forker,
+        ring: RowRing | None,
+        directory: Path,
+        context: zmq.Context[Any],
+        on_tokens: OnTokens,
+        heartbeat_s: float = LIMIT_S,
+    ) -> None:
+        """`directory`: for the spec's file and the socket. `heartbeat_s`: maximum stop."""
+        loop = asyncio.get_running_loop()
+        self.index = spec.worker_index
         self.ready = pb.WorkerReady()
         self.versions = VersionSet()  # served by the worker
         # (target, version, profile) loaded beside the serving set
         self.prepared: set[tuple[int, int, str]] = set()
-        self._life = life
+        self.lost: asyncio.Future[str] = loop.create_future()
+        """Description of the process's end, set once it has ended."""
+        self._spec, self._forker, self._ring = spec, forker, ring
+        self._directory, self._context = directory, context
+        self._heartbeat_s = heartbeat_s
         self._on_tokens = on_tokens
+        self._child: Child | None = None
+        self._socket: ChildSocket | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
-        self._ready: asyncio.Future[pb.WorkerReady] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[pb.WorkerReady] = loop.create_future()
         self._clocks: list[WorkClock] = []  # of the unanswered commands
-        self.lost = life.ended
 
     def forget(self, target: int, version: int) -> None:
         """The worker no longer holds a version beside the serving set."""
@@ -44,7 +80,7 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """Process id; 0 before the start."""
-        return self._life.pid
+        return self._child.pid if self._child else 0
 
     @property
     def unanswered(self) -> int:
@@ -65,10 +101,20 @@ class WorkerProcess:
         Raises ConfigError when the worker refuses its settings, Unavailable when it dies,
         DeadlineExceeded.
         """
-        await self._life.start(self._heard, deadline_s)
-        await self._become_ready(deadline_s)
-
-    async def _become_ready(self, deadline_s: float) -> None:
+        name = f"{self.index}-{next(_numbers)}"
+        spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
+        self._spec.write(spec_path)
+        self._socket = socket = ChildSocket(self._context, address, self._take)
+        environment = {
+            **dict.fromkeys(_LIBRARIES, str(self._spec.threads or len(self._spec.cores))),
+            SPEC_VARIABLE: str(spec_path),
+            SOCKET_VARIABLE: address,
+        }
+        module = find_engine(self._spec.kind).process
+        self._child = child = await self._forker.fork(
+            module, environment, None, deadline_s, stop_s=self._heartbeat_s, tree=True
+        )
+        self._watching = background(self._watch(child, socket), f"watch of worker {self.index}")
         await self._clock().wait((self._ready, self.lost), deadline_s)
         if self._ready.done():
             self.ready = self._ready.result()
@@ -83,8 +129,9 @@ class WorkerProcess:
             )
 
     def send(self, command: pb.WorkerCommand) -> None:
-        """Send without waiting for an answer."""
-        self._life.send(command.SerializeToString())
+        """Send without waiting for an answer; commands to a lost process are dropped."""
+        if self._socket is not None:
+            self._socket.send(command.SerializeToString())
 
     async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:
         """Send a command and wait for its answer. `deadline_s` counts the worker's CPU time
@@ -137,20 +184,49 @@ class WorkerProcess:
     async def stop(self) -> None:
         """Shut down, then kill after STOP_GRACE_S; frees the worker's resources."""
         if self.pid and not self.lost.done():
-            self._life.expect_end()
             self.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
             await asyncio.wait((self.lost,), timeout=STOP_GRACE_S)
         await self.close()
 
     async def close(self) -> None:
-        """Kill the process if it still runs, and free the worker's resources."""
-        await self._life.close()
+        """Kill the process if it still runs, and free its socket and ring."""
+        if self._child is not None:
+            await self._child.stop()
+        await cancel(self._watching)
+        if self._socket is not None:
+            self._socket.close()
+        if self._ring is not None:
+            self._ring.seal()
 
     def kill(self) -> None:
         """Kill the process at once; `lost` follows."""
-        self._life.kill()
+        if self._child is not None:
+            self._child.kill()
 
-    def _heard(self, event: pb.WorkerEvent, rows: RowArray | None) -> None:
+    async def _watch(self, child: Child, socket: ChildSocket) -> None:
+        await child.wait()
+        for _ in range(LAST_WORDS):  # read the process's last messages first
+            before = socket.received
+            await asyncio.sleep(LAST_WORDS_S)
+            socket.read()
+            if socket.received == before:
+                break
+        self.lost.set_result(child.last_words())
+
+    def _take(self, message: bytes) -> None:
+        # An event that raises ends the worker. Otherwise its requests would wait for ever.
+        try:
+            event, rows = pb.WorkerEvent.FromString(message), None
+            if self._ring is not None and event.HasField("tokens"):
+                rows = self._ring.read(event.tokens.rows_written)
+            elif self._ring is not None and event.HasField("ready"):
+                self._ring.seal()
+            self._handle(event, rows)
+        except Exception as error:
+            log.error("a worker's event is not taken", worker=self.index, exc_info=error)
+            self.kill()
+
+    def _handle(self, event: pb.WorkerEvent, rows: RowArray | None) -> None:
         kind = event.WhichOneof("event")
         if kind == "tokens":
             self._on_tokens(event.tokens, rows)

@@ -16,7 +16,7 @@ import pytest
 from integration.gateway.conftest import Ends
 from standstill import standstill
 
-from paceline.local.heartbeat import LIMIT_S
+from paceline.local.child import LIMIT_S
 from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
@@ -153,7 +153,7 @@ async def test_requests_of_a_stopped_worker_are_answered_by_another_one(
         assert time.monotonic() - began < LIMIT_S + patient(LIMIT_S / 6) + 1.0 + stood
         assert (kind, what) == (
             "impaired",
-            "engine worker 1 was killed by SIGKILL, silent for 3 s",
+            "engine worker 1 was killed by SIGKILL, stopped for 3 s",
         )
         assert (await under_way)[1].token_ids == alone[1].token_ids
         async with asyncio.timeout(DEADLINE_S):

@@ -10,88 +10,85 @@ from typing import Any
 import pytest
 from ray_nodes import WITH_RAY
 
-from paceline.cluster.kept import KeptService
-from paceline.cluster.order import START_AGAIN, ServiceOrder
+from paceline.cluster.kept import KeptPool
+from paceline.cluster.order import START_AGAIN, KeeperReport, PoolOrder
 from paceline.errors import Unavailable
 from paceline.local.launch import ChildEvent, Launch
+from paceline.ranks.messages import Failed
 
 pytestmark = WITH_RAY
+LAUNCH = Launch("rollout", ("",))
 
 
-def silent_keeper(_: ServiceOrder) -> Any:
-    """A handle as Ray's, of a keeper that is cut off after its beginning."""
+def keeper(look: Any) -> Any:
+    """Places a keeper with a handle as Ray's: it begins, then answers `look` so."""
 
-    async def begun(_: object) -> dict[str, str]:
-        return {}
+    async def begun() -> None:
+        return None
 
-    def look(*_: object) -> asyncio.Future[str]:
-        return asyncio.get_running_loop().create_future()
+    begin = SimpleNamespace(remote=begun)
+    return lambda _: SimpleNamespace(begin=begin, look=SimpleNamespace(remote=look))
 
-    return SimpleNamespace(begin=SimpleNamespace(remote=begun), look=SimpleNamespace(remote=look))
+
+def silent(*_: object) -> asyncio.Future[str]:
+    return asyncio.get_running_loop().create_future()
+
+
+def order(directory: Path) -> PoolOrder:
+    return PoolOrder("rollout", ["gateway"], str(directory), str(directory), host="10.0.0.2")
 
 
 async def test_a_keeper_that_does_not_answer_has_the_run_taken_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_PATIENCE", "0.01")  # of its 30 s
-    around = asyncio.get_running_loop().create_future()
-    around.set_result({})
-    order = ServiceOrder("gateway", str(tmp_path), str(tmp_path))
-    service = KeptService(Launch("gateway", ()), order, [], silent_keeper, around, print)
+    pool = KeptPool(LAUNCH, order(tmp_path), keeper(silent), print, set())
     with pytest.raises(Unavailable, match=r"gateway is lost.*does not answer") as lost:
-        await service.run()
+        await pool.run()
     assert lost.value.reason == START_AGAIN
 
 
-async def test_a_node_that_ray_calls_dead_is_lost_at_once(tmp_path: Path) -> None:
-    """Another keeper, which would have no node, is not waited for."""
-    placed: list[ServiceOrder] = []
-
+async def test_a_keeper_that_dies_is_lost_at_once_with_its_services(tmp_path: Path) -> None:
     from ray.exceptions import RayActorError
 
     async def dead(*_: object) -> str:
         raise RayActorError(error_msg="The actor died because its node has died. Node Id: 32ab")
 
-    def keeper(order: ServiceOrder) -> Any:
-        placed.append(order)
-        made = silent_keeper(order)
-        made.look = SimpleNamespace(remote=dead)
-        return made
-
-    around = asyncio.get_running_loop().create_future()
-    around.set_result({})
-    order = ServiceOrder("gateway", str(tmp_path), str(tmp_path), host="10.0.0.2")
     lost: set[str] = set()
-    service = KeptService(Launch("gateway", ()), order, [], keeper, around, print, lost)
+    pool = KeptPool(LAUNCH, order(tmp_path), keeper(dead), print, lost)
     with pytest.raises(Unavailable, match=r"gateway is lost.*its node has died") as raised:
-        await service.run()
+        await pool.run()
     assert raised.value.reason == START_AGAIN
-    assert (len(placed), lost) == (1, {"10.0.0.2"})
+    assert lost == {"10.0.0.2"}
+
+
+async def test_the_error_of_services_is_raised_after_their_events(tmp_path: Path) -> None:
+    told: list[ChildEvent] = []
+    event = ChildEvent("gateway", "died", 12, "why")
+    failed = Failed.of(0, Unavailable("it dies", reason="SERVICE_FAILED"))
+
+    async def over(*_: object) -> KeeperReport:
+        return KeeperReport(1, (event,), False, True, failed)
+
+    pool = KeptPool(LAUNCH, order(tmp_path), keeper(over), told.append, set())
+    with pytest.raises(Unavailable, match="it dies") as raised:
+        await pool.run()
+    assert (raised.value.reason, told) == ("SERVICE_FAILED", [event])
 
 
 async def test_a_keeper_on_a_node_that_is_lost_is_not_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Services beside the one that found it lost: without an answer each had been waited for."""
+    """Services beside the pool that was found lost: without an answer each had been waited for."""
     monkeypatch.setenv("PACELINE_PATIENCE", "0.01")
     killed: list[Any] = []
     monkeypatch.setattr("ray.kill", killed.append)
     told: list[ChildEvent] = []
     lost: set[str] = set()
-
-    def kept(name: str) -> KeptService:
-        around = asyncio.get_running_loop().create_future()
-        around.set_result({})
-        order = ServiceOrder(name, str(tmp_path), str(tmp_path), host="10.0.0.2")
-        return KeptService(Launch(name, ()), order, [], silent_keeper, around, told.append, lost)
-
-    first, second = kept("policy_trainer"), kept("drafter_trainer")
-    beside = asyncio.create_task(second.run())
-    with pytest.raises(Unavailable, match="policy_trainer is lost"):
-        await first.run()
-    beside.cancel()
-    await asyncio.gather(beside, return_exceptions=True)
-    for one in (first, second):
-        await one.stop(20.0)  # the keeper has no `stop` that could be asked
-    assert len(killed) == 2
-    assert [one.detail for one in told] == ["its node is lost: it ends there by itself"] * 2
+    pool = KeptPool(LAUNCH, order(tmp_path), keeper(silent), told.append, lost)
+    with pytest.raises(Unavailable, match="gateway is lost"):
+        await pool.run()
+    assert lost == {"10.0.0.2"}
+    await pool.stop(1.0)
+    assert len(killed) == 1
+    assert [(event.name, event.kind) for event in told] == [("gateway", "stopped")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from paceline.config import AddressesConfig, RedisConfig, RunConfig, SecurityCon
 from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailable
 from paceline.local import healthcheck, ports
 from paceline.local import redis as local_redis
-from paceline.local.launch import Launch
+from paceline.local.launch import Launch, RestartPolicy
 from paceline.local.ports import free_port, free_ports, require_free, split_address
 from paceline.local.processes import describe_exit, last_lines, last_words
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, resolved
@@ -79,6 +81,20 @@ def test_the_launches_of_a_run_give_every_service_the_same_settings() -> None:
         split_address(address)[1] for launch in launches.values() for address, _ in launch.ports
     ]
     assert sorted(ports) == [7400, 7401, 7402, 7403, 7405, 7408]
+
+
+def test_a_pool_starts_its_own_services_and_awaits_those_elsewhere() -> None:
+    own = ["gateway", "drafter_trainer"]
+    launches = {one.name: one for one in run_launches(_config(), [], [], "rollout", own)}
+    assert list(launches) == ["forkserver_rollout", "redis", "redis_features", *own]
+    assert [name for name, launch in launches.items() if not launch.command] == [
+        "redis",
+        "redis_features",
+    ]
+    (coordinator,) = run_launches(_config(), [], [], "coordinator", ["coordinator"])[-1:]
+    awaited = run_launches(_config(), [], [], "coordinator", ["coordinator"])[:-1]
+    assert coordinator.depends_on == tuple(launch.name for launch in awaited)
+    assert {launch.name for launch in awaited if launch.optional} == {"drafter_trainer"}
 
 
 def test_what_workers_of_the_embedded_engine_import_is_imported_for_them() -> None:
@@ -232,6 +248,14 @@ def test_no_two_processes_of_a_user_are_given_the_same_port(
 def test_an_address_without_host_and_port_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"addresses\.http"):
         split_address(address, "addresses.http")
+
+
+def test_ends_count_against_restarts_within_the_window_alone() -> None:
+    policy = RestartPolicy(tries=2, window_s=60.0)
+    assert [policy.note_end() for _ in range(3)] == [True, True, False]
+    policy.ends = deque([time.monotonic() - 61.0] * 3)
+    assert policy.note_end()
+    assert len(policy.ends) == 1
 
 
 def test_circles_and_missing_services_are_refused() -> None:

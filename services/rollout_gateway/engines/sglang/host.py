@@ -21,7 +21,6 @@ import psutil
 import paceline
 from paceline.addresses import loopback
 from paceline.errors import ConfigError, PacelineError
-from paceline.local.heartbeat import answer_beats
 from paceline.local.memory_plan import check_experts
 from paceline.local.ports import free_ports
 from paceline.local.process_directory import process_directory, socket_directory, sweep_with_us
@@ -288,7 +287,6 @@ def main() -> int:
     spec = SGLangSpec.model_validate(worker.engine)
     if not restarted(spec):
         return 1  # never reached: the process has been replaced
-    answer_beats()
     with tempfile.TemporaryDirectory(prefix="sglang-", dir=process_directory()) as folder:
         try:
             launch(worker, Path(folder))

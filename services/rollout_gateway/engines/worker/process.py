@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.local.heartbeat import answer_beats
 from paceline.local.processes import die_with_parent
 from paceline.plugins import import_object
 from paceline.services.rollout_gateway.engines import find_engine
@@ -131,7 +130,6 @@ def pin_cores(spec: WorkerSpec) -> None:
 def main() -> int:
     """Process entry. Returns 0 after Shutdown, 1 if the engine is broken, 2 for wrong settings."""
     spec = begin()
-    answer_beats()
     pin_cores(spec)
     ring = RowRing.attach(Path(spec.ring_path)) if spec.ring_path else None
     peer = Peer(os.environ[SOCKET_VARIABLE], ring)

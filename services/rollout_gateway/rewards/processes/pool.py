@@ -7,12 +7,13 @@ rule, settings or infrastructure.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
-from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
+from paceline.errors import ConfigError, DeadlineExceeded
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.environments.base import Episode
 from paceline.services.rollout_gateway.rewards.base import Unscored
-from paceline.services.rollout_gateway.rewards.processes.child import ChildPlace, ChildProcess
+from paceline.services.rollout_gateway.rewards.processes.child import ChildPlace
 from paceline.services.rollout_gateway.rewards.processes.pipes import (
     Answer,
     Done,
@@ -22,17 +23,12 @@ from paceline.services.rollout_gateway.rewards.processes.pipes import (
     Rewards,
     ScoreEpisodes,
 )
-from paceline.telemetry import get_logger
-
-log = get_logger(__name__)
 
 MODULE = "paceline.services.rollout_gateway.rewards.processes.own_rules"
 START_S = 60.0
 """Maximum seconds to start a child."""
 LOAD_S = 120.0
 """Maximum seconds to import and build a rule."""
-LIVES = 2
-"""Maximum children used for one request."""
 
 
 class Children:
@@ -42,7 +38,7 @@ class Children:
         self._deadline_s = deadline_s
         # Last in, first out: a single child serves as long as it suffices.
         self._free: asyncio.LifoQueue[ChildPlace] = asyncio.LifoQueue()
-        self._places = [ChildPlace(patient(START_S)) for _ in range(count)]
+        self._places = [ChildPlace(MODULE, (), patient(START_S)) for _ in range(count)]
         for place in self._places:
             self._free.put_nowait(place)
 
@@ -76,28 +72,26 @@ class Children:
     async def _ask(self, path: str, request: ScoreEpisodes | None = None) -> Answer:
         place = await self._free.get()
         try:
-            for _ in range(LIVES - 1):
-                try:
-                    return await self._ask_once(place, path, request)
-                except Unavailable as error:
-                    if place.closed:
-                        raise
-                    log.warning("a child of the rewards is replaced", rule=path, error=str(error))
-            return await self._ask_once(place, path, request)
+            return await place.with_child(partial(self._ask_child, place, path, request))
         finally:
             self._free.put_nowait(place)
 
-    async def _ask_once(
+    async def _ask_child(
         self, place: ChildPlace, path: str, request: ScoreEpisodes | None
     ) -> Answer:
-        child = await place.living(MODULE)
-        if path not in child.loaded:
-            await _load(child, path)
-            child.loaded.add(path)
+        if path not in place.loaded:
+            answer = await place.ask(Load(path), patient(LOAD_S))
+            if not isinstance(answer, Done):
+                await place.end_child()  # the next child reads a corrected file
+                if isinstance(answer, Refused):
+                    raise answer.error()
+                seen = f"{path}: {answer}"  # e.g. SystemExit
+                raise ConfigError("a reward rule cannot be built", seen=seen)
+            place.loaded.add(path)
         if request is None:
             return Done()
         try:
-            return await child.ask(request, self._deadline_s)
+            return await place.ask(request, self._deadline_s)
         except DeadlineExceeded as error:
             raise Unscored(
                 "deadline", f"no answer in {self._deadline_s} s; its process was ended"
@@ -118,14 +112,3 @@ class ChildRule:
     async def score(self, episode: Episode) -> float | None:
         """Raises Unscored, ConfigError or Unavailable, see Children.score."""
         return await self._children.score(self._path, episode)
-
-
-async def _load(child: ChildProcess, path: str) -> None:
-    """Raises ConfigError and ends the child, so that the next child reads a corrected file."""
-    answer = await child.ask(Load(path), patient(LOAD_S))
-    if isinstance(answer, Done):
-        return
-    await child.close()
-    if isinstance(answer, Refused):
-        raise answer.error()
-    raise ConfigError("a reward rule cannot be built", seen=f"{path}: {answer}")  # e.g. SystemExit

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paceline.arm_names import OFF
-from paceline.local.heartbeat import answer_beats
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
@@ -124,7 +123,6 @@ class Plugin:
         self.scheduler, self.rank = scheduler, parallel.tp_rank
         self.tp_group = parallel.tp_group if parallel.tp_size > 1 else None
         self._lookups.watch(scheduler.tree_cache)
-        answer_beats()
         if self.rank == 0 and self.worker.ring_path:
             self.ring = RowRing.attach(Path(self.worker.ring_path))
         group = self.tp_group.cpu_group if self.tp_group is not None else None

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
+from paceline.local.child_socket import ChildSocket
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.workers.socket import WorkerSocket
 
 DEADLINE_S = patient(20)
 WORKER_DEADLINE_MS = int(1e3 * DEADLINE_S)
@@ -45,7 +45,7 @@ async def test_messages_come_in_order_and_others_have_their_turn_between_two(
         if message == b"99":
             last.set()
 
-    socket = WorkerSocket(context, f"ipc://{tmp_path}/worker", take)
+    socket = ChildSocket(context, f"ipc://{tmp_path}/worker", take)
     worker = connected(context, f"ipc://{tmp_path}/worker")
     for number in range(100):
         worker.send(b"%d" % number)
@@ -60,7 +60,7 @@ async def test_an_answer_that_comes_while_another_command_is_sent_is_heard(
     tmp_path: Path, context: zmq.Context[Any]
 ) -> None:
     answers: asyncio.Queue[bytes] = asyncio.Queue()
-    socket = WorkerSocket(context, f"ipc://{tmp_path}/worker", answers.put_nowait)
+    socket = ChildSocket(context, f"ipc://{tmp_path}/worker", answers.put_nowait)
     worker = connected(context, f"ipc://{tmp_path}/worker")
     worker.send(b"ready")
     async with asyncio.timeout(DEADLINE_S):
@@ -78,7 +78,7 @@ async def test_a_worker_that_is_gone_gets_nothing_and_nobody_waits_for_it(
     tmp_path: Path, context: zmq.Context[Any]
 ) -> None:
     told: list[bytes] = []
-    socket = WorkerSocket(context, f"ipc://{tmp_path}/worker", told.append)
+    socket = ChildSocket(context, f"ipc://{tmp_path}/worker", told.append)
     socket.send(b"to nobody")
     socket.close()
     socket.close()

@@ -1,4 +1,4 @@
-"""The gateway's end of an engine worker's socket. It delivers messages in the event loop turn that
+"""The parent's end of a child's socket. It delivers messages in the event loop turn that
 reads them, without a future or a task's wake-up.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import zmq
 
 
-class WorkerSocket:
-    """Bound to an address that one worker connects to. Use on one event loop."""
+class ChildSocket:
+    """Bound to an address that one child connects to. Use on one event loop."""
 
     def __init__(
         self, context: zmq.Context[Any], address: str, on_message: Callable[[bytes], None]
@@ -23,7 +23,7 @@ class WorkerSocket:
         """
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # commands queue here while the worker is busy
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # commands queue here while the child is busy
         self._socket.bind(address)
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
@@ -32,7 +32,7 @@ class WorkerSocket:
         """Messages received so far."""
 
     def send(self, message: bytes) -> None:
-        """Send without waiting; messages to a lost worker are dropped."""
+        """Send without waiting; messages to a lost child are dropped."""
         with suppress(zmq.Again):
             self._socket.send(message, zmq.NOBLOCK)
         # The descriptor signals only the first waiting message, and sending may have cleared that
@@ -41,7 +41,7 @@ class WorkerSocket:
 
     def read(self) -> None:
         """Deliver one message, and schedule the next read in the next turn of the event loop. A
-        fast worker must not starve the rest of the loop.
+        fast child must not starve the rest of the loop.
         """
         if self._socket.closed:
             return
