@@ -326,6 +326,7 @@ async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while
     await world.stop()
 
 
+@pytest.mark.slow
 async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
     world: World, rows: list[FeatureBatch]
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_service_that_ends_by_itself_exits_with_0(tmp_path: Path) -> None:
     assert _ended(_start(tmp_path, "mode=finish"))[0] == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_in_order_and_shows_in_the_status(
     tmp_path: Path, number: signal.Signals
@@ -98,22 +99,26 @@ def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert err == "policy_trainer: the model is [bold]not[/bold] there; seen: models/x\n"
 
 
+@pytest.mark.slow
 def test_a_failed_run_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=run"))
     assert code == EXIT_RUN_FAILED
     assert err == "policy_trainer: run r failed in step 3: the loss is not finite; seen: nan\n"
 
 
+@pytest.mark.slow
 def test_what_may_pass_by_itself_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=full"))
     assert (code, err) == (EXIT_FULL, "policy_trainer: Redis has no memory left\n")
 
 
+@pytest.mark.slow
 def test_an_error_in_a_task_group_is_one_line_too(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=group"))
     assert (code, err) == (1, "policy_trainer: a task of a group failed\n")
 
 
+@pytest.mark.slow
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=bug"))
     assert code == 1

@@ -95,6 +95,7 @@ async def redis(
         yield supervisor, events, client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(0.6, 4.0)])
 @pytest.mark.parametrize("how", ["stopped", "hung"])
 async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(

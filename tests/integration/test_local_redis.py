@@ -36,6 +36,7 @@ def redis_launches(config: ServiceConfig, words: Sequence[str]) -> list[Launch]:
     return [launch_of(spec, config, words) for spec in SERVICES if not spec.settings]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("host", ["", *LOOPBACK_HOSTS])
 async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
     tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch, host: str

@@ -105,6 +105,7 @@ async def test_ranks_know_their_places_and_the_file_they_meet_at(ranks: RankGrou
     assert first["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.slow
 async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alone(
     tmp_path: Path,
 ) -> None:
@@ -159,6 +160,7 @@ async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
     assert (await ranks.receive(patient(10.0)))[1] == b"again"
 
 
+@pytest.mark.slow
 async def test_a_rank_stopped_together_with_the_process_that_forked_it_is_replaced(
     ranks: RankGroup,
 ) -> None:
@@ -207,6 +209,7 @@ async def test_a_rank_that_is_never_ready_fails_the_start_and_is_gone(tmp_path: 
     assert group.pids == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["reports", "starved"])
 async def test_ranks_that_start_for_longer_than_the_deadline_are_awaited_while_they_get_on(
     tmp_path: Path, how: str
@@ -226,6 +229,7 @@ async def test_ranks_that_start_for_longer_than_the_deadline_are_awaited_while_t
     await watched.stop(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stuck", "computes"])
 async def test_a_rank_that_makes_no_progress_at_its_start_is_found(
     tmp_path: Path, how: str

@@ -283,6 +283,7 @@ def leads_on(explored: Explored) -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_order_of_events_and_faults_breaks_a_rule_or_stops_a_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

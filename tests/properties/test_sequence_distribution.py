@@ -340,6 +340,7 @@ BIASED: dict[str, tuple[Rule, dict[str, Callable[..., Tensor]]]] = {
 """A rule, and the parts of rejection.py that are replaced while it plays."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", BIASED)
 def test_a_biased_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, parts = BIASED[name]

@@ -116,6 +116,7 @@ with Client(sys.argv[1]) as client, client.session(trainable=False) as session:
 """
 
 
+@pytest.mark.slow
 def test_a_new_metric_stands_on_the_metrics_page_with_its_meaning(checkout: Checkout) -> None:
     checkout.change(METRIC)
     assert places(METRIC) <= 2

@@ -15,7 +15,7 @@ with uncollected():
     from paceline.local.processes import open_many_files
     from paceline.services.rollout_gateway.config import GatewayConfig
     from paceline.services.rollout_gateway.place import read_place
-    from paceline.services.rollout_gateway.server import running
+    from paceline.services.rollout_gateway.server import collect_seldom, running
 
 if __name__ == "__main__":
     place, config = read_place(Path(sys.argv[1]))
@@ -24,6 +24,7 @@ if __name__ == "__main__":
         """Serves until `stop` is set."""
         open_many_files()
         async with running(config, place):
+            collect_seldom()
             await stop.wait()
 
     run_part(place.name, config, serve)

@@ -47,6 +47,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event, forker: Forker | Non
     """
     open_many_files()
     async with running(config, forker) as head:
+        alone.collect_seldom()
         sys.stdout.write(f"{example_call(config, head.http_port)}\n")
         sys.stdout.flush()
         await first_of(head.failed(), _set(stop))

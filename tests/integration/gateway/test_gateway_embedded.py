@@ -178,6 +178,7 @@ def test_the_gateways_settings_are_the_engines(drafter: str) -> None:
     assert EmbeddedSpec.model_validate(engine_settings(config)).drafter == drafter
 
 
+@pytest.mark.slow
 async def test_workers_that_measure_their_threads_have_cores_of_their_own(
     serve_gateway: Any,
 ) -> None:

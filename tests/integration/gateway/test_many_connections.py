@@ -40,6 +40,7 @@ async def healthy(connection: Streams) -> bool:
     return head.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 async def test_every_one_of_many_connections_is_answered_and_stays_open(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack, asyncio.timeout(patient(60)):
         front = await served(stack, tmp_path)

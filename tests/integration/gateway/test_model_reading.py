@@ -40,6 +40,7 @@ def test_serve_refuses_a_tokenizer_larger_than_the_model_by_name_and_numbers(mod
     assert "320 tokens; beyond the model: 319 '<0xFF>'" in said
 
 
+@pytest.mark.slow
 async def test_serve_lists_the_end_tokens_and_their_files(
     model: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

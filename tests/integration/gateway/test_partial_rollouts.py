@@ -60,6 +60,7 @@ def spans(one: Trajectory) -> list[tuple[int, int]]:
     return [(span.policy_version, span.end - span.start) for span in one.version_spans]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mode", [pb.PAUSE_MODE_IN_PLACE, pb.PAUSE_MODE_RETRACT, pb.PAUSE_MODE_ABORT]
 )

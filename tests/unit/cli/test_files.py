@@ -99,6 +99,7 @@ def recorded(folder: Path, steps: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_recorded_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     runs = [recorded(tmp_path / name, steps) for name, steps in (("first", 6), ("second", 9))]
     done = paceline("report", *map(str, runs), cwd=tmp_path)
@@ -119,6 +120,7 @@ def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
     assert "no-such-run" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     plan = write_settings(
@@ -138,6 +140,7 @@ def test_without_tasks_the_new_run_is_its_agents(tmp_path: Path) -> None:
     assert load_config(CoordinatorConfig, "coordinator", [file]).environment == "external"
 
 
+@pytest.mark.slow
 def test_tasks_for_agents_are_claimed_and_held_out_ones_answered_by_the_gateway(
     tmp_path: Path,
 ) -> None:
@@ -203,6 +206,7 @@ def test_an_evaluation_whose_tasks_do_not_fit_into_its_call_is_refused_at_the_st
     assert f"allowed: {MOST_TASK_BYTES} bytes" in done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", ["1e-30", "11"])
 def test_an_evaluation_at_a_temperature_out_of_range_is_refused_at_the_start(
     temperature: str,

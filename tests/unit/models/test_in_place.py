@@ -166,6 +166,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("profile", NAMES)
 def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
     profile: str, deep: Path

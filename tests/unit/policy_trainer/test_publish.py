@@ -59,6 +59,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
 def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_more_than_a_piece(
     model_dir: Path, tmp_path: Path, ranks: int, dtype: str
@@ -131,6 +132,7 @@ def test_an_export_says_in_transformers_what_was_trained(model_dir: Path, tmp_pa
     assert torch.equal(loaded(ids).logits, trained(ids).logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "bfloat16"), (3, "bfloat16"), (2, "float32")])
 def test_weights_become_those_that_serve_and_keep_what_is_published_so(
     model_dir: Path, tmp_path: Path, ranks: int, dtype: str
@@ -183,6 +185,7 @@ def spools(
     thread.join(patient(20))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "spools"),
     [(1, "network"), (2, "network"), (3, "network"), (1, "file"), (3, "file")],

@@ -83,6 +83,7 @@ def audited(
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fault", "options", "path"),
     [

@@ -388,6 +388,7 @@ def test_the_states_a_kind_says_it_reads_are_kept(target: tuple[Path, PreTrained
     engine.prepare_weights(Target.DRAFTER, 1, folder / "deep")
 
 
+@pytest.mark.slow
 def test_every_kind_of_the_table_serves_by_commit_and_changes_no_token(tmp_path: Path) -> None:
     save_random(tmp_path / "policy", "llama", sharpness=6.0, num_hidden_layers=5)
     config = read_config(tmp_path / "policy")

@@ -107,6 +107,7 @@ def round_trip(source: Path, target: Path) -> None:
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["", pytest.param("int8", marks=pytest.mark.slow)])
 def test_in_bfloat16_drafts_flip_near_ties_only(
     profile: str,

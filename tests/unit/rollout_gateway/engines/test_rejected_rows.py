@@ -190,6 +190,7 @@ def test_without_drafts_nothing_is_rejected(model: tuple[Path, PreTrainedModel])
     assert not rows["parent"].any()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("arm", ["eagle:5_1_6", "eagle:4_3_10"])
 @pytest.mark.parametrize(("capacity", "drain_every"), [(5, 1), (23, 2), (61, 3), (100, 100)])
 def test_a_full_ring_drops_drafts_with_all_that_hangs_under_them(

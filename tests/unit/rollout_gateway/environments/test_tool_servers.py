@@ -191,11 +191,13 @@ async def test_tools_of_a_server_are_called(shop: Shop) -> None:
     assert model.tools[0]["function"]["parameters"]["required"] == ["item"]
 
 
+@pytest.mark.few(1)
 async def test_calls_that_are_made_together_are_each_answered(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox())
     assert await asks(environment, *[BOLT] * 8) == ["0.50"] * 8
 
 
+@pytest.mark.few(1)
 async def test_an_error_of_the_protocol_is_told_to_the_model_and_the_server_goes_on(
     shop: Shop,
 ) -> None:
@@ -204,6 +206,7 @@ async def test_an_error_of_the_protocol_is_told_to_the_model_and_the_server_goes
     assert told == ["error: nobody weighs a bolt", "0.50"]
 
 
+@pytest.mark.few(1)
 async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox(deadline_s=20))
     await environment.prepare([{}])
@@ -212,6 +215,7 @@ async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop:
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_away_is_a_machines_fault_each_time_it_is_asked(far: Shop) -> None:
     environment = ToolUse(None, far.toolbox())
     assert await asks(environment, BOLT) == ["0.50"]
@@ -222,6 +226,7 @@ async def test_a_server_that_is_away_is_a_machines_fault_each_time_it_is_asked(f
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_started_again_between_two_calls_serves_the_next_but_one(
     far: Shop,
 ) -> None:
@@ -254,6 +259,7 @@ async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.few(1)
 async def test_a_server_that_cannot_be_used_is_refused_before_the_run(shop: Shop) -> None:
     with pytest.raises(ConfigError, match=r"tools; seen: sell; allowed: price, weigh, leave"):
         await shop.toolbox(tools=["sell"]).tools()

@@ -224,6 +224,7 @@ def rules_of(directory: Path, **settings: Any) -> RewardRules:
     return RewardRules(RewardsConfig(model=ModelRewardConfig(model=str(directory), **settings)))
 
 
+@pytest.mark.slow
 async def test_the_model_scores_in_a_process_of_its_own(tmp_path: Path) -> None:
     rules = rules_of(write_llama(tmp_path), max_batch=4)
     values = await asyncio.gather(*(rules.rule("model").score(episode(text)) for text in TEXTS))

@@ -73,6 +73,7 @@ async def begun(word: str, still: asyncio.Task[object]) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
 async def test_a_cancelled_run_leaves_nothing(
     isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +93,7 @@ async def test_a_cancelled_run_leaves_nothing(
     assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
 async def test_a_program_ends_with_its_gateway(isolation: str, tmp_path: Path) -> None:
     word = uuid.uuid4().hex
@@ -129,6 +131,7 @@ async def test_no_more_run_at_once_than_allowed() -> None:
     assert all(sum(start <= moment < end for start, end in spans) <= 2 for moment, _ in spans)
 
 
+@pytest.mark.slow
 def test_it_runs_under_uvloop_from_many_tasks() -> None:
     async def many() -> list[str]:
         sandbox = Sandbox(SandboxConfig(parallel=4))
@@ -231,6 +234,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names system calls by number")
 @pytest.mark.parametrize(
     ("isolation", "lacking", "said"),

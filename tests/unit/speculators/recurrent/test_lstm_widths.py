@@ -112,6 +112,7 @@ def all_widths(method: str) -> Iterator[dict[str, Any]]:
         yield config_of(inner, proj, emb, method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "fitting"), [("sum_lstm", 224), ("sum_rnn", 288)])
 def test_widths_are_read_if_and_only_if_the_published_method_computes_them(
     method: str, fitting: int

@@ -72,6 +72,7 @@ def test_more_threads_are_taken_where_twice_as_many_are_a_tenth_faster(
     assert counts[fastest(counts, taken)] == chosen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads_of_before")
 def test_an_engine_that_measures_computes_the_same_tokens_and_keeps_no_request(
     model: Path,
