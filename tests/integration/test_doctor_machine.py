@@ -42,6 +42,7 @@ def doctor(
     return done.returncode, {one["check"]: one for one in found}, done.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_that_can_run_it_fails_nothing(tmp_path: Path) -> None:
     code, found, err = doctor(tmp_path)
     assert [one for one in found.values() if one["verdict"] == "fail"] == [], err

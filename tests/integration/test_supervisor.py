@@ -52,6 +52,7 @@ def _gone(pids: list[int]) -> bool:
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_path: Path) -> None:
     events = Events()
     launches = [

@@ -152,6 +152,7 @@ def test_a_new_sampling_parameter_changes_what_the_client_gets(checkout: Checkou
     assert "twin" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_new_release_of_sglang_is_taken_and_an_unknown_one_refused(checkout: Checkout) -> None:
     checkout.change(RELEASE)
     check = (

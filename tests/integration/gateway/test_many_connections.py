@@ -14,6 +14,8 @@ from benchmarks.gateway.backends import ScriptPace, engine_settings, write_model
 from benchmarks.gateway.fronts import Front, gateway
 from paceline.local.patience import patient
 
+pytestmark = pytest.mark.slow
+
 FEW = 256
 MANY = 400
 ASK = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"

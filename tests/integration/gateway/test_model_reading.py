@@ -59,6 +59,7 @@ async def test_serve_lists_the_end_tokens_and_their_files(
     assert "2 <pad> (generation_config.json)" in said
 
 
+@pytest.mark.slow
 def test_a_directory_that_transformers_reads_alike_passes_the_check(model: Path) -> None:
     assert not [one for one in reading_findings(model) if one.verdict == "fail"]
 

@@ -113,6 +113,7 @@ def test_two_recorded_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert all((run / "report.html").is_file() for run in runs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", [["why", "no-such-run"], ["report", "no-such-run"]])
 def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
     done = paceline(*words, cwd=tmp_path)
@@ -134,6 +135,7 @@ def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
     assert file.read_text().count("#") > 12  # it explains itself
 
 
+@pytest.mark.slow
 def test_without_tasks_the_new_run_is_its_agents(tmp_path: Path) -> None:
     file = tmp_path / "agents.toml"
     write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)

@@ -64,6 +64,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("profile", NAMES)
 def test_twenty_updates_keep_every_address_and_end_with_the_bits_of_a_fresh_load(

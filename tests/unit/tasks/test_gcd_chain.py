@@ -108,6 +108,7 @@ def test_subtract_lengths_have_a_long_tail(
     assert family.longest == family.prompt_tokens + longest
 
 
+@pytest.mark.slow
 def test_a_task_asks_for_the_working_by_subtraction() -> None:
     for task in THREE_DIGITS.sample_tasks(50, "train", seed=4):
         a, b = (int(one) for one in task.prompt.rstrip("=").split(":"))

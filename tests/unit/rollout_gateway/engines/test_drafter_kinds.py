@@ -190,6 +190,7 @@ def test_forced_arms_of_a_resting_kind_are_refused_and_earlier_ones_draft_nothin
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("watchdog", [0, 20])
 @pytest.mark.parametrize("kind", sorted(BANDITS))
 def test_no_bandit_chooses_an_arm_of_a_resting_kind(

@@ -94,6 +94,7 @@ def ring_of(capacity: int = 20_000, states: int = 1) -> RowRing:
     return RowRing.create(capacity, ROW_BYTES * states)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arm", "options"),
     [

@@ -175,6 +175,7 @@ async def fails(environment: ToolUse, name: str, arguments: str) -> bool:
     return episode.finish == "error"
 
 
+@pytest.mark.few(1)
 async def test_tools_of_a_server_are_called(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox(tools=["price"]))
     await environment.prepare([{}])
@@ -238,6 +239,7 @@ async def test_a_server_that_was_started_again_between_two_calls_serves_the_next
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(
     far: Shop, skip: Callable[[float], None]
 ) -> None:

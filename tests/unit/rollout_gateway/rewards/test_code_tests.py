@@ -242,6 +242,7 @@ async def test_a_name_of_python_means_pythons_own_unless_it_is_the_entry_point(
     assert await rule.score(episode("x = 1", tests=tests, entry_point="pow")) == 0.0
 
 
+@pytest.mark.slow
 async def test_what_passed_before_the_time_was_over_counts(rule: CodeTests) -> None:
     code = "def add(a, b):\n    while a < 0: pass\n    return a + b"
     assert await rule.score(episode(code, tests=ADD_TESTS)) == 0.5

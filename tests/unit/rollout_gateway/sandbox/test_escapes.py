@@ -175,6 +175,7 @@ async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox
     assert [end.reason for end in ends] == ["cpu", "cpu"]
 
 
+@pytest.mark.few(1)
 async def test_waiting_without_end_is_stopped_by_the_clock(any_kind: Sandbox, mark: str) -> None:
     code = f"""
         import subprocess, sys, time

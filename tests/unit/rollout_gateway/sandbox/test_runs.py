@@ -141,6 +141,7 @@ def test_it_runs_under_uvloop_from_many_tasks() -> None:
     assert uvloop.run(many()) == [str(number) for number in range(8)]
 
 
+@pytest.mark.slow
 def test_code_inherits_no_descriptor_even_when_the_gateway_leaks_one(tmp_path: Path) -> None:
     async def listed() -> str:
         with (tmp_path / "secret").open("w") as file:

@@ -111,6 +111,7 @@ def test_a_released_cache_leaves_the_process_and_comes_back_empty(model_dir: Pat
     assert len(answer(engine)) == 4
 
 
+@pytest.mark.slow
 def test_all_released_memory_is_all_but_what_the_drafter_and_the_tables_hold(
     model_dir: Path,
 ) -> None:

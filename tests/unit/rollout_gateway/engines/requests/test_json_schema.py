@@ -172,6 +172,7 @@ def test_every_response_parses_validates_and_stops(plain: list[Chunk]) -> None:
     assert len({text_of(chunk) for chunk in plain}) > len(SCHEMAS)
 
 
+@pytest.mark.slow
 def test_an_empty_schema_is_any_json_object_and_nothing_else(engine: EmbeddedEngine) -> None:
     chunks = run(engine, [ask(number, {}, temperature=1.3) for number in range(8)])
     ended = [chunk for chunk in chunks if chunk.finish is Finish.STOP]
@@ -312,6 +313,7 @@ def test_other_settings_of_the_draw_go_with_a_schema_under_every_arm() -> None:
         assert said(run(build(), requests, arm)) == said(expected), arm
 
 
+@pytest.mark.slow
 def test_drafts_that_are_drawn_and_rejected_keep_to_the_schema() -> None:
     engine = build(verification="rejection", arms=("off", "eagle:3_1_4"))
     requests = every_schema()
@@ -585,6 +587,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_merged_tokens_several_ends_and_a_padded_vocabulary_give_valid_json(
     byte_level: Path,
 ) -> None:

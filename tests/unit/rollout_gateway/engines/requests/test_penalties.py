@@ -296,6 +296,7 @@ def test_the_engine_drops_counts_of_requests_that_ended_or_were_aborted(
     assert len(engine._decoder._penalties) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("arm", ARMS)
 def test_greedy_tokens_with_a_repetition_penalty_are_those_transformers_generates(
     model: PreTrainedModel, model_dir: Path, arm: str
