@@ -35,6 +35,7 @@ def paceline(*words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", [["list"], ["--help"], []])
 def test_every_bench_is_listed(words: list[str]) -> None:
     done = paceline(*words)
