@@ -28,6 +28,7 @@ HUNG_S = 3.0
 """A busy machine may let a service stand for two."""
 
 
+@pytest.mark.slow
 async def test_a_service_whose_loop_stands_is_replaced_though_it_answers_beats(
     tmp_path: Path,
 ) -> None:

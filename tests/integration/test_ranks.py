@@ -144,6 +144,7 @@ async def test_a_killed_rank_is_noticed_at_once(ranks: RankGroup) -> None:
         await ranks.send(b"x")
 
 
+@pytest.mark.slow
 async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
     ranks: RankGroup,
 ) -> None:
@@ -185,6 +186,7 @@ async def test_silence_ends_at_the_deadline(ranks: RankGroup) -> None:
         await ranks.receive(0.1)
 
 
+@pytest.mark.slow
 async def test_a_stopped_group_leaves_no_process_and_starts_again(ranks: RankGroup) -> None:
     before = ranks.pids
     await ranks.stop(2.0)

@@ -73,7 +73,7 @@ def generated(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :].tolist())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

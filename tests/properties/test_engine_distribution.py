@@ -107,7 +107,7 @@ REJECTION = {"verification": "rejection"}
 @pytest.mark.parametrize(
     ("drafter", "arm", "options"),
     [
-        ("off", "off", {}),
+        pytest.param("off", "off", {}, marks=pytest.mark.slow),
         ("eagle", "eagle:3_1_4", {}),
         pytest.param("eagle", "eagle:3_2_7", {}, marks=pytest.mark.slow),
         pytest.param("ngram", "ngram:4_1_5", {}, marks=pytest.mark.slow),

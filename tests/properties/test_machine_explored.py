@@ -298,6 +298,7 @@ def test_nor_does_any_order_with_more_faults_or_more_groups(
     assert explored_states(DEEPER, capsys) >= FEWEST_STATES
 
 
+@pytest.mark.slow
 def test_nor_does_an_operator_who_pauses_the_run_at_any_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

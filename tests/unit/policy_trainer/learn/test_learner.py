@@ -196,7 +196,7 @@ def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_
             assert torch.equal(local_of(found[name]), local_of(one)), name
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.timeout(400)
 def test_a_compiled_head_steps_as_the_other_does(model_dir: Path, mesh: DeviceMesh) -> None:
@@ -446,7 +446,7 @@ MODES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", MODES, ids=lambda one: one.name)
 def test_rows_micro_batches_and_chunks_change_nothing(
     model_dir: Path, mesh: DeviceMesh, algorithm: AlgorithmConfig

@@ -207,7 +207,7 @@ async def test_an_error_of_the_protocol_is_told_to_the_model_and_the_server_goes
     assert told == ["error: nobody weighs a bolt", "0.50"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox(deadline_s=20))
     await environment.prepare([{}])
@@ -261,7 +261,7 @@ async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(
     assert await asks(environment, BOLT) == ["0.50"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 async def test_a_server_that_cannot_be_used_is_refused_before_the_run(shop: Shop) -> None:
     with pytest.raises(ConfigError, match=r"tools; seen: sell; allowed: price, weigh, leave"):
         await shop.toolbox(tools=["sell"]).tools()

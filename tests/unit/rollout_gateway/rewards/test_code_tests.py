@@ -221,7 +221,7 @@ def add(a, b): return 3 * (got == 0) + 99
 }
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
 async def test_a_cheat_earns_nothing(rule: CodeTests, code: str) -> None:
     tests = (

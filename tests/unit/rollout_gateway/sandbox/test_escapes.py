@@ -34,7 +34,8 @@ LIMITS = SandboxConfig(
     processes=12,
     parallel=2,
 )
-WALLS = ("auto", "namespaces", "landlock")
+WALLS = ("auto", pytest.param("namespaces", marks=pytest.mark.slow), "landlock")
+"""On most machines "auto" has namespaces too."""
 CAP_SYS_PTRACE = 19
 SLACK_BYTES = 128 << 20  # what processes take between two looks at them
 
@@ -166,7 +167,7 @@ async def test_the_order_of_a_set_is_the_same_in_every_run(any_kind: Sandbox) ->
     assert (await any_kind.run(code)).stdout == (await any_kind.run(code)).stdout
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox) -> None:
     # A second of CPU time may take minutes on a busy machine.
     quick = Sandbox(any_kind.config.model_copy(update={"cpu_s": 1, "wall_s": 600}))

@@ -235,7 +235,7 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names system calls by number")
 @pytest.mark.parametrize(
     ("isolation", "lacking", "said"),

@@ -79,7 +79,6 @@ def test_released_weights_leave_the_process_and_come_back(model_dir: Path, profi
     assert answer(engine) == expected
 
 
-@pytest.mark.slow
 def test_a_version_staged_and_served_while_weights_are_released_is_held_once(
     model_dir: Path,
 ) -> None:
@@ -94,7 +93,6 @@ def test_a_version_staged_and_served_while_weights_are_released_is_held_once(
     assert abs(resident_bytes() - resident) < 0.2 * freed
 
 
-@pytest.mark.slow
 def test_a_released_cache_leaves_the_process_and_comes_back_empty(model_dir: Path) -> None:
     engine = build(model_dir, drafter="eagle")
     held = live_bytes()

@@ -277,7 +277,7 @@ def test_verifying_every_draft_and_rebuilding_the_cache_change_no_token(plain: l
     assert said(run(build(), some, "eagle:4_2_8", retract=True)) == said(plain[::3])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["off", "eagle:4_2_8", "ngram:4_1_5"])
 def test_neighbours_without_a_schema_say_what_they_say_alone(arm: str) -> None:
     free = [ask(100 + number, max_tokens=40, ignore_eos=True) for number in range(4)]
@@ -443,6 +443,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_schema_that_takes_too_long_is_refused_with_the_deadline_that_passed(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

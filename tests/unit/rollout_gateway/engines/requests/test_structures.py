@@ -84,7 +84,7 @@ def run(engine: Any, requests: Sequence[Request], arm: str) -> list[Chunk]:
     return [ended[one.request_id] for one in requests]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_required_call_is_valid_in_every_format_and_the_same_with_drafts(
     engine: Any, name: str
