@@ -20,6 +20,7 @@ _IMPORTED = (
     "paceline.services.drafter_trainer.learn.learner",
     "paceline.services.policy_trainer.learn.learner",
     "transformers.models.llama.modeling_llama",
+    "frozen_modules",
 )
 
 
