@@ -82,6 +82,7 @@ def test_a_second_service_of_a_run_is_refused_with_the_first_ones_pid_and_start(
     _ended(third)
 
 
+@pytest.mark.slow
 def test_files_and_overrides_reach_the_service(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[run]\nid = "from-file"\n[policy_trainer]\nmode = "fail"\n')
@@ -126,6 +127,7 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     assert "Traceback" in err
 
 
+@pytest.mark.slow
 def test_a_misspelt_setting_exits_with_2_and_the_nearest_key(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "moed=wait"))
     assert code == 2
@@ -133,6 +135,7 @@ def test_a_misspelt_setting_exits_with_2_and_the_nearest_key(tmp_path: Path) -> 
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line_with_port_and_setting(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -145,6 +148,7 @@ def test_a_port_in_use_is_one_line_with_port_and_setting(tmp_path: Path) -> None
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_config_is_printed_and_nothing_is_started(tmp_path: Path) -> None:
     code, out, _ = _ended(_start(tmp_path, "--print-config", "run.id=shown"))
     assert code == 0

@@ -114,6 +114,7 @@ def test_what_the_hub_does_not_give_is_refused_by_name(
         model_directory(model, print)
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_away_and_a_model_never_seen_are_one_line(tmp_path: Path) -> None:
     done = paceline("eval", "acme/tiny", "tasks.jsonl", url=nobody(), home=tmp_path)
     assert done.returncode == 2

@@ -156,6 +156,7 @@ async def test_a_server_is_not_asked_whether_it_hangs_before_it_was_healthy(
         assert events.kinds("one")[:2] == ["started", "healthy"]
 
 
+@pytest.mark.slow
 async def test_a_redis_that_others_run_is_said_to_be_away_and_back_and_lives(
     tmp_path: Path,
 ) -> None:

@@ -129,6 +129,7 @@ async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alo
     assert set(process_directory().iterdir()) == before
 
 
+@pytest.mark.slow
 async def test_polling_an_empty_link_does_not_wait(ranks: RankGroup) -> None:
     await ranks.send(b"poll")
     assert {(await ranks.receive(10.0))[1], (await ranks.receive(10.0))[1]} == {b"nothing"}
@@ -175,12 +176,14 @@ async def test_a_rank_stopped_together_with_the_process_that_forked_it_is_replac
     assert psutil.Process(ranks.pids[0]).ppid() != forker
 
 
+@pytest.mark.slow
 async def test_news_of_a_rank_that_is_ready_before_the_others_is_not_lost(tmp_path: Path) -> None:
     async with _group(tmp_path, RANK_ECHO_EARLY=str(tmp_path / "spoken")) as group:
         await group.start(patient(20.0))
         assert await group.receive(patient(10.0)) == (0, b"news")
 
 
+@pytest.mark.slow
 async def test_silence_ends_at_the_deadline(ranks: RankGroup) -> None:
     with pytest.raises(DeadlineExceeded):
         await ranks.receive(0.1)

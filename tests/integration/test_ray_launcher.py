@@ -135,7 +135,7 @@ def test_a_run_whose_starter_is_killed_ends_by_itself(
     assert alive == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -114,6 +114,7 @@ async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None
         assert supervisor.pids["two"] == before["two"]
 
 
+@pytest.mark.slow
 async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     launch = stub_launch("gateway", "--exits", "7", "--starts", str(starts))

@@ -192,6 +192,7 @@ RULES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_sequences_follow_the_target(name: str) -> None:
     result = g_test(play(RULES[name]), EXACT)

@@ -136,7 +136,7 @@ async def test_an_environment_that_raises_or_answers_garbage_costs_its_samples(
         assert (await ran(served, [{"odd": "half"}], "odd", "odd"))["t0"].reward.value == 1.0
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("sessions", "within_s"), [({"timeout_s": 0.5}, 60), ({}, 8)])
 async def test_an_environment_that_hangs_costs_its_samples_before_the_call_ends(
     serve_gateway: Any, own: dict[str, Any], sessions: dict[str, Any], within_s: float

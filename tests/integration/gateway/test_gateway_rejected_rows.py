@@ -41,7 +41,7 @@ async def batches_of(client: redis.asyncio.Redis, run_id: str, count: int) -> li
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("rejected", "layers"), [(True, []), (False, []), (True, [2, 6])])
 async def test_batches_hold_rejected_rows_when_asked_and_their_states_are_those_of_transformers(
     rejected: bool,

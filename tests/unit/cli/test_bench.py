@@ -53,6 +53,7 @@ def test_every_bench_shows_its_options(name: str, capsys: pytest.CaptureFixture[
     assert "--json" in shown
 
 
+@pytest.mark.slow
 def test_the_command_passes_options_on() -> None:
     done = paceline("growth", "--help")
     assert done.returncode == 0, done.stderr

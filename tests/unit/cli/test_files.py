@@ -188,6 +188,7 @@ def test_settings_are_never_written_over(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_init_says_how_to_start(tmp_path: Path) -> None:
     done = paceline("init", str(POLICY), "--tasks", str(TASKS), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -195,6 +196,7 @@ def test_init_says_how_to_start(tmp_path: Path) -> None:
     assert os.access(tmp_path / "paceline.toml", os.R_OK)
 
 
+@pytest.mark.slow
 def test_an_evaluation_whose_tasks_do_not_fit_into_its_call_is_refused_at_the_start(
     tmp_path: Path,
 ) -> None:
@@ -208,7 +210,7 @@ def test_an_evaluation_whose_tasks_do_not_fit_into_its_call_is_refused_at_the_st
     assert f"allowed: {MOST_TASK_BYTES} bytes" in done.stderr
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["1e-30", "11"])
 def test_an_evaluation_at_a_temperature_out_of_range_is_refused_at_the_start(
     temperature: str,

@@ -33,6 +33,7 @@ async def waited_s(clock: WorkClock, deadline_s: float) -> float:
     return time.monotonic() - began_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [SPIN], indirect=True)
 async def test_a_process_that_gets_a_part_of_a_core_has_as_much_longer(
     process: subprocess.Popen[bytes],

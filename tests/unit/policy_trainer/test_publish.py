@@ -81,6 +81,7 @@ def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_mor
     assert sum(one.nbytes for one in full.values()) > 4 * largest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "stored", "dtype"),
     [(1, "bfloat16", "float32"), (2, "float32", "bfloat16"), (3, "bfloat16", "float32")],
@@ -121,6 +122,7 @@ def test_adapters_published_alone_are_over_their_start_what_is_trained(
     assert policy.lm_head_hash == head.lm_head_hash == head_hash(bits(stored_head))
 
 
+@pytest.mark.slow
 def test_an_export_says_in_transformers_what_was_trained(model_dir: Path, tmp_path: Path) -> None:
     run_ranks(publishing_ranks.main, 2, tmp_path, model_dir, tmp_path, {})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/checkpoint-1")

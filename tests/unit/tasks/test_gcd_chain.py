@@ -79,6 +79,7 @@ def test_no_heldout_pair_is_a_training_pair_in_either_order(family: Family) -> N
     assert not train & (heldout | {(b, a) for a, b in heldout})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "most", "divisor"), [(TWO_DIGITS, 40, 99), (THREE_DIGITS, 52, 25)]
 )

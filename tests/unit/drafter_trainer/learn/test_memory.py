@@ -86,5 +86,6 @@ def test_a_drafter_that_another_takes_the_place_of_is_freed(how: str) -> None:
     assert live_bytes() <= live
 
 
+@pytest.mark.slow
 def test_two_ranks_off_their_devices_hold_no_shard_and_nothing_gathered(tmp_path: Path) -> None:
     run_ranks(memory_ranks.main, 2, tmp_path)

@@ -83,7 +83,7 @@ def audited(
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "options", "path"),
     [

@@ -167,7 +167,7 @@ SAVING = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_bit_for_bit(
     model_dir: Path, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
@@ -446,7 +446,7 @@ MODES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", MODES, ids=lambda one: one.name)
 def test_rows_micro_batches_and_chunks_change_nothing(
     model_dir: Path, mesh: DeviceMesh, algorithm: AlgorithmConfig

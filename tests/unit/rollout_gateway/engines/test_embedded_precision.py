@@ -141,7 +141,7 @@ def test_in_bfloat16_drafts_flip_near_ties_only(
     assert all(flipped[arm] < 0.02 * draws[arm] for arm in flipped), (flipped, draws)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_int8_says_what_a_plain_engine_says_of_the_weights_that_eight_bits_keep(

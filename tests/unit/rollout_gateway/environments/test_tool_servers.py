@@ -192,7 +192,7 @@ async def test_tools_of_a_server_are_called(shop: Shop) -> None:
     assert model.tools[0]["function"]["parameters"]["required"] == ["item"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 async def test_calls_that_are_made_together_are_each_answered(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox())
     assert await asks(environment, *[BOLT] * 8) == ["0.50"] * 8
@@ -277,6 +277,7 @@ async def test_a_command_that_is_no_server_is_refused_before_the_run(
         await place("streams").toolbox(command=command, deadline_s=5).tools()
 
 
+@pytest.mark.slow
 async def test_a_url_where_no_server_is_is_refused_before_the_run(
     place: Callable[[str], Shop], far: Shop
 ) -> None:
@@ -287,6 +288,7 @@ async def test_a_url_where_no_server_is_is_refused_before_the_run(
         await far.toolbox(url=elsewhere).tools()
 
 
+@pytest.mark.slow
 async def test_a_server_on_this_machine_is_reached_without_a_proxy(
     far: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +297,7 @@ async def test_a_server_on_this_machine_is_reached_without_a_proxy(
     assert "price" in await far.toolbox().tools()
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_asked() -> None:
     silent = (sys.executable, "-c", "import time; time.sleep(60)")
     settings = ToolServerConfig(command=silent, deadline_s=0.3)
@@ -313,6 +316,7 @@ def test_a_server_is_a_command_or_a_url(settings: dict[str, Any]) -> None:
         ToolServerConfig(command=("shop",), token_env="TOKEN")
 
 
+@pytest.mark.slow
 async def test_a_server_that_asks_for_a_token_gets_it_from_the_environment(
     place: Callable[[str], Shop], monkeypatch: pytest.MonkeyPatch
 ) -> None:

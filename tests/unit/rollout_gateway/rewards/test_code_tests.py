@@ -221,7 +221,7 @@ def add(a, b): return 3 * (got == 0) + 99
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
 async def test_a_cheat_earns_nothing(rule: CodeTests, code: str) -> None:
     tests = (
@@ -248,6 +248,7 @@ async def test_what_passed_before_the_time_was_over_counts(rule: CodeTests) -> N
     assert await rule.score(episode(code, tests=ADD_TESTS)) == 0.5
 
 
+@pytest.mark.slow
 async def test_programs_are_judged_by_what_they_print(rule: CodeTests) -> None:
     cases = json.dumps([{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 5", "stdout": "10"}])
     program = "print(sum(map(int, input().split())), ' ')\n"

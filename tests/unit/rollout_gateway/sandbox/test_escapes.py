@@ -230,7 +230,7 @@ def told_what_is_shared() -> bool:
     return os.geteuid() != 0 or bool(held >> CAP_SYS_PTRACE & 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 async def test_memory_that_processes_share_counts_once(any_kind: Sandbox) -> None:
     if "namespaces" not in await any_kind.layers() and not told_what_is_shared():
         pytest.skip("a root without CAP_SYS_PTRACE is not told what processes share")

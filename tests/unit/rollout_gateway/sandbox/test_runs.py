@@ -93,7 +93,7 @@ async def test_a_cancelled_run_leaves_nothing(
     assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
 async def test_a_program_ends_with_its_gateway(isolation: str, tmp_path: Path) -> None:
     word = uuid.uuid4().hex
@@ -282,6 +282,7 @@ async def test_layers_are_the_same_however_private_the_files_of_its_gateway_are(
         os.umask(before)
 
 
+@pytest.mark.slow
 async def test_a_launcher_that_is_killed_is_no_result() -> None:
     sandbox = Sandbox(SandboxConfig(wall_s=60))
     await sandbox.layers()
@@ -369,6 +370,7 @@ print([*Path(sys.argv[1]).rglob("box-*")])
 """
 
 
+@pytest.mark.slow
 def test_code_does_not_fill_the_disk_where_it_has_no_file_system_of_its_own(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = ["unshare", *([] if os.geteuid() == 0 else ["-Ur"]), "-m", sys.executable, "-c"]

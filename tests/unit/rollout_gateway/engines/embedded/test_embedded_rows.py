@@ -115,6 +115,7 @@ def test_what_workers_are_forked_from_imports_no_server() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
 
 
+@pytest.mark.slow
 def test_the_gateway_learns_it_without_torch() -> None:
     code = (
         "import pkgutil, sys; from paceline.services.rollout_gateway.engines import ENGINES\n"

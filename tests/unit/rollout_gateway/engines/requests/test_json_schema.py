@@ -516,7 +516,7 @@ def test_a_grammar_that_faults_ends_its_request_alone(monkeypatch: pytest.Monkey
     assert engine.load.running == len(engine._grammars) == 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS[1:])
 def test_a_fault_under_a_draft_costs_drafts_and_changes_no_token(
     arm: str, plain: list[Chunk], monkeypatch: pytest.MonkeyPatch
