@@ -118,6 +118,7 @@ async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
     assert await client.get("kept") == b"1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(1.5, 30.0)])
 async def test_a_redis_of_ours_that_was_stopped_for_less_than_the_limit_lives(
     redis: tuple[Supervisor, Events, Redis], monkeypatch: pytest.MonkeyPatch

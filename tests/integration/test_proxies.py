@@ -163,6 +163,7 @@ async def test_a_channel_to_another_host_goes_to_its_proxy_unless_exempt(
     assert set(proxy.lines) == {"CONNECT gateway.invalid:7401 HTTP/1.1"}
 
 
+@pytest.mark.slow
 async def test_a_client_of_a_gateway_on_another_host_goes_to_its_proxy_unless_exempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -139,6 +139,7 @@ async def test_queues_are_looked_at_while_somebody_listens_and_told_when_they_ch
     await events.aclose()
 
 
+@pytest.mark.slow
 async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
     assert await read_queues(ServiceConfig()) == {}
 
