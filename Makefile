@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang proto docs site release format check test test-sglang test-gpu mutants chaos starve recovery attack corrupt fuzz demo up bench
+.PHONY: help setup setup-sglang proto docs site release format check test test-all test-sglang test-gpu mutants chaos starve recovery attack corrupt fuzz demo up bench
 
 help: ; @grep -E '^[a-z-]+: .*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22  ## list the targets
 setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
@@ -13,7 +13,8 @@ site: setup ; @$(BIN)/mkdocs build --strict -q && echo site/index.html  ## build
 release: setup ; @$(BIN)/python .ci/release $(VERSION)  ## turn what is unreleased into a release; VERSION=0.1.0
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
 check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, budgets of size and prose
-test: setup ; @.ci/test  ## every test but the slow ones
+test: setup ; @.ci/test  ## the quick tests, in about 5 minutes on two cores
+test-all: setup-sglang ; @.ci/test-all  ## every test but those that need a GPU or network namespaces
 test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts tests/integration/gateway -m sglang  ## tests over the real SGLang, on the CPU
 test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device
 network: setup ; @$(BIN)/python -m pytest -m network  ## runs over hosts that are killed, cut off, slow; needs root

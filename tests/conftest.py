@@ -29,11 +29,15 @@ from paceline.local.services import SERVICES
 from paceline.streams import connect
 from paceline.telemetry.metrics import use_meter
 
-# A run says the same twice; look for new cases with --hypothesis-profile=default. How long a case
-# takes, to draw or to run, says something of the machine's load, nothing of the code.
-settings.register_profile(
-    "fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# A run draws the same cases each time; --hypothesis-profile=default draws new ones. The time of a
+# case depends on the machine's load, so no deadline holds. `make test` draws fewer cases.
+EVERY_RUN = {
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("fixed", **EVERY_RUN)
+settings.register_profile("few", max_examples=25, **EVERY_RUN)
 settings.load_profile("fixed")
 
 
@@ -71,8 +75,25 @@ def timeout_of(item: pytest.Item) -> float:
     return float(marked.args[0] if marked else item.config.getvalue("timeout"))
 
 
+def leave_few(items: list[pytest.Item]) -> None:
+    """Mark as slow all but `n` cases of each test marked `few(n)`, evenly spread over the cases."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        marked = same[0].get_closest_marker("few")
+        assert marked is not None
+        kept = {index * len(same) // marked.args[0] for index in range(marked.args[0])}
+        for index, item in enumerate(same):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that may take longest come first: begun last, they would leave other workers idle."""
+    leave_few(items)
     longest: dict[Path, float] = {}
     for item in items:
         longest[item.path] = max(longest.get(item.path, 0.0), timeout_of(item))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -76,6 +77,7 @@ def _rank(
     telling: Connection, environment: dict[str, str], main: Callable[..., None], given: Any
 ) -> None:
     os.environ.update(environment)
+    gc.freeze()  # a collection would look through all imported modules
     try:
         main(*given)
     except BaseException:

@@ -25,8 +25,9 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     await forker.begin()
     try:
         with uncollected():
-            from paceline.services.rollout_gateway.server import running
+            from paceline.services.rollout_gateway.server import collect_seldom, running
         async with running(config, forker) as (_, http_port):
+            collect_seldom()
             sys.stdout.write(f"{example_call(config, http_port)}\n")
             sys.stdout.flush()
             await stop.wait()

@@ -98,10 +98,9 @@ async def running(
         try:
             port = await server.start()
             gateway.expiry.start()
-            with _collected_seldom():
-                log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-                async with listed(config, gateway.model, http_port):
-                    yield port, http_port
+            log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
+            async with listed(config, gateway.model, http_port):
+                yield port, http_port
         finally:
             gateway.agents.offers.stop()
             await gateway.expiry.stop()
@@ -133,20 +132,14 @@ async def _compare_reading(config: GatewayConfig) -> None:
         log.warning("the model is read in another way than by transformers", difference=line)
 
 
-@contextlib.contextmanager
-def _collected_seldom() -> Iterator[None]:
-    """Keep Python's cycle search away from objects that live as long as the process, and run it
-    less often for the objects of sessions.
+def collect_seldom() -> None:
+    """Keep Python's cycle search away from all objects that exist, and run the search less often.
+
+    For a process that serves until its end.
     """
-    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+    gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
 
 
 async def start_http(

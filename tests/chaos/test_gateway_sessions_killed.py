@@ -125,6 +125,7 @@ async def step_of(gateway: Gateway, run_id: str, groups: int) -> list[Any]:
         ]
 
 
+@pytest.mark.slow
 async def test_sessions_of_a_killed_gateway_are_told_failed_and_what_was_final_stays(
     gateway: Gateway, redis_url: str, run_id: str
 ) -> None:

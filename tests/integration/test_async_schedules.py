@@ -122,6 +122,7 @@ async def test_a_policy_that_is_damaged_when_the_trainer_is_ahead_gives_way_to_t
     assert [policy for _, policy, _ in script.commits] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_killed_coordinator_takes_an_asynchronous_run_up_again(
     redis_url: str, tmp_path: Path, snapshot_entries: int

@@ -12,6 +12,8 @@ from benchmarks.policy.checkpoints import checkpointed
 from benchmarks.policy.run import Case, compared
 from benchmarks.policy.work import Work, demo_model, demo_samples
 
+pytestmark = pytest.mark.slow
+
 
 async def test_both_sides_step_on_the_same_batch_and_are_timed_in_pairs(tmp_path: Path) -> None:
     samples = demo_samples(tmp_path / "samples.json", 2)

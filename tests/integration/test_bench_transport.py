@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from paceline.local.patience import patient
+
+pytestmark = pytest.mark.slow
 
 
 def test_bench_measures_both_transports_and_leaves_no_process(tmp_path: Path) -> None:

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from paceline.local.patience import patient
+
+pytestmark = pytest.mark.slow
 
 
 def test_bench_pushes_versions_whole_and_as_deltas(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import redis.asyncio
 
 from benchmarks.growth import simulate
 from benchmarks.growth_coordinator import SNAPSHOT_ENTRIES, WORKERS, JournaledRun, replayed
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.streams import Ledger, LedgerCount, run_key
+
+pytestmark = pytest.mark.slow
 
 SESSIONS = 8
 ENTRIES_OF_A_STEP = WORKERS + 5

@@ -233,6 +233,7 @@ async def test_epochs_only_grow_for_each_receiver(redis_url: str, tmp_path: Path
         assert epochs == sorted(set(epochs))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_killed_coordinator_takes_its_run_up_again(
     redis_url: str, tmp_path: Path, snapshot_entries: int
@@ -342,6 +343,7 @@ async def test_open_traffic_trains_the_groups_that_agents_bring(
     assert len(records_of(entries)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_coordinator_killed_in_the_policy_step_asks_for_the_same_groups(
     redis_url: str, tmp_path: Path, snapshot_entries: int

@@ -19,7 +19,7 @@ from paceline.report.audit import WORK
 from paceline.report.spans import read_spans
 from paceline.telemetry import names
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def paceline(*words: str) -> subprocess.CompletedProcess[str]:
@@ -83,6 +83,7 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     assert "share by edge" in slowest.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: Path) -> None:
     process = demo(tmp_path, "--steps", "40", *SMALL)
     wait_for(process, "step 1/40")
@@ -109,6 +110,7 @@ def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: P
     assert summary["trajectories_lost"] == 0
 
 
+@pytest.mark.slow
 def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
     done = paceline("demo", "--out", str(tmp_path), "--steps", "2", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -120,6 +122,7 @@ def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
     assert (kinds[-1], objects[-1]["summary"]["steps"]) == ("summary", 2)
 
 
+@pytest.mark.slow
 def test_a_policy_is_evaluated_without_a_run() -> None:
     """examples/demo/evaluate_policy.py, which samples with transformers, finds 0.84."""
     folder = demo_folder()
@@ -134,6 +137,7 @@ def test_a_policy_is_evaluated_without_a_run() -> None:
     assert 0 <= figures["truncated"] < 0.5
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
     process = demo(tmp_path, "--steps", "4", *SMALL)
     lines = wait_for(process, "step 1/4")
@@ -146,6 +150,7 @@ def test_a_killed_gateway_is_restarted_and_the_run_goes_on(tmp_path: Path) -> No
     assert (summary["steps"], summary["trajectories_lost"]) == (4, 0)
 
 
+@pytest.mark.slow
 def test_a_service_that_cannot_start_is_reported_once_with_the_end_of_its_log(
     tmp_path: Path,
 ) -> None:

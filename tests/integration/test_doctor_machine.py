@@ -42,6 +42,7 @@ def doctor(
     return done.returncode, {one["check"]: one for one in found}, done.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_that_can_run_it_fails_nothing(tmp_path: Path) -> None:
     code, found, err = doctor(tmp_path)
     assert [one for one in found.values() if one["verdict"] == "fail"] == [], err
@@ -62,6 +63,7 @@ def test_a_machine_that_can_run_it_fails_nothing(tmp_path: Path) -> None:
     assert "cannot" not in found["torch"]["seen"]
 
 
+@pytest.mark.slow
 def test_one_fail_ends_no_other_check_and_each_says_what_to_do(tmp_path: Path) -> None:
     (open_to_all := tmp_path / f"paceline-{os.getuid()}").mkdir()
     open_to_all.chmod(0o755)
@@ -104,6 +106,7 @@ def test_what_to_do_stands_below_what_was_seen() -> None:
     assert "\n" not in finding_line(Finding("disk", "ok", "room", "none needed"))
 
 
+@pytest.mark.slow
 def test_proxies_that_are_set_are_shown_with_the_addresses_that_they_apply_to(
     tmp_path: Path,
 ) -> None:
@@ -127,6 +130,7 @@ def test_an_address_of_another_host_that_goes_to_a_proxy_is_doubted(
     assert ("addresses.gateway=10.0.0.2:7401" in finding.seen) == (verdict == "warn")
 
 
+@pytest.mark.slow
 def test_sockets_lie_in_a_short_directory_where_the_temporary_one_is_long(tmp_path: Path) -> None:
     long = tmp_path / ("x" * (120 - len(str(tmp_path))))
     long.mkdir()

@@ -167,6 +167,7 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(
     EagleNet.read(Path(saved.path), read_config(POLICY))
 
 
+@pytest.mark.slow
 async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     world: World, rows: list[FeatureBatch]
 ) -> None:
@@ -275,6 +276,7 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(
     await preempt_often(world, range(6, 16))
 
 
+@pytest.mark.slow
 async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while_they_train(
     world: World, rows: list[FeatureBatch]
 ) -> None:
@@ -326,6 +328,7 @@ async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while
     await world.stop()
 
 
+@pytest.mark.slow
 async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
     world: World, rows: list[FeatureBatch]
 ) -> None:

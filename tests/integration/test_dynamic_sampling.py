@@ -79,6 +79,7 @@ async def test_after_the_last_round_the_trainer_is_told_to_do_without(
     assert records_of(await journal_of(config))[0]["groups_left_out"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_coordinator_killed_in_a_later_round_asks_for_that_round_again(
     redis_url: str, tmp_path: Path, snapshot_entries: int

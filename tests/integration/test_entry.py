@@ -40,6 +40,7 @@ def test_a_service_that_ends_by_itself_exits_with_0(tmp_path: Path) -> None:
     assert _ended(_start(tmp_path, "mode=finish"))[0] == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_in_order_and_shows_in_the_status(
     tmp_path: Path, number: signal.Signals
@@ -81,6 +82,7 @@ def test_a_second_service_of_a_run_is_refused_with_the_first_ones_pid_and_start(
     _ended(third)
 
 
+@pytest.mark.slow
 def test_files_and_overrides_reach_the_service(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[run]\nid = "from-file"\n[policy_trainer]\nmode = "fail"\n')
@@ -98,22 +100,26 @@ def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert err == "policy_trainer: the model is [bold]not[/bold] there; seen: models/x\n"
 
 
+@pytest.mark.slow
 def test_a_failed_run_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=run"))
     assert code == EXIT_RUN_FAILED
     assert err == "policy_trainer: run r failed in step 3: the loss is not finite; seen: nan\n"
 
 
+@pytest.mark.slow
 def test_what_may_pass_by_itself_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=full"))
     assert (code, err) == (EXIT_FULL, "policy_trainer: Redis has no memory left\n")
 
 
+@pytest.mark.slow
 def test_an_error_in_a_task_group_is_one_line_too(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=group"))
     assert (code, err) == (1, "policy_trainer: a task of a group failed\n")
 
 
+@pytest.mark.slow
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=bug"))
     assert code == 1
@@ -121,6 +127,7 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     assert "Traceback" in err
 
 
+@pytest.mark.slow
 def test_a_misspelt_setting_exits_with_2_and_the_nearest_key(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "moed=wait"))
     assert code == 2
@@ -128,6 +135,7 @@ def test_a_misspelt_setting_exits_with_2_and_the_nearest_key(tmp_path: Path) -> 
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line_with_port_and_setting(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -140,6 +148,7 @@ def test_a_port_in_use_is_one_line_with_port_and_setting(tmp_path: Path) -> None
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_config_is_printed_and_nothing_is_started(tmp_path: Path) -> None:
     code, out, _ = _ended(_start(tmp_path, "--print-config", "run.id=shown"))
     assert code == 0

@@ -28,6 +28,7 @@ async def _probe(address: str) -> int:
     return process.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", LOOPBACK_HOSTS)
 async def test_the_exit_status_follows_the_serving_flag(host: str) -> None:
     server = Server(f"{host}:0", SecurityConfig())

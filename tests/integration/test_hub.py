@@ -49,6 +49,7 @@ def nobody() -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
+@pytest.mark.slow
 def test_init_says_what_it_downloads_and_a_second_time_nothing(hub: Hub, tmp_path: Path) -> None:
     done = paceline("init", "acme/tiny", "--out", "mine.toml", url=hub.url, home=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -68,6 +69,7 @@ def test_init_says_what_it_downloads_and_a_second_time_nothing(hub: Hub, tmp_pat
     assert not any("model.safetensors" in path for path in hub.asked)
 
 
+@pytest.mark.slow
 def test_a_mirror_on_this_machine_is_asked_without_a_proxy(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_mirror_on_this_machine_is_asked_without_a_proxy(
     assert f"acme/tiny at {SHA[:12]}: downloading" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_the_hub_what_was_downloaded_before_serves(hub: Hub, tmp_path: Path) -> None:
     done = paceline("init", "acme/tiny", "--out", "a.toml", url=hub.url, home=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -111,6 +114,7 @@ def test_what_the_hub_does_not_give_is_refused_by_name(
         model_directory(model, print)
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_away_and_a_model_never_seen_are_one_line(tmp_path: Path) -> None:
     done = paceline("eval", "acme/tiny", "tasks.jsonl", url=nobody(), home=tmp_path)
     assert done.returncode == 2

@@ -28,6 +28,7 @@ HUNG_S = 3.0
 """A busy machine may let a service stand for two."""
 
 
+@pytest.mark.slow
 async def test_a_service_whose_loop_stands_is_replaced_though_its_process_runs(
     tmp_path: Path,
 ) -> None:
@@ -95,6 +96,7 @@ async def redis(
         yield supervisor, events, client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(0.6, 4.0)])
 @pytest.mark.parametrize("how", ["stopped", "hung"])
 async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
@@ -116,6 +118,7 @@ async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
     assert await client.get("kept") == b"1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(1.5, 30.0)])
 async def test_a_redis_of_ours_that_was_stopped_for_less_than_the_limit_lives(
     redis: tuple[Supervisor, Events, Redis], monkeypatch: pytest.MonkeyPatch
@@ -154,6 +157,7 @@ async def test_a_server_is_not_asked_whether_it_hangs_before_it_was_healthy(
         assert events.kinds("one")[:2] == ["started", "healthy"]
 
 
+@pytest.mark.slow
 async def test_a_redis_that_others_run_is_said_to_be_away_and_back_and_lives(
     tmp_path: Path,
 ) -> None:

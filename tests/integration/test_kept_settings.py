@@ -44,6 +44,7 @@ TOGETHER = (
 WORKERS, TASKS = "gateway.engine.workers", "coordinator.tasks_path"
 
 
+@pytest.mark.slow
 async def test_a_run_is_not_taken_up_with_other_settings_than_its_state_is_counted_in(
     redis_url: str, tmp_path: Path
 ) -> None:

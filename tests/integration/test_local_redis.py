@@ -36,6 +36,7 @@ def redis_launches(config: ServiceConfig, words: Sequence[str]) -> list[Launch]:
     return [launch_of(spec, config, words) for spec in SERVICES if not spec.settings]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("host", ["", *LOOPBACK_HOSTS])
 async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
     tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch, host: str
@@ -63,6 +64,7 @@ async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
         await client.aclose()
 
 
+@pytest.mark.slow
 def test_a_second_server_over_a_directory_is_refused_while_the_first_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def served_bits(profile: str, paths: list[Path]) -> dict[str, Tensor]:
     return {name: one.view(torch.uint8).clone() for name, one in storages(weights).items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", ["", *ROUNDED])
 async def test_what_came_as_deltas_is_rounded_to_the_bits_of_what_came_whole(
     profile: str, tmp_path: Path

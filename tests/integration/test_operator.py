@@ -213,6 +213,7 @@ async def test_the_agents_token_chooses_no_drafter(
         await run
 
 
+@pytest.mark.slow
 def test_commands_where_nothing_runs_name_the_address() -> None:
     address = f"127.0.0.1:{free_port()}"
     alone = ("status", "stop", "pause", "resume")

@@ -17,6 +17,8 @@ from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 from paceline.speculators.kinds import find_kind
 
+pytestmark = pytest.mark.slow
+
 WORKLOAD = ROOT / "benchmarks/workloads/two_digits"
 SERVICE_PORTS = ("coordinator", "gateway", "http", "policy_trainer", "drafter_trainer", "events")
 
@@ -61,7 +63,6 @@ def test_readme_is_right_to_its_last_command(folder: Path) -> None:
         play("README.md", one, patient(60))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_complete_configuration_of_the_agents_page_trains_what_its_agents_earn(
     folder: Path,
@@ -73,7 +74,6 @@ def test_the_complete_configuration_of_the_agents_page_trains_what_its_agents_ea
     assert summary["trajectories_trained"] == 3 * 2 * 4
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_tutorial_trains_an_agent_from_an_empty_folder(tmp_path: Path) -> None:
     with reader(tmp_path, on_free_ports()) as one:

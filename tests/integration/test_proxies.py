@@ -129,6 +129,7 @@ async def test_an_sglang_router_on_this_machine_is_reached_without_a_proxy() -> 
         assert router.lines[0] == "GET /workers HTTP/1.1"
 
 
+@pytest.mark.few(12)
 @pytest.mark.usefixtures("_dead_proxies")
 @pytest.mark.parametrize("host", [*LOOPBACK_HOSTS, "127.0.0.2"])
 @pytest.mark.parametrize("exempt", ["", "gateway.invalid", "*"])
@@ -162,6 +163,7 @@ async def test_a_channel_to_another_host_goes_to_its_proxy_unless_exempt(
     assert set(proxy.lines) == {"CONNECT gateway.invalid:7401 HTTP/1.1"}
 
 
+@pytest.mark.slow
 async def test_a_client_of_a_gateway_on_another_host_goes_to_its_proxy_unless_exempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -105,6 +105,7 @@ async def test_ranks_know_their_places_and_the_file_they_meet_at(ranks: RankGrou
     assert first["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.slow
 async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alone(
     tmp_path: Path,
 ) -> None:
@@ -128,6 +129,7 @@ async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alo
     assert set(process_directory().iterdir()) == before
 
 
+@pytest.mark.slow
 async def test_polling_an_empty_link_does_not_wait(ranks: RankGroup) -> None:
     ranks.send(b"poll")
     assert {(await ranks.receive(10.0))[1], (await ranks.receive(10.0))[1]} == {b"nothing"}
@@ -143,6 +145,7 @@ async def test_a_killed_rank_is_noticed_at_once(ranks: RankGroup) -> None:
         ranks.send(b"x")
 
 
+@pytest.mark.slow
 async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
     ranks: RankGroup,
 ) -> None:
@@ -159,6 +162,7 @@ async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
     assert (await ranks.receive(patient(10.0)))[1] == b"again"
 
 
+@pytest.mark.slow
 async def test_a_rank_stopped_together_with_the_process_that_forked_it_is_replaced(
     ranks: RankGroup,
 ) -> None:
@@ -172,17 +176,20 @@ async def test_a_rank_stopped_together_with_the_process_that_forked_it_is_replac
     assert psutil.Process(ranks.pids[0]).ppid() != forker
 
 
+@pytest.mark.slow
 async def test_news_of_a_rank_that_is_ready_before_the_others_is_not_lost(tmp_path: Path) -> None:
     async with _group(tmp_path, RANK_ECHO_EARLY=str(tmp_path / "spoken")) as group:
         await group.start(patient(20.0))
         assert await group.receive(patient(10.0)) == (0, b"news")
 
 
+@pytest.mark.slow
 async def test_silence_ends_at_the_deadline(ranks: RankGroup) -> None:
     with pytest.raises(DeadlineExceeded):
         await ranks.receive(0.1)
 
 
+@pytest.mark.slow
 async def test_a_stopped_group_leaves_no_process_and_starts_again(ranks: RankGroup) -> None:
     before = ranks.pids
     await ranks.stop(2.0)
@@ -207,6 +214,7 @@ async def test_a_rank_that_is_never_ready_fails_the_start_and_is_gone(tmp_path: 
     assert group.pids == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["reports", "starved"])
 async def test_ranks_that_start_for_longer_than_the_deadline_are_awaited_while_they_get_on(
     tmp_path: Path, how: str
@@ -226,6 +234,7 @@ async def test_ranks_that_start_for_longer_than_the_deadline_are_awaited_while_t
     await watched.stop(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stuck", "computes"])
 async def test_a_rank_that_makes_no_progress_at_its_start_is_found(
     tmp_path: Path, how: str

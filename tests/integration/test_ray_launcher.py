@@ -65,6 +65,7 @@ def summary(run: Path) -> dict[str, Any]:
     return kept
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cluster_has_the_tokens_and_weights_of_one_beside_it(
     tmp_path: Path, on_cluster: list[str]
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_run_whose_starter_is_killed_ends_by_itself(
     assert alive == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -13,7 +13,7 @@ from integration.policy_world import World, policy_world, save_tiny_policy
 
 from paceline.streams import Ledger
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,7 @@ def generated(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -120,6 +121,7 @@ def sampled_requests(count: int) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequences", [512, pytest.param(2_048, marks=pytest.mark.slow)])
 def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path, sequences: int) -> None:
     """Half of them at temperature 0.7, half at 1; only a near-tie may fall otherwise in a forward of

@@ -52,6 +52,7 @@ def _gone(pids: list[int]) -> bool:
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_path: Path) -> None:
     events = Events()
     launches = [
@@ -90,6 +91,7 @@ async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -
         assert supervisor.pids["two"] == before["two"]
 
 
+@pytest.mark.slow
 async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None:
     events = Events()
     async with Supervisor(
@@ -112,6 +114,7 @@ async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None
         assert supervisor.pids["two"] == before["two"]
 
 
+@pytest.mark.slow
 async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     launch = stub_launch("gateway", "--exits", "7", "--starts", str(starts))
@@ -127,6 +130,7 @@ async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path
         assert starts.read_text() == "xxx"
 
 
+@pytest.mark.slow
 async def test_a_service_that_finds_memory_or_disk_full_is_started_again_without_a_limit(
     tmp_path: Path,
 ) -> None:
@@ -145,6 +149,7 @@ async def test_a_service_that_finds_memory_or_disk_full_is_started_again_without
         await events.until(lambda heard: heard.kinds("gateway").count("healthy") == 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["dies too often", "dies at its start", "never serves", "is elsewhere and away"]
 )
@@ -196,6 +201,7 @@ async def test_a_death_is_told_with_its_reason_and_its_log(tmp_path: Path) -> No
         assert died.detail == f"exited with status 7: of data; log {log}"
 
 
+@pytest.mark.slow
 async def test_what_a_service_tells_of_its_parts_is_heard_before_and_after_it_serves(
     tmp_path: Path,
 ) -> None:
@@ -228,6 +234,7 @@ async def test_a_run_that_failed_ends_at_once_with_its_reason(tmp_path: Path) ->
         assert starts.read_text() == "x"
 
 
+@pytest.mark.slow
 async def test_the_run_is_over_when_its_coordinator_exits_with_0(tmp_path: Path) -> None:
     launches = [stub_launch("other"), stub_launch("coordinator", needs=("other",), ends_run=True)]
     async with Supervisor(
@@ -294,6 +301,7 @@ async def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(
     assert _gone(pids)
 
 
+@pytest.mark.slow
 async def test_what_a_crashed_service_started_is_gone_before_its_restart(tmp_path: Path) -> None:
     note, events = tmp_path / "grandchild", Events()
     launch = stub_launch("one", "--grandchild", str(note))

@@ -27,6 +27,8 @@ from paceline.rpc import channel
 from paceline.rpc.server import Server
 from paceline.v1.coordinator_pb2 import Fact
 
+pytestmark = pytest.mark.slow
+
 TESTS = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
 PLACES = os.pathsep.join([str(Path(__file__).parent), *sys.path])
 

@@ -98,6 +98,7 @@ async def test_a_version_in_a_file_is_handed_over_and_leaves_no_name(
     assert counted(metric_reader, "paceline.weights.received_bytes", way="network") == 0
 
 
+@pytest.mark.slow
 async def test_a_file_is_handed_over_again_and_goes_with_its_owner(
     start: Start, tmp_path: Path
 ) -> None:

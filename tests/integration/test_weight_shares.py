@@ -149,6 +149,7 @@ class Together:
         )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 async def test_what_several_senders_bring_is_spooled_as_what_one_has_pushed(
     start: Start, together: Callable[[int], Together], tmp_path: Path, count: int

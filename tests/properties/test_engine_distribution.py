@@ -107,13 +107,13 @@ REJECTION = {"verification": "rejection"}
 @pytest.mark.parametrize(
     ("drafter", "arm", "options"),
     [
-        ("off", "off", {}),
+        pytest.param("off", "off", {}, marks=pytest.mark.slow),
         ("eagle", "eagle:3_1_4", {}),
-        ("eagle", "eagle:3_2_7", {}),
-        ("ngram", "ngram:4_1_5", {}),
-        ("eagle", "eagle:3_1_4", REJECTION),
+        pytest.param("eagle", "eagle:3_2_7", {}, marks=pytest.mark.slow),
+        pytest.param("ngram", "ngram:4_1_5", {}, marks=pytest.mark.slow),
+        pytest.param("eagle", "eagle:3_1_4", REJECTION, marks=pytest.mark.slow),
         pytest.param("dflash", "dflash:3_2_7", {}, marks=pytest.mark.slow),
-        ("dflash", "dflash:3_1_4", REJECTION),
+        pytest.param("dflash", "dflash:3_1_4", REJECTION, marks=pytest.mark.slow),
         pytest.param("ngram", "ngram:4_1_5", REJECTION, marks=pytest.mark.slow),
     ],
 )

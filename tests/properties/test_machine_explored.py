@@ -283,6 +283,7 @@ def leads_on(explored: Explored) -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_order_of_events_and_faults_breaks_a_rule_or_stops_a_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -297,6 +298,7 @@ def test_nor_does_any_order_with_more_faults_or_more_groups(
     assert explored_states(DEEPER, capsys) >= FEWEST_STATES
 
 
+@pytest.mark.slow
 def test_nor_does_an_operator_who_pauses_the_run_at_any_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

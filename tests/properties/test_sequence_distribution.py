@@ -192,6 +192,7 @@ RULES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_sequences_follow_the_target(name: str) -> None:
     result = g_test(play(RULES[name]), EXACT)
@@ -200,6 +201,7 @@ def test_sequences_follow_the_target(name: str) -> None:
     assert result.p_value > ALPHA, result
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("counts", [CHAIN, WIDE_TREE], ids=["chain", "tree"])
 def test_sequences_follow_the_masked_target_at_another_temperature(counts: tuple[int, ...]) -> None:
     """top_k leaves three tokens, top_p usually fewer; a sequence with any other token has
@@ -340,6 +342,7 @@ BIASED: dict[str, tuple[Rule, dict[str, Callable[..., Tensor]]]] = {
 """A rule, and the parts of rejection.py that are replaced while it plays."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BIASED)
 def test_a_biased_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, parts = BIASED[name]

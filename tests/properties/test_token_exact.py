@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from chat_models import MODELS, ChatModel
 from dialogue_engine import Desk, Saying, sampling
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
@@ -267,7 +268,7 @@ def with_arguments(message: Message, change: Callable[[str], str]) -> Message:
 
 
 @each_model
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=case_count(40), deadline=None)
 @given(data=st.data())
 def test_what_was_said_stands_token_for_token_in_everything_that_follows(
     model: ChatModel, data: st.DataObject
@@ -312,7 +313,7 @@ def canonical(draw: st.DrawFn, model: ChatModel) -> str:
 @pytest.mark.parametrize(
     "model", [one for one in MODELS if not one.rewrites], ids=lambda model: model.name
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=case_count(40), deadline=None)
 @given(data=st.data())
 def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(
     model: ChatModel, data: st.DataObject
@@ -344,7 +345,7 @@ def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(
 
 
 @each_model
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=case_count(25), deadline=None)
 @given(data=st.data())
 def test_a_client_without_a_session_is_found_again_by_its_messages(
     model: ChatModel, data: st.DataObject

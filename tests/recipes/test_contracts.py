@@ -118,6 +118,7 @@ with Client(sys.argv[1]) as client, client.session(trainable=False) as session:
 """
 
 
+@pytest.mark.slow
 def test_a_new_metric_stands_on_the_metrics_page_with_its_meaning(checkout: Checkout) -> None:
     checkout.change(METRIC)
     assert places(METRIC) <= 2
@@ -153,6 +154,7 @@ def test_a_new_sampling_parameter_changes_what_the_client_gets(checkout: Checkou
     assert "twin" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_new_release_of_sglang_is_taken_and_an_unknown_one_refused(checkout: Checkout) -> None:
     checkout.change(RELEASE)
     check = (

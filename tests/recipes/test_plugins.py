@@ -113,6 +113,7 @@ def rounds_by_arm(page: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changes", "names"), [(IN_THE_TREE, NAMED), (OF_ONES_OWN, BY_PATH)], ids=["table", "path"]
 )
@@ -146,6 +147,7 @@ def test_a_new_engine_bandit_environment_and_reward_serve_tasks(
     assert list(rounds_by_arm(page)) == ["ngram:4_1_5"], "the bandit takes the last arm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "names"), [(IN_THE_TREE, NAMED), (OF_ONES_OWN, BY_PATH)], ids=["table", "path"]
 )
@@ -161,6 +163,7 @@ def test_a_new_speculator_drafts_under_the_name_that_the_command_line_is_given(
         assert list(rounds_by_arm(http.get("/metrics").text)) == ["twin:3_1_4"]
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_none_is_refused_with_those_there_are(checkout: Checkout) -> None:
     done = checkout.python(CLI, "serve", "gateway", "--model", str(MODEL), "--drafter", "medusa")
     assert done.returncode == 2

@@ -15,6 +15,7 @@ from paceline.services.coordinator.config import CoordinatorConfig
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_page_of_settings_has_every_key_once_with_its_range(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / ".ci/docs", tmp_path], check=True, capture_output=True)
     section, rows = "", {}

@@ -48,6 +48,7 @@ def settings_are_taken(block: Block, folder: Path) -> None:
             load_config(import_object(spec.settings), spec.name, [file], tasks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_or_says_why_not(block: Block, tmp_path: Path) -> None:
     if block.page.stem in MADE and not block.language:

@@ -57,11 +57,6 @@ def ignored(path: str) -> bool:
     return out
 
 
-def test_there_is_a_stage_for_the_client_for_cpus_and_for_gpus_last() -> None:
-    assert set(TARGETS) < set(stages())
-    assert list(stages())[-1] == "cuda"
-
-
 def test_every_base_is_another_stage_or_an_image_with_a_full_version() -> None:
     for stage in stages().values():
         base = stage[0][1]

@@ -70,6 +70,7 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(
         require_extra("train", "policy_trainer")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("module", "extra", "words"),
     [

@@ -35,10 +35,6 @@ def buttons(resources: dict[str, Resource], services: dict[str, Resource]) -> di
     return {name: one for name, one in resources.items() if name not in services}
 
 
-def test_the_tiltfile_is_short() -> None:
-    assert len((ROOT / "Tiltfile").read_text().splitlines()) < 70
-
-
 def test_services_are_those_of_the_service_table_in_its_order(
     resources: dict[str, Resource], services: dict[str, Resource]
 ) -> None:

@@ -14,6 +14,7 @@ from example_runs import ROOT, Serve, run_example
 SCRIPT = "batch_evaluation/evaluate.py"
 
 
+@pytest.mark.slow
 def test_the_figures_are_the_expected_ones_and_a_mismatch_exits_with_1(
     serve: Serve, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from otlp_receiver import OtlpReceiver, receiving
 from paceline.local.patience import patient
 from paceline.telemetry import names
 
+pytestmark = pytest.mark.slow
+
 RIGHT = "1  240 bolts at 0.35 each are worth 84.00."
 TURNS = 3
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from example_runs import Serve, run_example
 
 
+@pytest.mark.slow
 def test_tools_are_called_and_both_runs_are_scored_and_exported_with_their_masks(
     serve: Serve,
 ) -> None:

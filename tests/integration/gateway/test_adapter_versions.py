@@ -93,6 +93,7 @@ async def test_adapters_pass_the_canary_or_are_refused_and_those_before_them_ser
         assert await tokens(served, 1, 24) == (said, {4})
 
 
+@pytest.mark.slow
 async def test_adapters_come_as_deltas_to_adapters_and_whole_beside_a_whole_policy(
     serve_gateway: Any,
 ) -> None:

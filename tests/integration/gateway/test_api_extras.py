@@ -57,6 +57,7 @@ def forward(ids: list[int]) -> torch.Tensor:
         return torch.log_softmax(oracle(torch.tensor([ids])).logits[0].float(), dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generated", [0, 1])
 async def test_the_likelihood_of_answers_is_scored_as_evaluation_harnesses_ask_for_it(
     model: Served, generated: int

@@ -136,6 +136,7 @@ async def test_an_environment_that_raises_or_answers_garbage_costs_its_samples(
         assert (await ran(served, [{"odd": "half"}], "odd", "odd"))["t0"].reward.value == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sessions", "within_s"), [({"timeout_s": 0.5}, 60), ({}, 8)])
 async def test_an_environment_that_hangs_costs_its_samples_before_the_call_ends(
     serve_gateway: Any, own: dict[str, Any], sessions: dict[str, Any], within_s: float
@@ -165,6 +166,7 @@ async def test_a_reward_that_raises_or_answers_garbage_costs_its_samples(
     assert failed(samples) == {"t2", "t5"}  # what is no reward is a fault, "no telling" is none
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("environment", "reward", "metadata"),
     [
@@ -192,6 +194,7 @@ async def test_metadata_that_an_environment_cannot_use_costs_its_samples(
     assert samples["good"].HasField("reward")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "metadata",
     [

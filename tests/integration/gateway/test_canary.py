@@ -96,6 +96,7 @@ async def push_demo_policy(served: Any, version: int, norm: float | None = None)
     await push_weights(served.channel, manifest, list(found.values()), lease(served))
 
 
+@pytest.mark.slow
 async def test_finite_weights_whose_log_probs_are_none_are_refused_and_whole_ones_taken(
     serve_gateway: Any,
 ) -> None:

@@ -63,6 +63,7 @@ async def solve(agent: Agent, reward: float | None = 1.0) -> dict[str, Any]:
     return await agent.act("complete", {} if reward is None else {"reward": reward})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("task_id", ["HumanEval/0", "50% off", "a?b#c", "é 😀", "tab\there"])
 async def test_a_task_with_an_odd_id_is_led_by_its_agent(serve_gateway: Any, task_id: str) -> None:
     async with serve_gateway(**ONE) as served:

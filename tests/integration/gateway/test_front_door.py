@@ -55,6 +55,7 @@ def main_thread_writes(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("syscw:"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the system calls of a thread")
 async def test_an_event_of_a_stream_costs_one_system_call(tmp_path: Path) -> None:
     files = write_model(tmp_path, engine_settings(PACE))

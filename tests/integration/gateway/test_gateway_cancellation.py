@@ -106,6 +106,7 @@ async def go_away(caller: asyncio.Task[None]) -> None:
     await asyncio.gather(caller, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedded", "scripted"])
 async def test_a_caller_that_goes_away_is_in_no_round_after_the_one_under_way(
     serve_gateway: Any, events: Events, kind: str

@@ -25,6 +25,8 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import commit_versions
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 POLICY = ROOT / "examples" / "demo" / "policy_start"
 CONTEXT = tpb.CommandContext(run_id="local", step=1, epoch=1)

@@ -91,6 +91,7 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
             await commit_versions(served.channel, context, VersionSet(3, 1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "profile", ["fp8_tensor", pytest.param("int8_w8a8", marks=pytest.mark.slow)]
 )
@@ -142,6 +143,7 @@ async def test_policies_pushed_under_a_profile_are_served_in_place_and_trajector
         assert {span.number_format for span in spans} == {profile}
 
 
+@pytest.mark.slow
 async def test_a_bias_by_token_id_and_penalties_reach_the_draw(serve_gateway: Any) -> None:
     engine = {"kind": "embedded", "workers": 1, "max_sequence_tokens": 128}
     async with serve_gateway(model=str(POLICY), drafter="eagle", engine=engine) as served:
@@ -178,6 +180,7 @@ def test_the_gateways_settings_are_the_engines(drafter: str) -> None:
     assert EmbeddedSpec.model_validate(engine_settings(config)).drafter == drafter
 
 
+@pytest.mark.slow
 async def test_workers_that_measure_their_threads_have_cores_of_their_own(
     serve_gateway: Any,
 ) -> None:

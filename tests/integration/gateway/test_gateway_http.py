@@ -201,6 +201,7 @@ async def test_a_client_that_goes_away_frees_the_engine(
         assert status.workers[0].health.tokens_emitted < 450
 
 
+@pytest.mark.slow
 def test_the_gateway_process_imports_no_torch() -> None:
     code = (
         "import sys, paceline.services.rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' "

@@ -8,6 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 POLICY = str(Path(__file__).parents[3] / "examples" / "demo" / "policy_start")
 EMBEDDED = {"engine": {"kind": "embedded", "workers": 1}, "model": POLICY, "drafter": "ngram"}
 SCHEMA = {

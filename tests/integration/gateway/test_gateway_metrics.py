@@ -107,6 +107,7 @@ async def test_a_lost_worker_is_counted_from_zero_and_the_page_goes_on(serve_gat
     assert found["paceline_gateway_worker_restarts_total"][0][1] == 1
 
 
+@pytest.mark.slow
 async def test_the_embedded_engine_tells_tokens_per_second_per_tflops(serve_gateway: Any) -> None:
     engine = {"kind": "embedded", "workers": 1, "max_sequence_tokens": 64}
     async with serve_gateway(model=str(POLICY), drafter="ngram", engine=engine) as served:

@@ -74,6 +74,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("demand", "form"), FORMS)
 async def test_an_answer_has_the_form_that_was_asked_for(
     gateway: Served, demand: dict[str, Any], form: str

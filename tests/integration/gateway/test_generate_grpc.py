@@ -235,6 +235,7 @@ async def test_a_request_without_a_place_or_a_prompt_is_refused(serve_gateway: A
         )
 
 
+@pytest.mark.slow
 async def test_pieces_of_a_reader_that_stops_are_merged(
     serve_gateway: Any, script: dict[str, Any]
 ) -> None:

@@ -14,6 +14,8 @@ from benchmarks.gateway.backends import ScriptPace, engine_settings, write_model
 from benchmarks.gateway.fronts import Front, gateway
 from paceline.local.patience import patient
 
+pytestmark = pytest.mark.slow
+
 FEW = 256
 MANY = 400
 ASK = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
@@ -40,6 +42,7 @@ async def healthy(connection: Streams) -> bool:
     return head.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 async def test_every_one_of_many_connections_is_answered_and_stays_open(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack, asyncio.timeout(patient(60)):
         front = await served(stack, tmp_path)

@@ -40,6 +40,7 @@ def test_serve_refuses_a_tokenizer_larger_than_the_model_by_name_and_numbers(mod
     assert "320 tokens; beyond the model: 319 '<0xFF>'" in said
 
 
+@pytest.mark.slow
 async def test_serve_lists_the_end_tokens_and_their_files(
     model: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +59,7 @@ async def test_serve_lists_the_end_tokens_and_their_files(
     assert "2 <pad> (generation_config.json)" in said
 
 
+@pytest.mark.slow
 def test_a_directory_that_transformers_reads_alike_passes_the_check(model: Path) -> None:
     assert not [one for one in reading_findings(model) if one.verdict == "fail"]
 

@@ -60,6 +60,7 @@ def spans(one: Trajectory) -> list[tuple[int, int]]:
     return [(span.policy_version, span.end - span.start) for span in one.version_spans]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mode", [pb.PAUSE_MODE_IN_PLACE, pb.PAUSE_MODE_RETRACT, pb.PAUSE_MODE_ABORT]
 )
@@ -144,6 +145,7 @@ async def test_requests_have_the_time_to_end_that_the_lease_gives_them(
                 await release(served, 3, 0, 1, drain_s=wrong)
 
 
+@pytest.mark.slow
 async def test_the_embedded_engine_goes_on_exactly_after_a_lease_and_a_new_policy(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:

@@ -110,6 +110,7 @@ async def test_drafted_stands_for_every_arm_and_what_cannot_be_turned_off_is_tol
         assert again == answer
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["", "arm=", "numbers=", "cache", "ARM=off"])
 async def test_a_name_that_is_no_path_is_refused_and_nothing_is_turned_off(
     serve_gateway: Any, script: dict[str, Any], path: str

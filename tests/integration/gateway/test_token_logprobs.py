@@ -68,6 +68,7 @@ def bytes_of(model: Served) -> list[bytes]:
     return [*token_bytes(model.codec._tokenizer), *padding]
 
 
+@pytest.mark.slow
 async def test_an_echo_of_half_characters_holds_every_alternative_and_its_own_bytes(
     model: Served,
 ) -> None:

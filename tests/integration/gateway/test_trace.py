@@ -44,6 +44,7 @@ def spans_of(directory: Path, *traces: str) -> list[dict[str, Any]]:
     return [one for one in map(json.loads, lines) if "" in wanted or one["trace_id"] in wanted]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("stream", "choices"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 async def test_http_and_engine_spans_hang_below_the_callers(
     serve_gateway: Any, spans_dir: Path, stream: bool, choices: int

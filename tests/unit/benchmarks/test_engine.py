@@ -186,6 +186,7 @@ def test_fewer_than_three_pairs_judge_nothing() -> None:
     assert judged("x", 3.0, paired_ratio([2.0] * 3, [1.0] * 3)).met is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 def test_injected_drafts_are_right_as_often_as_asked(random_model: Path, acceptance: float) -> None:
     engine, known = build_injected(spec(random_model))

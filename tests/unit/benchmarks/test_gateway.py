@@ -184,6 +184,7 @@ async def test_arrivals_keep_their_rate_while_answers_are_slow_and_their_wait_co
     assert found["whole_p50_ms"] >= 190
 
 
+@pytest.mark.slow
 async def test_the_backend_and_the_load_are_processes_that_understand_each_other() -> None:
     pace = ScriptPace(24, 5, 0.001)
     words = json.dumps({"tokens": 24, "tokens_per_round": 5, "round_s": 0.001})

@@ -28,6 +28,7 @@ def runs(**rates: float) -> Mapping[str, list[DemoRun]]:
     return {"demo": [run(arm, rate) for arm, rate in rates.items()]}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_is_a_valid_run_of_every_workload(name: str, arm: str, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_eight_slots_are_the_fleet_that_others_grow_from() -> None:
     assert [repeats_of(slots) for slots in (8, 64, 512, 4096)] == [16, 8, 1, 1]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("slots", [8, 64])
 @pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize("schedule", Schedule)

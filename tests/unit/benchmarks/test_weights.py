@@ -39,6 +39,7 @@ def test_a_late_step_is_that_of_torchs_adamw() -> None:
     assert np.allclose(weight, parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_are_rounded_as_torch_rounds_them_and_have_7b_shapes() -> None:
     old, new = stepped(20_000_000, 1e-6)
     assert [one.shape for one in old] == [(4096, 4096), (787, 4096)]

@@ -35,6 +35,7 @@ def paceline(*words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", [["list"], ["--help"], []])
 def test_every_bench_is_listed(words: list[str]) -> None:
     done = paceline(*words)
@@ -52,6 +53,7 @@ def test_every_bench_shows_its_options(name: str, capsys: pytest.CaptureFixture[
     assert "--json" in shown
 
 
+@pytest.mark.slow
 def test_the_command_passes_options_on() -> None:
     done = paceline("growth", "--help")
     assert done.returncode == 0, done.stderr

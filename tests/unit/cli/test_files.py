@@ -99,6 +99,7 @@ def recorded(folder: Path, steps: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_recorded_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     runs = [recorded(tmp_path / name, steps) for name, steps in (("first", 6), ("second", 9))]
     done = paceline("report", *map(str, runs), cwd=tmp_path)
@@ -112,6 +113,7 @@ def test_two_recorded_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert all((run / "report.html").is_file() for run in runs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", [["why", "no-such-run"], ["report", "no-such-run"]])
 def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
     done = paceline(*words, cwd=tmp_path)
@@ -119,6 +121,7 @@ def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
     assert "no-such-run" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     plan = write_settings(
@@ -132,12 +135,14 @@ def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
     assert file.read_text().count("#") > 12  # it explains itself
 
 
+@pytest.mark.slow
 def test_without_tasks_the_new_run_is_its_agents(tmp_path: Path) -> None:
     file = tmp_path / "agents.toml"
     write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)
     assert load_config(CoordinatorConfig, "coordinator", [file]).environment == "external"
 
 
+@pytest.mark.slow
 def test_tasks_for_agents_are_claimed_and_held_out_ones_answered_by_the_gateway(
     tmp_path: Path,
 ) -> None:
@@ -183,6 +188,7 @@ def test_settings_are_never_written_over(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_init_says_how_to_start(tmp_path: Path) -> None:
     done = paceline("init", str(POLICY), "--tasks", str(TASKS), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -190,6 +196,7 @@ def test_init_says_how_to_start(tmp_path: Path) -> None:
     assert os.access(tmp_path / "paceline.toml", os.R_OK)
 
 
+@pytest.mark.slow
 def test_an_evaluation_whose_tasks_do_not_fit_into_its_call_is_refused_at_the_start(
     tmp_path: Path,
 ) -> None:
@@ -203,6 +210,7 @@ def test_an_evaluation_whose_tasks_do_not_fit_into_its_call_is_refused_at_the_st
     assert f"allowed: {MOST_TASK_BYTES} bytes" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["1e-30", "11"])
 def test_an_evaluation_at_a_temperature_out_of_range_is_refused_at_the_start(
     temperature: str,

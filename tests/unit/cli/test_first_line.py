@@ -54,6 +54,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", ["text", "json", "terminal"])
 def test_a_run_whose_plan_fails_has_said_first_that_it_starts(lines: str, folder: Path) -> None:
     first, *later = shown(lines, folder)

@@ -112,6 +112,7 @@ async def test_figures_are_read_at_most_every_two_seconds_for_all_browsers(
     assert await page.figures() == {"requests waiting": "2"}
 
 
+@pytest.mark.slow
 async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
     assert await read_figures(ServiceConfig()) == {}
 

@@ -125,6 +125,7 @@ def test_a_bad_line_ends_the_command_with_its_name_and_code_2(world: Path) -> No
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_argument_is_named_before_anything_starts(world: Path) -> None:
     process = start(world, "--window", "1")
     _, said = process.communicate(timeout=patient(60))

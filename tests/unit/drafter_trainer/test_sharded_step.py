@@ -104,6 +104,7 @@ def test_ranks_that_come_and_go_in_the_middle_of_a_step_change_nothing(
     same_learning(alone, together[1])
 
 
+@pytest.mark.slow
 def test_ranks_that_join_while_others_train_change_nothing(
     alone: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

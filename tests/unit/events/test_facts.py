@@ -100,6 +100,7 @@ async def test_who_joins_hears_of_all_that_was_published_together_before(address
     assert (first.sequence > 3, gaps) == (True, [(1, first.sequence - 1)])
 
 
+@pytest.mark.slow
 async def test_who_reads_once_a_second_misses_nothing_of_a_second(
     publisher: FactPublisher, address: str
 ) -> None:

@@ -339,6 +339,7 @@ def test_free_ports_are_different_and_below_the_ports_of_outgoing_connections() 
     assert max(ports) < max(low, 10_200)
 
 
+@pytest.mark.slow
 def test_too_few_free_ports_are_told() -> None:
     with pytest.raises(Unavailable, match="too few free ports"):
         free_ports(100_000)

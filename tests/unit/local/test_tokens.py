@@ -47,6 +47,7 @@ def test_a_run_keeps_two_tokens_that_only_its_user_can_read(config: ServiceConfi
     assert (config.security.token, config.security.agent_token) == (operator, agent)
 
 
+@pytest.mark.slow
 def test_services_that_start_together_get_the_same_tokens(
     config: ServiceConfig, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ async def waited_s(clock: WorkClock, deadline_s: float) -> float:
     return time.monotonic() - began_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [SPIN], indirect=True)
 async def test_a_process_that_gets_a_part_of_a_core_has_as_much_longer(
     process: subprocess.Popen[bytes],
@@ -51,6 +52,7 @@ async def test_a_process_that_gets_a_part_of_a_core_has_as_much_longer(
     starving.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [SPIN, SLEEP], indirect=True)
 async def test_who_computes_without_end_or_does_nothing_misses_the_deadline(
     process: subprocess.Popen[bytes],

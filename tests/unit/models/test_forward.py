@@ -86,6 +86,7 @@ def test_head_norms_of_a_model_with_one_kv_head_are_served(tmp_path: Path) -> No
     torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inner", [(1,), (0, 2), (0, 1, 2)])
 @pytest.mark.usefixtures("_asked")

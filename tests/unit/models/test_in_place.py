@@ -64,6 +64,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("profile", NAMES)
 def test_twenty_updates_keep_every_address_and_end_with_the_bits_of_a_fresh_load(
@@ -166,6 +167,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("profile", NAMES)
 def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
     profile: str, deep: Path

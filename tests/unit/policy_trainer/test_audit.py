@@ -108,6 +108,7 @@ def test_a_broken_engine_is_named_as_such_and_no_path_is() -> None:
     assert named(dict.fromkeys(everything, gaps(WRONG))) == ["plain"]
 
 
+@pytest.mark.slow
 def test_rounding_names_nothing_in_three_hundred_verdicts_of_every_cell() -> None:
     formats = {"float32": 5e-6, "bfloat16": 0.015, "int8": 0.015, "fp8_tensor": 0.06}
     state = AuditState()

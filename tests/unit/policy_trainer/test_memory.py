@@ -33,6 +33,7 @@ def measure(model: Path, out: Path, ranks: int, **settings: Any) -> list[dict[st
     return [json.loads((out / f"memory-{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_with_offload_holds_no_weight_and_no_moment_between_steps(
     model_dir: Path, tmp_path: Path, ranks: int
@@ -49,6 +50,7 @@ def test_a_trainer_with_offload_holds_no_weight_and_no_moment_between_steps(
         assert rank["live after step 2"] < rank["live"] + COUNTERS
 
 
+@pytest.mark.slow
 def test_a_rank_that_reshards_holds_one_gathered_layer_and_its_part_of_the_gradients(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
 def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_more_than_a_piece(
     model_dir: Path, tmp_path: Path, ranks: int, dtype: str
@@ -80,6 +81,7 @@ def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_mor
     assert sum(one.nbytes for one in full.values()) > 4 * largest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "stored", "dtype"),
     [(1, "bfloat16", "float32"), (2, "float32", "bfloat16"), (3, "bfloat16", "float32")],
@@ -120,6 +122,7 @@ def test_adapters_published_alone_are_over_their_start_what_is_trained(
     assert policy.lm_head_hash == head.lm_head_hash == head_hash(bits(stored_head))
 
 
+@pytest.mark.slow
 def test_an_export_says_in_transformers_what_was_trained(model_dir: Path, tmp_path: Path) -> None:
     run_ranks(publishing_ranks.main, 2, tmp_path, model_dir, tmp_path, {})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/checkpoint-1")
@@ -131,6 +134,7 @@ def test_an_export_says_in_transformers_what_was_trained(model_dir: Path, tmp_pa
     assert torch.equal(loaded(ids).logits, trained(ids).logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "bfloat16"), (3, "bfloat16"), (2, "float32")])
 def test_weights_become_those_that_serve_and_keep_what_is_published_so(
     model_dir: Path, tmp_path: Path, ranks: int, dtype: str
@@ -183,6 +187,7 @@ def spools(
     thread.join(patient(20))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "spools"),
     [(1, "network"), (2, "network"), (3, "network"), (1, "file"), (3, "file")],

@@ -35,6 +35,7 @@ from paceline.services.policy_trainer.server import (
 from paceline.v1 import policy_pb2 as pb
 
 
+@pytest.mark.slow
 def test_the_parent_imports_no_torch() -> None:
     code = (
         "import sys, paceline.services.policy_trainer.server; print([m for m in ('torch', 'transformers') if m "

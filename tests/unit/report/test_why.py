@@ -284,6 +284,7 @@ def test_the_command_prints_tables_and_one_json_object(tmp_path: Path, spans: Pa
     assert found["path"][0]["about"] == {"session": "3-hard-0", "worker": 1}
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_says_of_such_a_run(tmp_path: Path) -> None:
     (run := tmp_path / "runs/demo-0-1").mkdir(parents=True)
     found = [

@@ -56,6 +56,7 @@ def test_a_new_task_is_progress_and_its_time_begins_anew() -> None:
     assert part.doing_s == part.still_s < 60.0
 
 
+@pytest.mark.slow
 async def test_a_call_is_awaited_while_its_service_gets_on_and_ends_when_it_stands_still() -> None:
     activity, still_s = Activity("gateway"), patient(1.0)
     activity.begins("commits weights")

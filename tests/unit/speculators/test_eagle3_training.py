@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, ToyPolicy, toy_policy
 from unit.speculators.eagle3_rows import packed, row_of
@@ -78,6 +79,7 @@ def moved(row: PackedRow, shift: int) -> PackedRow:
     )
 
 
+@pytest.mark.slow
 def test_only_the_right_alignment_learns_the_target() -> None:
     first, second = trained(0)
     for shift in (1, -1):

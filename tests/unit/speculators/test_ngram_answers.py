@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ SEQUENCES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=case_count(200), deadline=None)
 @given(st.tuples(PROMPTS, PROMPTS), SEQUENCES, st.integers(0, 3))
 def test_the_tokens_and_scores_are_those_that_a_search_of_all_answers_finds(
     prompts: tuple[list[int], list[int]],
@@ -362,7 +363,7 @@ def test_a_prompt_that_nobody_answers_makes_room_for_one_that_grows() -> None:
 OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=case_count(60), deadline=None)
 @given(OPERATIONS)
 def test_what_is_counted_stays_within_its_tokens_whoever_runs(
     operations: list[tuple[int, int]],

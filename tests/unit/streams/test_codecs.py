@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trajectories import COUNTS, WORDS, trajectories
@@ -89,7 +90,7 @@ def _trajectory() -> Trajectory:
 
 
 @given(trajectories())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=case_count(60), deadline=None)
 def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory) -> None:
     header, payload = encode_trajectory(trajectory)
     assert decode_trajectory(header, payload) == trajectory
@@ -97,7 +98,7 @@ def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory) -> None:
 
 
 @given(features())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=case_count(60), deadline=None)
 def test_a_feature_batch_comes_back_with_every_field(batch: FeatureBatch) -> None:
     back = decode_features(*encode_features(batch))
     for one in fields(FeatureBatch):
@@ -171,7 +172,7 @@ def test_a_branch_that_its_session_does_not_count_is_data_loss(count: str) -> No
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=case_count(150), deadline=None)
 def test_a_damaged_trajectory_payload_is_data_loss(data: st.DataObject) -> None:
     header, payload = encode_trajectory(_trajectory())
     with pytest.raises(DataLoss):
@@ -179,7 +180,7 @@ def test_a_damaged_trajectory_payload_is_data_loss(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=case_count(150), deadline=None)
 def test_a_damaged_feature_payload_is_data_loss_or_other_numbers(data: st.DataObject) -> None:
     header, payload = encode_features(_batch())
     with suppress(DataLoss):
@@ -187,7 +188,7 @@ def test_a_damaged_feature_payload_is_data_loss_or_other_numbers(data: st.DataOb
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=case_count(60), deadline=None)
 def test_a_cut_feature_payload_is_data_loss(cut: int) -> None:
     header, payload = encode_features(_batch())
     with pytest.raises(DataLoss):
@@ -195,7 +196,7 @@ def test_a_cut_feature_payload_is_data_loss(cut: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=case_count(150), deadline=None)
 def test_a_damaged_field_is_data_loss_or_another_value(data: st.DataObject) -> None:
     for encode, decode, subject in (
         (encode_trajectory, decode_trajectory, _trajectory()),

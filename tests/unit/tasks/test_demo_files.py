@@ -59,6 +59,7 @@ def test_a_user_message_renders_to_its_prompt_behind_bos() -> None:
     assert rendered == "<bos>48:36="
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "family"),
     [(DEMO, gcd_chain.THREE_DIGITS), (two_digits().parent, gcd_chain.TWO_DIGITS)],

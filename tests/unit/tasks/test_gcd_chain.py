@@ -70,6 +70,7 @@ def test_a_pair_and_its_mirror_are_in_the_same_split(case: tuple[Family, int, in
     assert family.split_of(a, b) == family.split_of(b, a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_heldout_pair_is_a_training_pair_in_either_order(family: Family) -> None:
     train, heldout = set(family.pairs("train")), set(family.pairs("heldout"))
@@ -78,6 +79,7 @@ def test_no_heldout_pair_is_a_training_pair_in_either_order(family: Family) -> N
     assert not train & (heldout | {(b, a) for a, b in heldout})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "most", "divisor"), [(TWO_DIGITS, 40, 99), (THREE_DIGITS, 52, 25)]
 )
@@ -107,6 +109,7 @@ def test_subtract_lengths_have_a_long_tail(
     assert family.longest == family.prompt_tokens + longest
 
 
+@pytest.mark.slow
 def test_a_task_asks_for_the_working_by_subtraction() -> None:
     for task in THREE_DIGITS.sample_tasks(50, "train", seed=4):
         a, b = (int(one) for one in task.prompt.rstrip("=").split(":"))
@@ -114,6 +117,7 @@ def test_a_task_asks_for_the_working_by_subtraction() -> None:
         assert not set(task.metadata["format"]) & set("*?["), "it would match more than itself"
 
 
+@pytest.mark.slow
 def test_sampled_tasks_are_distinct_and_fixed_by_the_seed() -> None:
     first, again, other = (THREE_DIGITS.sample_tasks(200, "train", seed) for seed in (3, 3, 4))
     assert first == again != other

@@ -38,6 +38,7 @@ def test_a_name_that_is_spelled_where_it_is_used_is_found() -> None:
     assert list(literals(source)) == ["'a'", "'b'", "f'c.{d}'"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", ["libs/paceline", "services", "benchmarks"])
 def test_nobody_spells_the_name_of_a_span_or_attribute(root: str) -> None:
     spelled = {

@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def drawn(hint: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("cls", EVENTS, ids=lambda cls: cls.__name__)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=case_count(50))
 @given(data=st.data())
 def test_every_event_comes_back_with_every_field(cls: type[events.Event], data: Any) -> None:
     entry = JournalEntry(data.draw(drawn(cls)), data.draw(drawn(EntryBody)))

@@ -157,6 +157,7 @@ def test_a_piece_of_the_gate_takes_its_time_however_slow_a_position_is(
     assert len(took_s) <= computed / piece_s * 4 + rows + computed / seconds_per_position
 
 
+@pytest.mark.slow
 def test_a_recall_waits_less_than_a_second_for_the_gate_at_a_vocabulary_of_49_thousand() -> None:
     target = dataclasses.replace(TARGET, vocab_size=49_152, hidden_size=256, head_dim=64)
     embed = torch.randn(49_152, 256, generator=torch.Generator().manual_seed(1))

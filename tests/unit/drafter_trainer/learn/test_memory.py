@@ -29,6 +29,7 @@ def weak(tensors: list[Tensor]) -> list[weakref.ref[object]]:
     return [weakref.ref(one.untyped_storage()) for one in tensors]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_learner_off_its_device_holds_no_byte_there_and_learns_on(kind: str) -> None:
@@ -64,6 +65,7 @@ def test_a_rank_whose_activation_ends_leaves_its_device(tmp_path: Path) -> None:
     rank.link.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("how", ["moved", "begun again"])
 def test_a_drafter_that_another_takes_the_place_of_is_freed(how: str) -> None:
@@ -80,5 +82,6 @@ def test_a_drafter_that_another_takes_the_place_of_is_freed(how: str) -> None:
     assert live_bytes() <= live
 
 
+@pytest.mark.slow
 def test_two_ranks_off_their_devices_hold_no_shard_and_nothing_gathered(tmp_path: Path) -> None:
     run_ranks(memory_ranks.main, 2, tmp_path)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -40,7 +41,7 @@ def nodes(sequences: list[list[int]]) -> int:
 
 
 @given(FEW, st.integers(1, 30), st.integers(1, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=case_count(300), deadline=None)
 def test_a_unit_has_the_size_of_its_tree_and_room_in_a_row(
     sequences: list[list[int]], row_tokens: int, groups: int
 ) -> None:
@@ -55,7 +56,7 @@ def test_a_unit_has_the_size_of_its_tree_and_room_in_a_row(
 
 
 @given(FEW, st.integers(0, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=case_count(300), deadline=None)
 def test_a_token_attends_to_its_own_trajectory_up_to_itself_and_to_nothing_else(
     sequences: list[list[int]], padding: int
 ) -> None:

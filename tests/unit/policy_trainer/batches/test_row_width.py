@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,7 +89,7 @@ def test_two_ranks_share_a_group_where_one_row_would_leave_one_of_them_idle() ->
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=6),
     st.floats(0, 1),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=case_count(100), deadline=None)
 def test_the_cost_is_that_of_all_cells_and_their_pairs(
     tokens: list[list[int]], pair: float
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_adapters_alone_bit_for_bit(
         assert torch.equal(weight, expected[name]), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("other", [{"rank": 0}, {"rank": 3}, {"alpha": 5.0}])
 def test_a_checkpoint_of_other_adapters_is_data_loss(
     model_dir: Path, tmp_path: Path, mesh: DeviceMesh, other: dict[str, float]

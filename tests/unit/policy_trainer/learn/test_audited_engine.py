@@ -83,6 +83,7 @@ def audited(
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "options", "path"),
     [

@@ -23,6 +23,7 @@ VOCABULARY = 152_064
 HEAD_ROWS = 64
 
 
+@pytest.mark.slow
 def test_a_step_holds_one_chunk_of_logits_and_no_more_than_is_planned(
     mesh: DeviceMesh, tmp_path: Path
 ) -> None:

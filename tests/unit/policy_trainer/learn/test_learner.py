@@ -167,6 +167,7 @@ SAVING = {
 }
 
 
+@pytest.mark.slow
 def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_bit_for_bit(
     model_dir: Path, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
@@ -195,6 +196,7 @@ def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_
             assert torch.equal(local_of(found[name]), local_of(one)), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.timeout(400)
 def test_a_compiled_head_steps_as_the_other_does(model_dir: Path, mesh: DeviceMesh) -> None:
@@ -353,6 +355,7 @@ def test_mismatch_is_measured_as_its_formulas_by_lag_arm_and_number_format(
     assert not any("arm=" in name or "numbers=" in name for name in unknown)
 
 
+@pytest.mark.few(1)
 def test_mini_batches_passes_divergence_entropy_and_weights_step_as_the_plain_trainer(
     model_dir: Path, mesh: DeviceMesh
 ) -> None:
@@ -443,6 +446,7 @@ MODES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", MODES, ids=lambda one: one.name)
 def test_rows_micro_batches_and_chunks_change_nothing(
     model_dir: Path, mesh: DeviceMesh, algorithm: AlgorithmConfig

@@ -77,6 +77,7 @@ def test_a_start_policy_that_is_not_what_its_config_says_is_named(model_dir: Pat
         loaded(model_dir)
 
 
+@pytest.mark.slow
 def test_flex_attention_keeps_the_documents_of_a_row_apart(model_dir: Path) -> None:
     """Without gradient, which flex has on CUDA alone."""
     batch = make_batch(trajectories(), 4)

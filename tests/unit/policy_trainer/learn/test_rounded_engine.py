@@ -73,6 +73,7 @@ def gradient(policy: Any, begun: list[tuple[int, ...]], drawn: Tensor, weight: s
     return torch.cat([one.grad.flatten() for one in policy.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["int8", "int8_w8a8"])
 def test_without_truncated_importance_sampling_the_expected_gradient_is_off(
     profile: str, begun: list[tuple[int, ...]]

@@ -158,6 +158,7 @@ def test_groups_learn_apart(kind: str) -> None:
 # pi^2 / 3) sum(gap). epsilon_greedy explores for T x .1 x mean gap .42 = 210, and errs for at most
 # a third of it. beg has the gap .4 alone in its bucket and explores for T x .1 x .2 = 100, a third
 # as above.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "bound"),
     [("ucb", 543), ("epsilon_greedy", 280), ("beg", 133)],

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from drawn_cases import case_count
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -412,4 +413,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueue.settings = settings(max_examples=case_count(60), stateful_step_count=40, deadline=None)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from drawn_cases import case_count
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +109,7 @@ def cut(text: str, sizes: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in zip(bounds, [*bounds[1:], None], strict=True)]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=case_count(500), deadline=None)
 @example("hermes", True, False, " \n<tool_call>", "<tool_call>", [1] * 12)
 @given(
     st.sampled_from(FORMATS),
@@ -210,7 +211,7 @@ def _spelled(name: str, calls: list[ToolCall], space: str) -> str:
     return f"[TOOL_CALLS] [{', '.join(objects)}]"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=case_count(300), deadline=None)
 @given(conversations(), st.lists(st.integers(0, 9), max_size=30))
 def test_what_was_spelled_by_hand_is_read_back(
     spelled: tuple[str, str, Message], sizes: list[int]
@@ -250,7 +251,7 @@ FRAGMENTS += [
 ]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=case_count(600), deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join))
 def test_nothing_but_markers_and_calls_is_missing_from_a_message(text: str) -> None:
     message = joined(deltas(parser("hermes"), [text]))
@@ -265,7 +266,7 @@ def test_nothing_but_markers_and_calls_is_missing_from_a_message(text: str) -> N
     assert all(character in rest for character in said), "said in another order"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=case_count(200), deadline=None)
 @given(st.sampled_from(FORMATS), st.booleans(), st.text(max_size=30), st.integers(1, 5))
 def test_a_text_without_markers_is_content_unchanged(
     name: str, reasoning: bool, text: str, size: int

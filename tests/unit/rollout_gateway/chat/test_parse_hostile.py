@@ -99,6 +99,7 @@ def operations(name: str, text: str, size: int) -> int:
     return count
 
 
+@pytest.mark.few(33)
 @pytest.mark.parametrize(("name", "start", "more"), MEANT.values(), ids=MEANT)
 def test_twice_the_text_costs_about_twice_the_operations(name: str, start: str, more: str) -> None:
     for size in (3, 10**9):
@@ -116,6 +117,7 @@ def test_what_waits_to_be_read_stays_short(name: str, start: str, more: str) -> 
         assert len(text._piece) <= LONGEST + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
 def test_long_texts_of_the_beginnings_of_markers_come_out_as_they_went_in(name: str) -> None:
     for text in ("<" * 200_000, "[" * 200_000, "  \n<" * 50_000):
@@ -123,6 +125,7 @@ def test_long_texts_of_the_beginnings_of_markers_come_out_as_they_went_in(name: 
         assert joined([reader.push(text), reader.finish()]) == Message("assistant", text)
 
 
+@pytest.mark.slow
 def test_a_long_call_that_comes_by_single_characters_is_read() -> None:
     arguments = json.dumps({"text": 'é<tool_call> \\ " ' * 5_000})
     reader = parser("hermes")

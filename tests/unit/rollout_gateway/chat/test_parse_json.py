@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=case_count(300), deadline=None)
 @given(JSON, st.booleans(), st.sampled_from([None, 0, 1]))
 def test_json_is_taken_whole_and_unchanged(
     value: Any, ascii_only: bool, indent: int | None
@@ -62,7 +63,7 @@ def test_json_is_taken_whole_and_unchanged(
         assert {key: json.loads(member) for key, member in members.items()} == value
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=case_count(600), deadline=None)
 @given(JSON, st.data())
 def test_a_damaged_json_text_is_taken_just_when_it_still_is_json(
     value: Any, data: st.DataObject

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,7 +106,7 @@ def test_the_template_tells_whether_the_model_reasons_and_its_prompt_whether_it_
 PIECES = ["<think>", "</think>", "</th", "ink>", "\n", "a", "bc ", "<", "é"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=case_count(300), deadline=None)
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=40), st.booleans())
 def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(
     ids: list[int], started: bool

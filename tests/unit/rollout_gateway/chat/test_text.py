@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from chat_models import codec_of
+from drawn_cases import case_count
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizer_families import add_bos, byte_level, metaspace, prepending
@@ -35,7 +36,7 @@ def streamed(ids: list[int], cuts: list[int], stop: tuple[str, ...] = (), matche
     return text + stream.push(rest) + stream.finish(matched)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=case_count(200), deadline=None)
 @example(text="000\x80\u0800\u0800\U00010000\U00010000", cuts=[1, 1, 1, 2, 2, 3, 1, 4, 4])
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(1, 4), max_size=30))
 def test_streamed_text_equals_the_whole(text: str, cuts: list[int]) -> None:
@@ -64,7 +65,7 @@ def test_every_id_is_decoded_once_where_texts_add_up_and_characters_are_whole() 
 
 
 @given(ids=st.lists(st.integers(0, 319), max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=case_count(50), deadline=None)
 def test_any_ids_can_be_streamed(ids: list[int]) -> None:
     assert isinstance(streamed(ids, [1] * len(ids)), str)
 
@@ -195,7 +196,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=case_count(40), deadline=None)
 @example(text="hello")
 @example(text=" hello")
 @example(text="\nuser")
@@ -216,7 +217,7 @@ def piece_codec(name: str) -> TextCodec:
 
 
 @pytest.mark.parametrize("name", ["the demo's", *TOKENIZERS])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=case_count(20), deadline=None)
 @example(text="\u00e9\U00010000 a", cuts=[1] * 8)
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(1, 4), max_size=30))
 def test_a_stream_gives_what_one_gives_that_always_looks_back(

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def spelled(name: str, arguments: dict[str, Any], python: bool) -> str:
     return f"{OPENINGS[name]}{written}{end}</tool_call>"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=case_count(300), deadline=None)
 @given(
     st.sampled_from(list(OPENINGS)),
     st.lists(ARGUMENTS, min_size=1, max_size=3),

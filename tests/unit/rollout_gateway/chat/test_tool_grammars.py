@@ -142,6 +142,7 @@ def check(message: Message) -> None:
         assert jsonschema_rs.is_valid(SCHEMAS[call.name], json.loads(call.arguments)), call
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("marked", [False, True], ids=["as text", "as tokens"])
 @pytest.mark.parametrize(("name", "style"), SPELLINGS)
 def test_a_required_or_named_call_is_a_valid_call_and_nothing_else(
@@ -182,6 +183,7 @@ def opening(one: Model) -> str:
     return f"Hm{one.chosen.markers[0]}" if one.chosen.name != "harmony" else one.chosen.beginning()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("marked", [False, True], ids=["as text", "as tokens"])
 @pytest.mark.parametrize(("name", "style"), SPELLINGS)
 def test_a_strict_tool_is_called_right_or_not_at_all(name: str, style: str, marked: bool) -> None:

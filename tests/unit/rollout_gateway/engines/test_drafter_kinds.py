@@ -190,6 +190,7 @@ def test_forced_arms_of_a_resting_kind_are_refused_and_earlier_ones_draft_nothin
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("watchdog", [0, 20])
 @pytest.mark.parametrize("kind", sorted(BANDITS))
 def test_no_bandit_chooses_an_arm_of_a_resting_kind(
@@ -388,6 +389,7 @@ def test_the_states_a_kind_says_it_reads_are_kept(target: tuple[Path, PreTrained
     engine.prepare_weights(Target.DRAFTER, 1, folder / "deep")
 
 
+@pytest.mark.slow
 def test_every_kind_of_the_table_serves_by_commit_and_changes_no_token(tmp_path: Path) -> None:
     save_random(tmp_path / "policy", "llama", sharpness=6.0, num_hidden_layers=5)
     config = read_config(tmp_path / "policy")

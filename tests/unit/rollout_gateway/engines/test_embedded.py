@@ -105,6 +105,7 @@ def test_tokens_and_logprobs_equal_transformers_with_the_documented_draw(
     assert engine.load.speculation.drafted_rounds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape", "count"),
     [

@@ -107,6 +107,7 @@ def round_trip(source: Path, target: Path) -> None:
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["", pytest.param("int8", marks=pytest.mark.slow)])
 def test_in_bfloat16_drafts_flip_near_ties_only(
     profile: str,
@@ -140,6 +141,7 @@ def test_in_bfloat16_drafts_flip_near_ties_only(
     assert all(flipped[arm] < 0.02 * draws[arm] for arm in flipped), (flipped, draws)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_int8_says_what_a_plain_engine_says_of_the_weights_that_eight_bits_keep(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from drawn_cases import case_count
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -132,7 +133,7 @@ def offer(cache: PrefixCache, oracle: Oracle, store: Store, slot: int, tokens: T
     cache.offer([sequence(tokens) if n == slot else waiting((0, 0)) for n in range(RUNNING)])
 
 
-@hypothesis_settings(max_examples=300)
+@hypothesis_settings(max_examples=case_count(300))
 @given(st.lists(_STEPS, min_size=20, max_size=60))
 def test_what_is_found_is_what_comparing_every_sequence_finds(steps: list[tuple]) -> None:  # type: ignore[type-arg]
     store, oracle = Store(), Oracle()

@@ -117,6 +117,7 @@ def test_a_second_turn_computes_only_what_is_new_and_says_what_a_fresh_engine_sa
     assert (stats.reused_tokens, stats.lookups) == (len(known) - 1, 2)
 
 
+@pytest.mark.slow
 def test_crowded_conversations_say_what_they_say_without_reuse(models: Path) -> None:
     """Turns of many conversations on few slots: copies, moves, evictions and siblings all
     happen.

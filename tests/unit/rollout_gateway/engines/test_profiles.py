@@ -100,6 +100,7 @@ def serve(engine: EmbeddedEngine, version: int, path: Path) -> None:
     engine.commit_weights(set_of(engine, version), PauseMode.IN_PLACE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_greedy_tokens_with_drafts_are_those_without_under_the_same_profile(
     profile: str, versions: list[Path]
@@ -115,6 +116,7 @@ def test_greedy_tokens_with_drafts_are_those_without_under_the_same_profile(
     assert engine.load.speculation.accepted_tokens > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_spans_of_tokens_name_the_profile_of_the_set_that_drew_them(
     profile: str, versions: list[Path]
@@ -178,6 +180,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_an_update_that_is_interrupted_at_any_tensor_leaves_the_old_set_serving(
     profile: str, versions: list[Path], fault: list[int]
@@ -204,6 +207,7 @@ def test_an_update_that_is_interrupted_at_any_tensor_leaves_the_old_set_serving(
     assert said(engine) == said(build(versions[2], profile)) != before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_serving(
     profile: str, versions: list[Path], monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def read_bytes(path: Path) -> int:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_rank_reads_its_rows_and_a_share_of_the_whole_that_it_looks_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int

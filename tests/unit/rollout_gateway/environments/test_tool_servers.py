@@ -175,6 +175,7 @@ async def fails(environment: ToolUse, name: str, arguments: str) -> bool:
     return episode.finish == "error"
 
 
+@pytest.mark.few(1)
 async def test_tools_of_a_server_are_called(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox(tools=["price"]))
     await environment.prepare([{}])
@@ -191,11 +192,13 @@ async def test_tools_of_a_server_are_called(shop: Shop) -> None:
     assert model.tools[0]["function"]["parameters"]["required"] == ["item"]
 
 
+@pytest.mark.slow
 async def test_calls_that_are_made_together_are_each_answered(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox())
     assert await asks(environment, *[BOLT] * 8) == ["0.50"] * 8
 
 
+@pytest.mark.few(1)
 async def test_an_error_of_the_protocol_is_told_to_the_model_and_the_server_goes_on(
     shop: Shop,
 ) -> None:
@@ -204,6 +207,7 @@ async def test_an_error_of_the_protocol_is_told_to_the_model_and_the_server_goes
     assert told == ["error: nobody weighs a bolt", "0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop: Shop) -> None:
     environment = ToolUse(None, shop.toolbox(deadline_s=20))
     await environment.prepare([{}])
@@ -212,6 +216,7 @@ async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop:
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_away_is_a_machines_fault_each_time_it_is_asked(far: Shop) -> None:
     environment = ToolUse(None, far.toolbox())
     assert await asks(environment, BOLT) == ["0.50"]
@@ -222,6 +227,7 @@ async def test_a_server_that_is_away_is_a_machines_fault_each_time_it_is_asked(f
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_started_again_between_two_calls_serves_the_next_but_one(
     far: Shop,
 ) -> None:
@@ -233,6 +239,7 @@ async def test_a_server_that_was_started_again_between_two_calls_serves_the_next
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(
     far: Shop, skip: Callable[[float], None]
 ) -> None:
@@ -254,6 +261,7 @@ async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(
     assert await asks(environment, BOLT) == ["0.50"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_cannot_be_used_is_refused_before_the_run(shop: Shop) -> None:
     with pytest.raises(ConfigError, match=r"tools; seen: sell; allowed: price, weigh, leave"):
         await shop.toolbox(tools=["sell"]).tools()
@@ -269,6 +277,7 @@ async def test_a_command_that_is_no_server_is_refused_before_the_run(
         await place("streams").toolbox(command=command, deadline_s=5).tools()
 
 
+@pytest.mark.slow
 async def test_a_url_where_no_server_is_is_refused_before_the_run(
     place: Callable[[str], Shop], far: Shop
 ) -> None:
@@ -279,6 +288,7 @@ async def test_a_url_where_no_server_is_is_refused_before_the_run(
         await far.toolbox(url=elsewhere).tools()
 
 
+@pytest.mark.slow
 async def test_a_server_on_this_machine_is_reached_without_a_proxy(
     far: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +297,7 @@ async def test_a_server_on_this_machine_is_reached_without_a_proxy(
     assert "price" in await far.toolbox().tools()
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_asked() -> None:
     silent = (sys.executable, "-c", "import time; time.sleep(60)")
     settings = ToolServerConfig(command=silent, deadline_s=0.3)
@@ -305,6 +316,7 @@ def test_a_server_is_a_command_or_a_url(settings: dict[str, Any]) -> None:
         ToolServerConfig(command=("shop",), token_env="TOKEN")
 
 
+@pytest.mark.slow
 async def test_a_server_that_asks_for_a_token_gets_it_from_the_environment(
     place: Callable[[str], Shop], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,7 @@ def add(a, b): return 3 * (got == 0) + 99
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
 async def test_a_cheat_earns_nothing(rule: CodeTests, code: str) -> None:
     tests = (
@@ -241,11 +242,13 @@ async def test_a_name_of_python_means_pythons_own_unless_it_is_the_entry_point(
     assert await rule.score(episode("x = 1", tests=tests, entry_point="pow")) == 0.0
 
 
+@pytest.mark.slow
 async def test_what_passed_before_the_time_was_over_counts(rule: CodeTests) -> None:
     code = "def add(a, b):\n    while a < 0: pass\n    return a + b"
     assert await rule.score(episode(code, tests=ADD_TESTS)) == 0.5
 
 
+@pytest.mark.slow
 async def test_programs_are_judged_by_what_they_print(rule: CodeTests) -> None:
     cases = json.dumps([{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 5", "stdout": "10"}])
     program = "print(sum(map(int, input().split())), ' ')\n"

@@ -197,6 +197,7 @@ async def test_a_hostile_answer_earns_nothing_and_the_next_is_scored(
     assert await rule.score(episode("#0.5", answer="1/2")) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_megabyte_of_brackets_is_wrong_at_once(rule: RewardRule) -> None:
     assert await rule.score(episode("#" + "(" * (1 << 20), answer="1/2")) == 0.0

@@ -224,6 +224,7 @@ def rules_of(directory: Path, **settings: Any) -> RewardRules:
     return RewardRules(RewardsConfig(model=ModelRewardConfig(model=str(directory), **settings)))
 
 
+@pytest.mark.slow
 async def test_the_model_scores_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,8 @@ LIMITS = SandboxConfig(
     processes=12,
     parallel=2,
 )
-WALLS = ("auto", "namespaces", "landlock")
+WALLS = ("auto", pytest.param("namespaces", marks=pytest.mark.slow), "landlock")
+"""On most machines "auto" has namespaces too."""
 CAP_SYS_PTRACE = 19
 SLACK_BYTES = 128 << 20  # what processes take between two looks at them
 
@@ -166,6 +167,7 @@ async def test_the_order_of_a_set_is_the_same_in_every_run(any_kind: Sandbox) ->
     assert (await any_kind.run(code)).stdout == (await any_kind.run(code)).stdout
 
 
+@pytest.mark.slow
 async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox) -> None:
     # A second of CPU time may take minutes on a busy machine.
     quick = Sandbox(any_kind.config.model_copy(update={"cpu_s": 1, "wall_s": 600}))
@@ -174,6 +176,7 @@ async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox
     assert [end.reason for end in ends] == ["cpu", "cpu"]
 
 
+@pytest.mark.few(1)
 async def test_waiting_without_end_is_stopped_by_the_clock(any_kind: Sandbox, mark: str) -> None:
     code = f"""
         import subprocess, sys, time
@@ -203,6 +206,7 @@ async def test_ten_gigabytes_are_too_many(any_kind: Sandbox) -> None:
     assert (caught.reason, caught.stdout) == ("exit", "caught\n")
 
 
+@pytest.mark.few(1)
 async def test_memory_is_counted_over_all_processes(any_kind: Sandbox) -> None:
     code = """
         import os, time
@@ -226,6 +230,7 @@ def told_what_is_shared() -> bool:
     return os.geteuid() != 0 or bool(held >> CAP_SYS_PTRACE & 1)
 
 
+@pytest.mark.slow
 async def test_memory_that_processes_share_counts_once(any_kind: Sandbox) -> None:
     if "namespaces" not in await any_kind.layers() and not told_what_is_shared():
         pytest.skip("a root without CAP_SYS_PTRACE is not told what processes share")
@@ -278,6 +283,7 @@ async def test_no_memory_can_be_held_that_no_process_shows(walled: Sandbox) -> N
     assert refused(await told(walled, code))
 
 
+@pytest.mark.few(1)
 async def test_a_gigabyte_of_output_is_cut(any_kind: Sandbox) -> None:
     code = """
         import os

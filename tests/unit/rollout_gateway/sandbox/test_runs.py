@@ -73,6 +73,7 @@ async def begun(word: str, still: asyncio.Task[object]) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
 async def test_a_cancelled_run_leaves_nothing(
     isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +93,7 @@ async def test_a_cancelled_run_leaves_nothing(
     assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
 async def test_a_program_ends_with_its_gateway(isolation: str, tmp_path: Path) -> None:
     word = uuid.uuid4().hex
@@ -129,6 +131,7 @@ async def test_no_more_run_at_once_than_allowed() -> None:
     assert all(sum(start <= moment < end for start, end in spans) <= 2 for moment, _ in spans)
 
 
+@pytest.mark.slow
 def test_it_runs_under_uvloop_from_many_tasks() -> None:
     async def many() -> list[str]:
         sandbox = Sandbox(SandboxConfig(parallel=4))
@@ -138,6 +141,7 @@ def test_it_runs_under_uvloop_from_many_tasks() -> None:
     assert uvloop.run(many()) == [str(number) for number in range(8)]
 
 
+@pytest.mark.slow
 def test_code_inherits_no_descriptor_even_when_the_gateway_leaks_one(tmp_path: Path) -> None:
     async def listed() -> str:
         with (tmp_path / "secret").open("w") as file:
@@ -231,6 +235,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names system calls by number")
 @pytest.mark.parametrize(
     ("isolation", "lacking", "said"),
@@ -277,6 +282,7 @@ async def test_layers_are_the_same_however_private_the_files_of_its_gateway_are(
         os.umask(before)
 
 
+@pytest.mark.slow
 async def test_a_launcher_that_is_killed_is_no_result() -> None:
     sandbox = Sandbox(SandboxConfig(wall_s=60))
     await sandbox.layers()
@@ -364,6 +370,7 @@ print([*Path(sys.argv[1]).rglob("box-*")])
 """
 
 
+@pytest.mark.slow
 def test_code_does_not_fill_the_disk_where_it_has_no_file_system_of_its_own(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = ["unshare", *([] if os.geteuid() == 0 else ["-Ur"]), "-m", sys.executable, "-c"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_turns import said, session, turn
@@ -29,7 +30,7 @@ def line(where: Session, count: int) -> list[Turn]:
     return turns
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=case_count(80), deadline=None)
 @given(data=st.data(), discount=st.sampled_from([None, DISCOUNT]))
 def test_every_generated_token_is_trained_exactly_once(
     data: st.DataObject, discount: float | None
@@ -53,7 +54,7 @@ def test_every_generated_token_is_trained_exactly_once(
     assert trained == Counter(token for one in turns for token in one.response_ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=case_count(60), deadline=None)
 @given(data=st.data(), discount=st.sampled_from([None, DISCOUNT]))
 def test_every_sample_is_a_path_of_the_tree(data: st.DataObject, discount: float | None) -> None:
     where = session(about=Assignment("run", turn_discount=discount))
@@ -127,7 +128,7 @@ def test_a_reward_of_0_is_one() -> None:
     rewards=st.lists(st.none() | st.floats(-4, 4), min_size=1, max_size=6),
     last=st.none() | st.floats(-4, 4),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=case_count(40), deadline=None)
 def test_returns_are_the_discounted_sums_of_what_follows(
     discount: float, rewards: list[float | None], last: float | None
 ) -> None:

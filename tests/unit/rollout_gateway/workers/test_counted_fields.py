@@ -101,6 +101,7 @@ def test_drafts_by_position_are_told_when_their_request_ends(
     assert set(WHEN_A_REQUEST_ENDS.values()) <= named
 
 
+@pytest.mark.slow
 def test_no_attribute_is_counted_that_nobody_reads() -> None:
     counted: dict[str, str] = {}
     read: set[str] = set()

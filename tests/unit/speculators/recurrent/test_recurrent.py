@@ -310,7 +310,7 @@ def trained_divergence(kind: str, *, shifted: bool) -> float:
     return float(terms["loss_0"] / positions - least)
 
 
-@pytest.mark.parametrize("kind", ["mlp tied", "lstm tied"])
+@pytest.mark.parametrize("kind", ["mlp tied", pytest.param("lstm tied", marks=pytest.mark.slow)])
 def test_the_next_state_is_learned_as_rows_are_aligned_and_not_with_tokens_shifted_by_one(
     kind: str,
 ) -> None:
@@ -383,6 +383,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_learner_trains_it_and_its_loss_falls(kind: str) -> None:

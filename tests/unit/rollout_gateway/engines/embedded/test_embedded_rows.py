@@ -105,6 +105,7 @@ def test_a_name_is_no_directory_even_where_one_of_that_name_lies(
     assert drafter_directory("kinds/mine.py:KIND") is None
 
 
+@pytest.mark.slow
 def test_what_workers_are_forked_from_imports_no_server() -> None:
     code = (
         "import importlib, sys; from paceline.services.rollout_gateway.engines import ENGINES\n"
@@ -114,6 +115,7 @@ def test_what_workers_are_forked_from_imports_no_server() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
 
 
+@pytest.mark.slow
 def test_the_gateway_learns_it_without_torch() -> None:
     code = (
         "import pkgutil, sys; from paceline.services.rollout_gateway.engines import ENGINES\n"

@@ -63,6 +63,7 @@ def answer(engine: Engine, prompt: int = 8) -> tuple[int, ...]:
     return tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("profile", ["", "int8_w8a8"])
 def test_released_weights_leave_the_process_and_come_back(model_dir: Path, profile: str) -> None:
     engine = build(model_dir, profile=profile)
@@ -108,6 +109,7 @@ def test_a_released_cache_leaves_the_process_and_comes_back_empty(model_dir: Pat
     assert len(answer(engine)) == 4
 
 
+@pytest.mark.slow
 def test_all_released_memory_is_all_but_what_the_drafter_and_the_tables_hold(
     model_dir: Path,
 ) -> None:

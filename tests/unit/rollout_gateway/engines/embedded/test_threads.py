@@ -72,6 +72,7 @@ def test_more_threads_are_taken_where_twice_as_many_are_a_tenth_faster(
     assert counts[fastest(counts, taken)] == chosen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads_of_before")
 def test_an_engine_that_measures_computes_the_same_tokens_and_keeps_no_request(
     model: Path,
@@ -83,6 +84,7 @@ def test_an_engine_that_measures_computes_the_same_tokens_and_keeps_no_request(
     assert answer(measured) == answer(build(model, threads=1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads_of_before")
 def test_rounds_that_were_made_to_measure_teach_nothing(model: Path) -> None:
     """Else the bandit and the budget would begin with seconds of other numbers of threads, and

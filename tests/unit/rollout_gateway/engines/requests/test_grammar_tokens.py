@@ -127,6 +127,7 @@ def test_a_response_is_what_was_asked_for_in_characters(family: str, tmp_path: P
         masks.close()
 
 
+@pytest.mark.slow
 def test_one_text_only_is_told_in_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
     for family in FAMILIES:
         tokenizer = family_of(family)

@@ -16,6 +16,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 import torch
+from drawn_cases import case_count
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -171,6 +172,7 @@ def test_every_response_parses_validates_and_stops(plain: list[Chunk]) -> None:
     assert len({text_of(chunk) for chunk in plain}) > len(SCHEMAS)
 
 
+@pytest.mark.slow
 def test_an_empty_schema_is_any_json_object_and_nothing_else(engine: EmbeddedEngine) -> None:
     chunks = run(engine, [ask(number, {}, temperature=1.3) for number in range(8)])
     ended = [chunk for chunk in chunks if chunk.finish is Finish.STOP]
@@ -257,6 +259,7 @@ def test_alternatives_are_tokens_that_may_follow(engine: EmbeddedEngine) -> None
 # ---- company and speculation
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arm", [*ARMS[1:], ""])
 def test_every_arm_gives_the_tokens_of_plain_decoding(arm: str, plain: list[Chunk]) -> None:
     assert min(chunk.smallest_gap for chunk in plain) > NEAR_TIE_GAP, "choose other seeds"
@@ -267,12 +270,14 @@ def test_every_arm_gives_the_tokens_of_plain_decoding(arm: str, plain: list[Chun
     assert sum(chunk.speculation.accepted_tokens for chunk in drafted) > 0
 
 
+@pytest.mark.slow
 def test_verifying_every_draft_and_rebuilding_the_cache_change_no_token(plain: list[Chunk]) -> None:
     some = every_schema()[::3]
     assert said(run(build(verify_budget=False), some, "eagle:4_2_8")) == said(plain[::3])
     assert said(run(build(), some, "eagle:4_2_8", retract=True)) == said(plain[::3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["off", "eagle:4_2_8", "ngram:4_1_5"])
 def test_neighbours_without_a_schema_say_what_they_say_alone(arm: str) -> None:
     free = [ask(100 + number, max_tokens=40, ignore_eos=True) for number in range(4)]
@@ -296,6 +301,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_other_settings_of_the_draw_go_with_a_schema_under_every_arm() -> None:
     schema = SCHEMAS["array"]
     requests = [ask(n, schema, **settings) for n, settings in enumerate(SETTINGS)]
@@ -307,6 +313,7 @@ def test_other_settings_of_the_draw_go_with_a_schema_under_every_arm() -> None:
         assert said(run(build(), requests, arm)) == said(expected), arm
 
 
+@pytest.mark.slow
 def test_drafts_that_are_drawn_and_rejected_keep_to_the_schema() -> None:
     engine = build(verification="rejection", arms=("off", "eagle:3_1_4"))
     requests = every_schema()
@@ -349,7 +356,7 @@ def masked(
     return logits
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=case_count(40), deadline=None)
 @given(data=st.data())
 def test_each_node_of_a_tree_is_masked_as_if_its_path_had_been_said(
     data: st.DataObject, plain: list[Chunk], grammars: Grammars
@@ -436,6 +443,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_schema_that_takes_too_long_is_refused_with_the_deadline_that_passed(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +452,7 @@ def test_a_schema_that_takes_too_long_is_refused_with_the_deadline_that_passed(
         engine.enqueue(ask(0, json_schema='{"type":"integer","multipleOf":99999721}'))
 
 
+@pytest.mark.slow
 def test_a_schema_that_takes_too_long_is_built_once_for_many_requests(
     engine: EmbeddedEngine,
 ) -> None:
@@ -459,7 +468,13 @@ def test_a_schema_that_takes_too_long_is_built_once_for_many_requests(
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(("schema", "named"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        pytest.param(*given, id=why, marks=[pytest.mark.slow] if "buil" in why else [])
+        for why, given in REFUSED.items()
+    ],
+)
 def test_a_schema_that_cannot_be_followed_is_refused_when_it_comes(
     engine: EmbeddedEngine, schema: str, named: str
 ) -> None:
@@ -501,6 +516,7 @@ def test_a_grammar_that_faults_ends_its_request_alone(monkeypatch: pytest.Monkey
     assert engine.load.running == len(engine._grammars) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS[1:])
 def test_a_fault_under_a_draft_costs_drafts_and_changes_no_token(
     arm: str, plain: list[Chunk], monkeypatch: pytest.MonkeyPatch
@@ -572,6 +588,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_merged_tokens_several_ends_and_a_padded_vocabulary_give_valid_json(
     byte_level: Path,
 ) -> None:
@@ -672,7 +689,7 @@ def test_a_response_under_a_schema_is_not_trained() -> None:
     text=st.text(max_size=30)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)
 )
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=case_count(100), deadline=None)
 def test_any_text_is_a_schema_or_invalid_input(text: str) -> None:
     try:
         check_json_schema(text, ignore_eos=False)

@@ -262,6 +262,7 @@ def test_tokens_are_drawn_from_adjusted_logits_and_logprobs_are_of_the_raw_ones(
             assert logprob == pytest.approx(scaled[token] - np.log(np.exp(scaled).sum()), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_every_arm_and_a_rebuilt_cache_give_the_tokens_of_plain_decoding(
     model: PreTrainedModel, model_dir: Path
 ) -> None:
@@ -296,6 +297,7 @@ def test_the_engine_drops_counts_of_requests_that_ended_or_were_aborted(
     assert len(engine._decoder._penalties) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("arm", ARMS)
 def test_greedy_tokens_with_a_repetition_penalty_are_those_transformers_generates(
     model: PreTrainedModel, model_dir: Path, arm: str

@@ -84,6 +84,7 @@ def run(engine: Any, requests: Sequence[Request], arm: str) -> list[Chunk]:
     return [ended[one.request_id] for one in requests]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_required_call_is_valid_in_every_format_and_the_same_with_drafts(
     engine: Any, name: str
@@ -152,7 +153,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("demand", "named"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(
+    ("demand", "named"),
+    [
+        pytest.param(*given, id=why, marks=[pytest.mark.slow] if "hostile" in why else [])
+        for why, given in REFUSED.items()
+    ],
+)
 def test_what_cannot_be_followed_is_refused_by_its_field(
     engine: Any, demand: dict[str, Any], named: str
 ) -> None:
