@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster.nodes import addresses
 from paceline.cluster.pools import CPU, GPU, Pool, check_room, pools_of
+from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError
 
 DEMO = Path(__file__).parents[3] / "examples/demo/demo.toml"
@@ -28,6 +30,27 @@ def test_a_learner_with_slots_of_its_own_is_a_pool_of_its_own() -> None:
     _, rollout, policy = pools("coordinator.placement=disaggregated", "coordinator.learner_slots=3")
     assert (rollout.services, rollout.asks) == (("gateway",), {CPU: 2.0})
     assert (policy.services, policy.asks) == (TRAINERS, {CPU: 3.0})
+
+
+TWO = (
+    'addresses.more_gateways=["127.0.0.1:8001"]',
+    'addresses.more_gateways_http=["127.0.0.1:8002"]',
+)
+
+
+def test_each_further_gateway_is_a_pool_of_its_own_on_any_node() -> None:
+    found = pools(*TWO)
+    _, first, second = found
+    assert (first.services, second.services) == (("gateway", *TRAINERS), ("gateway-1",))
+    assert first.bundles == second.bundles
+    check_room(found, [{CPU: 2.0}, {CPU: 2.0}])
+    config = load_config(ServiceConfig, "local", [DEMO], TWO)
+    hosts = {"control": "10.0.0.1", first.name: "10.0.0.1", second.name: "10.0.0.2"}
+    words = addresses(config.addresses, found, hosts)
+    assert 'addresses.more_gateways=["10.0.0.2:8001"]' in words
+    moved = load_config(ServiceConfig, "local", [DEMO], [*TWO, *words]).addresses
+    assert moved.gateways == ("10.0.0.1:7401", "10.0.0.2:8001")
+    assert moved.gateways_http == ("10.0.0.1:7408", "10.0.0.2:8002")
 
 
 def test_slots_are_gpus_where_one_of_the_services_computes_there() -> None:

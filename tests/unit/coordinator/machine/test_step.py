@@ -240,6 +240,14 @@ def test_the_drafter_gets_no_slot_when_the_settings_forbid_it(settings: RunSetti
     assert step(begun(settings), events.ShareDone(2, 1, 0))[1] == ()
 
 
+def test_the_drafter_gets_slots_of_the_workers_on_its_host_only() -> None:
+    before = begun(replace(TWO, leasable_workers=1, min_workers_for_training=2))
+    state, issued = step(before, events.ShareDone(2, 1, 1))
+    assert (issued, state.lease) == ((), None), "worker 1 is at another gateway"
+    activates = commands.ActivateDrafter(0, 2, (0,), 30.0, VersionSet())
+    assert step(before, events.ShareDone(2, 1, 0))[1] == (activates,)
+
+
 def test_the_drafter_trains_only_in_every_nth_step() -> None:
     state = begun(replace(TWO, training_interval_steps=2))
     odd, even = (replace(state, learner=LearnerTrack(step=number)) for number in (1, 2))
