@@ -12,6 +12,7 @@ import pytest
 from demo_runs import left_over, wait_for
 from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, started
 
+from paceline.cli.run_files import RunFiles
 from paceline.cluster.launcher import RunOnCluster, on_cluster
 from paceline.cluster.pools import CPU, GPU, Pool
 from paceline.config import ServiceConfig
@@ -56,6 +57,24 @@ def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path:
     assert summary["trajectories_published"] == (
         summary["trajectories_trained"] + sum(summary["trajectories_dropped"].values())
     )
+    assert left_over(tmp_path) == []
+
+
+def test_each_gateway_of_a_run_has_a_node(tmp_path: Path) -> None:
+    port, run, (grpc, http) = free_ports(1)[0], tmp_path / "demo-0-1", free_ports(2)
+    more = (
+        f'addresses.more_gateways=["127.0.0.1:{grpc}"]',
+        f'addresses.more_gateways_http=["127.0.0.1:{http}"]',
+    )
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:3], 1)}, port):
+        process = run_with_redis(tmp_path, f"{HEAD}:{port}", *more)
+        output, _ = process.communicate(timeout=patient(400))
+        assert process.returncode == 0, output
+    (second,) = RunFiles("", run).read_config()["addresses"]["more_gateways"]
+    hosts = {second.rpartition(":")[0], host_of(run, "gateway"), host_of(run, "policy_trainer")}
+    assert hosts == {*NODES[:3]}
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["trajectories_lost"]) == (STEPS, 0)
     assert left_over(tmp_path) == []
 
 

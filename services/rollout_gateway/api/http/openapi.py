@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from paceline.services.rollout_gateway.api.http.openapi_answers import ANSWERS, EVENT, TEXT, Schema
 from paceline.services.rollout_gateway.api.http.routes import OPERATIONS, Operation
 
-READ = (400, 401, 403, 404, 409)
+READ = (400, 401, 403, 404, 409, 421)
 """Error codes of any operation that needs a key."""
 WRITE = (*READ, 413, 415, 429, 503, 504)
 """Error codes of an operation that takes a body or generates."""
