@@ -144,8 +144,8 @@ def summed(parts: Sequence[TasksFinished]) -> TasksFinished:
 async def merged(
     streams: Sequence[AsyncGenerator[T]], beside: Iterable[Coroutine[Any, Any, None]] = ()
 ) -> AsyncGenerator[tuple[int, T]]:
-    """Items of all streams in order of arrival, each with the place of its stream, until all have
-    ended. Raises the first failure, also of a coroutine in `beside`.
+    """Items of all streams in order of arrival, each with the place of its stream, until all
+    streams and the coroutines in `beside` have ended. Raises the first failure.
     """
     found: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
 
@@ -154,17 +154,17 @@ async def merged(
             async for item in stream:
                 found.put_nowait((place, item))
 
-    readers = [asyncio.create_task(read(*one)) for one in enumerate(streams)]
-    tasks = [*readers, *map(asyncio.create_task, beside)]
+    reading = [read(*one) for one in enumerate(streams)]
+    tasks = [asyncio.create_task(one) for one in (*reading, *beside)]
     for task in tasks:
         task.add_done_callback(found.put_nowait)
-    left = len(readers)
+    left = len(tasks)
     try:
         while left:
             item = await found.get()
             if isinstance(item, asyncio.Task):
                 item.result()
-                left -= item in readers
+                left -= 1
             else:
                 yield item
     finally:

@@ -24,6 +24,7 @@ def test_options_outrank_overrides_and_name_their_setting(
 ) -> None:
     words = ["gateway", "engine.threads=2", "--model", str(tmp_path), "--engine", "scripted"]
     words += ["--drafter", "ngram", "--http-port", "0", "--grpc-port", "7000", "--print-config"]
+    words += ["--gateway", "1"]
     assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
     assert started == [
         [
@@ -31,6 +32,8 @@ def test_options_outrank_overrides_and_name_their_setting(
             "-m",
             "paceline.services.rollout_gateway",
             "--print-config",
+            "--gateway",
+            "1",
             "engine.threads=2",
             f'model="{tmp_path}"',
             'engine.kind="scripted"',
