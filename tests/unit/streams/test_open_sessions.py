@@ -42,25 +42,22 @@ ABOUT = {
     "sample_index": 2,
 }
 
+Process = Callable[..., OpenSessions]
+
 
 @pytest.fixture
-async def process(
-    redis_client: redis.asyncio.Redis, run_id: str
-) -> AsyncIterator[Callable[[], OpenSessions]]:
+async def process(redis_client: redis.asyncio.Redis, run_id: str) -> AsyncIterator[Process]:
     """Each call is the life of another gateway; none of them is stopped in order."""
     lives: list[OpenSessions] = []
 
-    def begin() -> OpenSessions:
-        lives.append(OpenSessions(redis_client, run_id))
+    def begin(writer: str = "", *, alone: bool = True) -> OpenSessions:
+        lives.append(OpenSessions(redis_client, run_id, writer, alone=alone))
         lives[-1].start()
         return lives[-1]
 
     yield begin
     for life in lives:
         await life.stop(DEADLINE_S)
-
-
-Process = Callable[[], OpenSessions]
 
 
 def branch(
@@ -94,6 +91,19 @@ async def test_what_a_killed_process_left_open_is_lost_and_told_once(
         "g0",
         2,
     )
+
+
+async def test_a_gateway_takes_over_its_own_sessions_only_unless_it_is_alone(
+    process: Process,
+) -> None:
+    for number in (0, 1):
+        life = process(f"{number}/", alone=False)
+        life.opened(f"s{number}", ABOUT)
+        await life.written(DEADLINE_S)
+    (lost,) = await process("1/", alone=False).take_lost()
+    assert lost["session_id"] == "s1"
+    (lost,) = await process("2/").take_lost()
+    assert lost["session_id"] == "s0"
 
 
 async def test_a_client_that_comes_back_with_its_key_is_told_what_became_of_it(
