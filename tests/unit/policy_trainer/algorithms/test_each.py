@@ -15,8 +15,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-import paceline.services.policy_trainer.algorithms as table
 from paceline.errors import ConfigError
+from paceline.plugins import import_object
 from paceline.services.policy_trainer.algorithm_settings import AnyAlgorithm
 from paceline.services.policy_trainer.algorithms import ALGORITHMS, build_algorithm
 from paceline.services.policy_trainer.algorithms.base import Algorithm, SessionBatch, TokenBatch
@@ -241,9 +241,6 @@ def test_a_class_of_ones_own_gets_its_options(tmp_path: Path) -> None:
         built("grp")
 
 
-def test_every_algorithm_is_a_file_of_its_own_size_and_names_its_paper() -> None:
-    folder = Path(table.__file__).parent
-    for name in {path.rpartition(":")[0].rpartition(".")[2] for path in ALGORITHMS.values()}:
-        text = (folder / f"{name}.py").read_text()
-        assert 15 <= len(text.splitlines()) <= 70, name
-        assert "arXiv" in text, name
+def test_every_algorithm_names_its_paper() -> None:
+    for path in ALGORITHMS.values():
+        assert "arXiv" in (import_object(path).__doc__ or ""), path
