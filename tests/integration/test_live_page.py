@@ -55,11 +55,13 @@ def test_the_page_shows_a_run_that_goes_on_and_outlives_it(tmp_path: Path) -> No
 
 def until_finished(browser: httpx.Client) -> dict[str, Any]:
     """The first state in which the run has ended. Its drawing follows the state."""
+    figures: set[str] = set()
     deadline = time.monotonic() + patient(300)
     while time.monotonic() < deadline:
         state: dict[str, Any] = browser.get("/state").json()
         if state["phase"] == "finished" and state["drawings"]:
-            assert "trajectories" in browser.get("/figures").json()
+            assert figures >= {"serving", "requests running", "pushed", "trajectories"}
             return state
+        figures |= set(browser.get("/figures").json())
         time.sleep(0.1)
     pytest.fail("the page never showed the end of the run")

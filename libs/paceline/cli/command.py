@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from click import Context
 from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
@@ -115,7 +114,7 @@ def become(module: str, *arguments: str) -> NoReturn:
 class Commands(TyperGroup):
     """Commands, of which a PacelineError is printed in one line, with exit status 2."""
 
-    def invoke(self, ctx: Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Runs a command."""
         try:
             return super().invoke(ctx)
