@@ -21,7 +21,7 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1 import weights_pb2 as wpb
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
+pytestmark = pytest.mark.fuzz
 
 CONTEXT = tpb.CommandContext(run_id="local", epoch=1)
 SAMPLING = tpb.SamplingParams(temperature=1.0, max_tokens=4, stop=["a"], logit_bias={5: 1.0})
