@@ -5,7 +5,7 @@ What it serves is real but for the damage, which is done to keys and values, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from paceline.models.profiles import ROUNDED
@@ -51,12 +51,13 @@ def _damage_copies(engine: EmbeddedEngine) -> None:
 def _damage_drafts(engine: EmbeddedEngine) -> None:
     decoder, keep = engine._decoder, engine._decoder._keep
 
-    def damaged(one: Any, verdict: Any, taken: Sequence[int]) -> None:
-        keep(one, verdict, taken)
+    def damaged(one: Any, verdict: Any) -> None:
+        keep(one, verdict)
         for part in one.parts:
             for row in part.members:
                 slot, root = int(one.slots[row]), int(one.roots[row])
-                engine._store.kv.data[:, slot, :, root + 1 : root + taken[row]] *= DAMAGE
+                drafted = slice(root + 1, root + 1 + int(verdict.accepted[row]))
+                engine._store.kv.data[:, slot, :, drafted] *= DAMAGE
 
     decoder._keep = damaged  # type: ignore[method-assign]
 
