@@ -18,14 +18,12 @@ FUNCTION_LINES, FILE_LINES = 60, 400
 PRODUCT_LINES = 63_200  # of code in all of PRODUCT: lower it when the total falls
 ROOTS = ("libs", "services", "benchmarks", "examples")
 PRODUCT = ("libs", "services")
-GENERATED = ("/v1/", "/client/sync/")
+GENERATED = ("/v1/",)
 EXCEPTIONS: dict[str, str] = {}
 CLASSES_IN = ("libs", "services", "benchmarks")
 NAMED_TWICE = {
-    "Delta": "public noun of the client",
+    "Session": "public noun of the client",
     "Task": "public noun of the client",
-    "ToolCall": "public noun of the client",
-    "ToolCallDelta": "public noun of the client",
 }
 
 

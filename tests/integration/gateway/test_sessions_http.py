@@ -172,7 +172,7 @@ async def test_rewards_twice_in_conflict_accumulated_and_late(serve_gateway: Any
         assert "final" in late["error"]["message"]
 
 
-async def test_complete_abort_and_fail_end_a_session_and_a_repeated_complete_learns_how(
+async def test_complete_abort_and_fail_end_a_session_and_a_repeated_end_learns_how(
     serve_gateway: Any,
 ) -> None:
     async with serve_gateway(**ONE) as served:
@@ -199,6 +199,8 @@ async def test_complete_abort_and_fail_end_a_session_and_a_repeated_complete_lea
         assert (await failed.act("fail", {"reason": "data", "message": "no such file"}))[
             "fail_reason"
         ] == "data"
+        assert (await failed.act("fail", {"reason": "infra"}))["fail_reason"] == "data"
+        await aborted.act("fail", {"reason": "data"}, status=409)
         told = await failed.chat([user("2+2=")], status=409)
         assert "failed: data" in told["error"]["message"]
         assert (await failed.show())["state"] == "failed"
@@ -267,9 +269,11 @@ async def test_openings_that_mean_nothing_are_refused_by_field(serve_gateway: An
 def assert_refused_for_now(response: Any) -> None:
     assert response.status_code == 429, response.text
     assert int(response.headers["retry-after"]) >= 1
+    assert response.headers["x-should-retry"] == "true"
 
 
 def assert_used_up(response: Any) -> None:
+    assert response.headers["x-should-retry"] == "false"
     assert (response.status_code, response.json()["error"]["code"]) == (409, "session_quota"), (
         response.text
     )

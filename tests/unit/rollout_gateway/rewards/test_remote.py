@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -18,7 +20,12 @@ from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.remote import MAX_ANSWER_BYTES, reward_of
+from paceline.services.rollout_gateway.rewards.remote import (
+    MAX_ANSWER_BYTES,
+    pause_s,
+    retry_after_s,
+    reward_of,
+)
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.telemetry import setup, shutdown, span
 
@@ -378,3 +385,21 @@ async def test_a_missing_or_strange_url_is_a_fault_of_the_settings(rules: Rules,
 
 def test_a_reward_keeps_its_bits() -> None:
     assert reward_of(b'{"reward": 0.1, "why": "x"}') == 0.1
+
+
+def test_waits_double_up_to_their_limit_and_last_at_least_as_long_as_the_server_asks() -> None:
+    waits = [pause_s(attempt, None, 1.0) for attempt in (1, 2, 3, 7, 10_000)]
+    assert waits == [0.1, 0.2, 0.4, 5.0, 5.0]
+    assert pause_s(1, None, 0.0) == 0.05
+    assert pause_s(7, 3.0, 1.0) == 3.1
+
+
+def test_retry_after_is_read_as_seconds_and_as_a_date() -> None:
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=20), usegmt=True)
+    assert retry_after_s({"retry-after": soon}) == pytest.approx(20, abs=3)
+    past = format_datetime(datetime.now(UTC) - timedelta(days=1), usegmt=True)
+    assert retry_after_s({"retry-after": past}) == 0
+    assert retry_after_s({"retry-after": "1.5"}) == 1.5
+    for text in ("", "soon", "-1", "1.5s", "\u0663"):
+        assert retry_after_s({"retry-after": text}) is None
+    assert retry_after_s({}) is None
