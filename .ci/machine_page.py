@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.services.coordinator.machine import schedule
 from paceline.services.coordinator.machine import step as machine
-from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.losses import CALLED_IN
 from paceline.services.coordinator.machine.rules import RULES
 from paceline.services.coordinator.machine.slots import WORKER_TRANSITIONS

@@ -10,7 +10,7 @@ from paceline.services.rollout_gateway.engines.sglang.hook_points import (
     RELEASES,
     HookPoint,
 )
-from paceline.services.rollout_gateway.engines.sglang.refused import REFUSED
+from paceline.services.rollout_gateway.engines.sglang.spec import REFUSED
 
 LAYOUTS = """
 ## GPUs of one worker

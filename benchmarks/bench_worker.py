@@ -16,8 +16,8 @@ import zmq
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.worker import WorkerSpec
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb

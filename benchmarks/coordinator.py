@@ -34,8 +34,7 @@ from paceline.events import FactPublisher
 from paceline.services.coordinator.journal.journal import TOGETHER, Journal
 from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect
-from paceline.streams.journal_line import unpack_entry
-from paceline.streams.journal_pages import journal_lines
+from paceline.streams.journal import journal_lines, unpack_entry
 from paceline.telemetry.log import configure_log
 from paceline.v1.coordinator_pb2 import Fact
 

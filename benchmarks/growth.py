@@ -23,7 +23,7 @@ from benchmarks.result import BenchResult, Row, at_most, say
 from paceline.services.policy_trainer.batches.batcher import CONSUMER, GROUP
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.streams import Ledger, RedisStream, connect, encode_trajectory, run_key, scripts
-from paceline.streams.journal_pages import ARCHIVE, JOURNAL
+from paceline.streams.journal import ARCHIVE, JOURNAL
 from paceline.telemetry.log import configure_log
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 

@@ -118,7 +118,7 @@ async def _supervised(run: _Run, launcher: str) -> AsyncIterator[Supervisor]:
         yield Supervisor(kept, run.directory)
         return
     from paceline.cluster.launcher import RunOnCluster, on_cluster
-    from paceline.cluster.pools import pools_of
+    from paceline.cluster.nodes import pools_of
 
     pools = [
         replace(pool, services=tuple(name for name in pool.services if name in STARTED))

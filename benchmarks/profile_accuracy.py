@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.services.rollout_gateway.config import RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask, TextTurn
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask, TextTurn
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.tasks import Task
 

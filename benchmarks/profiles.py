@@ -41,7 +41,7 @@ from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.sglang.host import check_installed
-from paceline.services.rollout_gateway.environments.base import TextTurn
+from paceline.services.rollout_gateway.environments import TextTurn
 from paceline.tasks import Task, open_tasks
 
 SCORED_TOKENS = 64

@@ -24,7 +24,7 @@ from paceline.rpc import EpochGuard, Server, set_malloc_thresholds
 from paceline.streams import RedisStream, connect, decode_features
 from paceline.trajectory import VersionSet
 from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
-from paceline.weights.memory import allocate
+from paceline.weights.chunks import allocate
 
 CHUNK_HEAD = struct.Struct("<QII")
 """Raw copy: offset, length and CRC-32 of a chunk."""

@@ -31,8 +31,7 @@ from paceline.tensors import NamedTensor, from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.weights import WeightSender, abort_version, build_manifest
-from paceline.weights.announcing import check_share
-from paceline.weights.shares import held_whole
+from paceline.weights.shares import check_share, held_whole
 
 MIB = 1 << 20
 PUSH_GOAL, REDIS_GOAL = 0.6, 0.15

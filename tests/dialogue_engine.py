@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.services.rollout_gateway.background import LargeRequests
 from paceline.services.rollout_gateway.calls.call import Call, Plan
 from paceline.services.rollout_gateway.calls.planner import Asked, Planner
 from paceline.services.rollout_gateway.chat.messages import ChatRequest

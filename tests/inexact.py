@@ -13,8 +13,7 @@ from paceline.services.rollout_gateway.engines import EngineKind
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from paceline.services.rollout_gateway.engines.embedded.rows import layout_of_settings
-from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec, layout_of_settings
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.trajectory import VersionSet
 

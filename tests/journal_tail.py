@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from paceline.local.patience import patient
-from paceline.streams.journal_line import unpack_entry
+from paceline.streams.journal import unpack_entry
 
 Entry = dict[str, Any]
 

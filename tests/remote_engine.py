@@ -36,13 +36,13 @@ from paceline.services.rollout_gateway.engines.nouns import (
     StageTime,
     Withheld,
 )
-from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import (
+from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
     SPEC_VARIABLE,
     WorkerSpec,
+    wire,
 )
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.trajectory import DrawSpan, SpeculationStats, Target, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.services.rollout_gateway.config import SessionsConfig
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions import Assignment
 from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.trajectory import DrawSpan, VersionSpan

@@ -23,8 +23,7 @@ from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
-from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.streams.journal_line import pack_entry
+from paceline.streams.journal import pack_entry
 
 BEGAN_S = 1_700_000_000.0
 STEP_S = 4.0

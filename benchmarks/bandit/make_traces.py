@@ -26,9 +26,9 @@ from paceline.models.sampling import DrawParams
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.embedded.speculative import DraftPart
+from paceline.services.rollout_gateway.engines.embedded.verify import Nodes
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch, DraftShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.cli.run_files import EXAMPLES, repository_root
-from paceline.config.tables import Tree, merge, read_tables
+from paceline.config.load import Tree, merge, read_tables
 
 RUN_ID = "chaos"
 PROMPTS, SAMPLES, TOKENS = 4, 4, 32

@@ -21,7 +21,7 @@ from benchmarks.chaos.remains import WEIGHTS
 from benchmarks.chaos.schedule import SUPERVISOR, Trigger
 from benchmarks.chaos.settings import RUN_ID, settings
 from benchmarks.processes import marked, running
-from paceline.config.tables import merge, write_tables
+from paceline.config.load import merge, write_tables
 from paceline.errors import FailedPrecondition, PacelineError
 from paceline.events import FactSubscriber
 from paceline.local.patience import patient

@@ -50,7 +50,7 @@ from benchmarks.result import Goal, Row, say
 from paceline.local.memory_plan import embedded_plan
 from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.kinds import (
+from paceline.services.rollout_gateway.engines.embedded.drafters import (
     engine_arms,
     engine_kinds,
     slack,

@@ -28,7 +28,7 @@ from paceline.config import SecurityConfig
 from paceline.errors import InternalError
 from paceline.local.ports import free_port
 from paceline.rpc import leased
-from paceline.services.rollout_gateway.features.publisher import LINGER_S
+from paceline.services.rollout_gateway.features import LINGER_S
 from paceline.streams import connect, run_key
 from paceline.tasks import Task, read_tasks
 from paceline.v1 import rollout_pb2 as rpb

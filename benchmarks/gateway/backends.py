@@ -37,9 +37,9 @@ from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.worker import WorkerSpec
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
-from paceline.services.rollout_gateway.testing.scripted.script import next_beat
+from paceline.services.rollout_gateway.testing.script import next_beat
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb

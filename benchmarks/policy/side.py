@@ -21,7 +21,7 @@ from paceline.services.policy_trainer.algorithms.advantages import group_relativ
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
-from paceline.training.hugging_face import load_causal_lm
+from paceline.training.shards import load_causal_lm
 from paceline.trajectory import Trajectory
 
 BUDGETS = {"ours": 1536, "plain": 512}

@@ -69,7 +69,7 @@ def demo_samples(
     import torch
     from transformers import AutoTokenizer
 
-    from paceline.training.hugging_face import load_causal_lm
+    from paceline.training.shards import load_causal_lm
 
     model, found = demo_folder() / policy, []
     tokenizer, lm = AutoTokenizer.from_pretrained(model), load_causal_lm(model, torch.float32)

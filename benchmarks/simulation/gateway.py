@@ -14,7 +14,7 @@ from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.settings import CommitMode, RunSettings, Schedule
 from paceline.services.coordinator.machine.state import Portion
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal import SlotUse
 from paceline.trajectory import VersionSet
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.simulation.run import VirtualRun
 from benchmarks.simulation.slot_clock import Interval
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal import SlotUse
 
 
 def idle_slot_s(undisturbed: VirtualRun) -> float:

@@ -17,14 +17,12 @@ from typing import Any, TypeVar
 from benchmarks.growth_coordinator import SNAPSHOT_ENTRIES
 from paceline.errors import InternalError
 from paceline.services.coordinator.journal.entry import JournalEntry
-from paceline.services.coordinator.journal.journal import Journal
-from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot
+from paceline.services.coordinator.journal.journal import Journal, Snapshot, pack_snapshot
 from paceline.services.coordinator.machine.commands import Command, TrainPolicy
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.state import State
 from paceline.services.coordinator.transitions import Transitions
-from paceline.streams.journal_line import pack_entry
-from paceline.streams.journal_pages import packed
+from paceline.streams.journal import pack_entry, packed
 from paceline.v1.coordinator_pb2 import Fact, StepRecord
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from paceline.services.coordinator.machine.settings import (
     RunSettings,
     Schedule,
 )
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal import SlotUse
 
 HARVESTED, DELAYED, ACCOUNTED = 0.9, 1.01, 0.01
 LAGS = (1, 2, 4)

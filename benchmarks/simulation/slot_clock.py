@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal import SlotUse
 
 
 class Interval(NamedTuple):

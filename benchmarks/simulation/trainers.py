@@ -10,7 +10,7 @@ from benchmarks.simulation.gateway import SimulatedGateway
 from benchmarks.simulation.site import Site
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.slots import Holder
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal import SlotUse
 
 
 class SimulatedLearner:

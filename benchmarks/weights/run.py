@@ -42,11 +42,10 @@ from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.weights import PushReport, WeightSender, build_manifest, commit_versions
-from paceline.weights.announcing import check_share
 from paceline.weights.delta import EncodedDelta, apply_delta, encode_delta
 from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import unchecked_manifest, views
-from paceline.weights.shares import HeldTensor, checksums_of, held_whole
+from paceline.weights.shares import HeldTensor, check_share, checksums_of, held_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

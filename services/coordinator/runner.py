@@ -7,33 +7,66 @@ commands run, so a new runner can continue the run.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from opentelemetry import context as otel_context
+from opentelemetry.trace import Span, set_span_in_context
+
 from paceline.errors import FailedPrecondition
-from paceline.services.coordinator.calls import traffic
-from paceline.services.coordinator.calls.base import Calls
-from paceline.services.coordinator.calls.executor import CLOSE_S, Executor, until_gone
-from paceline.services.coordinator.calls.gateway import run_resumed, run_started
-from paceline.services.coordinator.calls.peers import Peers
-from paceline.services.coordinator.calls.tasks import TaskSource
+from paceline.services.coordinator import metrics, observed, trackers, transitions
+from paceline.services.coordinator.calls import base, executor, gateway, slots, tasks
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import TOGETHER, Journal
 from paceline.services.coordinator.journal.records import values_of
-from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.choice import Choice
+from paceline.services.coordinator.machine import choice, commands, events
 from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 from paceline.services.coordinator.machine.step import step
-from paceline.services.coordinator.metrics import EVALUATION, REFUSED, record_step
-from paceline.services.coordinator.observed import ObservedRun
-from paceline.services.coordinator.stall import StallWatch
-from paceline.services.coordinator.step_span import StepSpans
-from paceline.services.coordinator.trackers import Tracking
-from paceline.services.coordinator.transitions import Publish, Transitions
 from paceline.streams import Ledger
-from paceline.telemetry import get_logger
+from paceline.telemetry import extract, get_logger, inject, names, tracer
+
+
+class StepSpans:
+    """The spans of the running steps; asynchronous schedules have several."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, Span] = {}
+
+    def begin(self, run_id: str, step: int) -> str:
+        """Starts a step's span, and replaces an existing span of the step; returns its
+        traceparent.
+        """
+        self.end(step)
+        attributes: dict[str, str | int] = {names.RUN: run_id, names.RL_STEP: step}
+        # A root span regardless of the caller's span: one trace per RL step.
+        root = otel_context.Context()
+        span = tracer().start_span(names.STEP, context=root, attributes=attributes)
+        self._spans[step] = span
+        return inject(set_span_in_context(span)).get("traceparent", "")
+
+    def take_up(self, step: int, traceparent: str) -> None:
+        """Continues the trace of a step that a former coordinator began."""
+        parent = extract({"traceparent": traceparent})
+        self._spans[step] = tracer().start_span(
+            names.STEP, context=parent, attributes={names.RL_STEP: step}
+        )
+
+    def context(self, step: int | None) -> contextvars.Context:
+        """A copy of the caller's context, with the step's span as current span if the step runs."""
+        context = contextvars.copy_context()
+        span = None if step is None else self._spans.get(step)
+        if span is not None:
+            context.run(otel_context.attach, set_span_in_context(span))
+        return context
+
+    def end(self, step: int | None = None) -> None:
+        """Ends the step's span, or all spans; without a span it has no effect."""
+        for ended in [one for one in self._spans if step in (None, one)]:
+            self._spans.pop(ended).end()
+
 
 HAND_BACK_S = 180.0
 """Seconds that a failed run waits for the return of its slots to the engine."""
@@ -46,8 +79,8 @@ class Runner:
         self,
         config: CoordinatorConfig,
         journal: Journal,
-        peers: Peers,
-        publish: Publish,
+        peers: base.Peers,
+        publish: transitions.Publish,
         clock: Callable[[], float],
         ledger: Ledger | None = None,
     ) -> None:
@@ -60,8 +93,8 @@ class Runner:
         self._clock = clock
         self._last_s = 0.0
         self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        source = TaskSource(config)
-        self.transitions = Transitions(
+        source = tasks.TaskSource(config)
+        self.transitions = transitions.Transitions(
             config.run.id,
             source.samples_per_step,
             config.rollback_drop,
@@ -72,12 +105,12 @@ class Runner:
         self._asked: dict[int, asyncio.Future[State]] = {}  # by the id of an operator's event
         emit = self._queue.put_nowait
         groups = self.transitions.groups
-        self._calls = Calls(config, peers, source, groups, emit, self.now, self._state)
-        self._executor = Executor(self._calls, emit)
-        self.stall = StallWatch(self._calls)
-        self._observed = ObservedRun(ledger)
+        self._calls = base.Calls(config, peers, source, groups, emit, self.now, self._state)
+        self._executor = executor.Executor(self._calls, emit)
+        self.stall = observed.StallWatch(self._calls)
+        self._observed = observed.ObservedRun(ledger)
         self._spans = StepSpans()
-        self._tracking = Tracking(config.trackers, config.run.id, Path(config.run.dir))
+        self._tracking = trackers.Tracking(config.trackers, config.run.id, Path(config.run.dir))
         self._log = get_logger("coordinator")
 
     def now(self) -> float:
@@ -91,7 +124,7 @@ class Runner:
         self._queue.put_nowait(event)
         return step(self.transitions.state, event)[0].settings.total_steps
 
-    async def choose(self, event: Choice) -> State:
+    async def choose(self, event: choice.Choice) -> State:
         """Applies an operator's choice after the events before it; returns the state before the
         choice. Raises FailedPrecondition when the run ends first.
         """
@@ -114,7 +147,7 @@ class Runner:
         """
         beside = [
             asyncio.create_task(self.stall.run(), name="stall watch"),
-            asyncio.create_task(traffic.listen(self._calls), name="traffic"),
+            asyncio.create_task(slots.listen(self._calls), name="traffic"),
             asyncio.create_task(self._observed.run(), name="ledger"),
         ]
         for task in beside:
@@ -128,7 +161,7 @@ class Runner:
             for asked in self._asked.values():
                 if not asked.done():
                     asked.set_exception(FailedPrecondition("the run has ended"))
-            await until_gone(beside, CLOSE_S)
+            await executor.until_gone(beside, executor.CLOSE_S)
             await self._executor.close()
             self._spans.end()
             await asyncio.to_thread(self._tracking.close)
@@ -166,7 +199,7 @@ class Runner:
             self._observed.observe(one.before, one.event, one.after)
             if isinstance(one.event, events.EvaluationDone):
                 for kind, value in values_of(one.event).items():
-                    EVALUATION.record(value, kind=kind)
+                    metrics.EVALUATION.record(value, kind=kind)
                     self._tracking.evaluated(one.after.step, kind, value)
             asked = self._asked.get(id(one.event))
             if asked is not None and not asked.done():
@@ -184,11 +217,11 @@ class Runner:
                 self._queue.put_nowait(events.StepBegan(self.now(), number, traceparent))
             case commands.CloseStep(number):
                 self._spans.end(number)
-                record_step(self.transitions.records.finished[-1])
+                metrics.record_step(self.transitions.records.finished[-1])
                 self._observed.step_ended()
                 self._tracking.step(self.transitions.records.finished[-1])
             case commands.Refuse(event, seen, current):
-                REFUSED.record(event=event)
+                metrics.REFUSED.record(event=event)
                 self._log.info("late event refused", event_name=event, seen=seen, current=current)
             case commands.FinishRun():
                 pass  # the phase already shows the end
@@ -212,7 +245,7 @@ class Runner:
             await self._apply(events.Resumed(self.now(), self._config.steps))
             return
         await self._wait_for_peers()
-        begins = run_started if state.phase is Phase.NEW else run_resumed
+        begins = gateway.run_started if state.phase is Phase.NEW else gateway.run_resumed
         await self._apply(await begins(self._calls))
 
     async def _wait_for_peers(self) -> None:

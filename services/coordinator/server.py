@@ -14,14 +14,12 @@ from paceline.messages import versions_to_proto
 from paceline.report.solved import total_unscored
 from paceline.rpc import Server, check_events
 from paceline.rpc.progress import add_progress
-from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.calls.base import Peers
 from paceline.services.coordinator.config import CoordinatorConfig
-from paceline.services.coordinator.journal.facts import all_slots
+from paceline.services.coordinator.journal.entry import all_slots
 from paceline.services.coordinator.journal.journal import Journal
-from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.choice import Choice, due_profile, objection
+from paceline.services.coordinator.machine import choice, events, step
 from paceline.services.coordinator.machine.state import Phase, State
-from paceline.services.coordinator.machine.step import LIVE
 from paceline.services.coordinator.runner import Runner
 from paceline.streams import Ledger, connect
 from paceline.telemetry import get_logger
@@ -120,7 +118,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         await self._choose(events.ProfileChosen(self._runner.now(), request.profile))
         state = self._runner.transitions.state
         return pb.ChooseProfileResponse(
-            serving=versions_to_proto(state.versions), next=due_profile(state)
+            serving=versions_to_proto(state.versions), next=choice.due_profile(state)
         )
 
     async def _choose_drafter(
@@ -130,21 +128,21 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         await self._choose(events.DrafterChosen(self._runner.now(), version, lasting))
         return drafters_of(self._runner.transitions.state)
 
-    async def _choose(self, event: Choice) -> State:
+    async def _choose(self, event: choice.Choice) -> State:
         """Applies a choice and returns the state before it. Raises FailedPrecondition with the
         objection, if any.
         """
         _require_live(self._runner.transitions.state)
         before = await self._runner.choose(event)
         _require_live(before)
-        if (against := objection(before, event)) is not None:
+        if (against := choice.objection(before, event)) is not None:
             raise FailedPrecondition(against.message, seen=against.seen, allowed=against.allowed)
         return before
 
 
 def _require_live(state: State) -> None:
-    if state.phase not in LIVE:
-        allowed = ", ".join(one for one in Phase if one in LIVE)
+    if state.phase not in step.LIVE:
+        allowed = ", ".join(one for one in Phase if one in step.LIVE)
         raise FailedPrecondition("no run goes on", seen=state.phase, allowed=f"phase {allowed}")
 
 

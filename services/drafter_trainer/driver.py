@@ -13,9 +13,7 @@ from pathlib import Path
 from paceline import telemetry
 from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
 from paceline.local.patience import patient
-from paceline.ranks.group import RankGroup, RankLost
-from paceline.ranks.messages import Save, Saved
-from paceline.ranks.watched import WatchedRanks
+from paceline.ranks import group, messages, watched
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 
@@ -69,8 +67,8 @@ class DrafterDriver:
 
     def __init__(self, config: DrafterTrainerConfig) -> None:
         self._ranks = config.ranks
-        self.watched = WatchedRanks[m.Message](
-            RankGroup(
+        self.watched = watched.WatchedRanks[m.Message](
+            group.RankGroup(
                 "paceline.services.drafter_trainer.rank",
                 config.ranks,
                 config.threads_per_rank,
@@ -106,7 +104,7 @@ class DrafterDriver:
         if self.watched.ready:
             try:
                 self.watched.send(fact)
-            except RankLost as error:  # later ranks receive it at their start
+            except group.RankLost as error:  # later ranks receive it at their start
                 log.warning("a lost rank was not told", error=str(error))
 
     async def begin(self, command: m.Activate, deadline_s: float) -> Lease:
@@ -184,11 +182,11 @@ class DrafterDriver:
             limit_s = patient(PREEMPT_S) if deadline_s is None else deadline_s
             lease.stopping = asyncio.create_task(self._stop(lease, limit_s))
 
-    async def save(self, deadline_s: float) -> Saved:
+    async def save(self, deadline_s: float) -> messages.Saved:
         """Writes a checkpoint between two activations. Raises RankLost, DeadlineExceeded."""
         await self.watched.wait_ready(deadline_s)
-        news = self.watched.run(Save(), Saved, deadline_s)
-        return [saved async for saved in news if isinstance(saved, Saved)][-1]
+        news = self.watched.run(messages.Save(), messages.Saved, deadline_s)
+        return [saved async for saved in news if isinstance(saved, messages.Saved)][-1]
 
     async def _stop(self, lease: Lease, deadline_s: float) -> None:
         """Sends Preempt; kills the ranks if they do not stop between two micro-batches in time."""
@@ -207,7 +205,7 @@ class DrafterDriver:
             self.watched.kill()
             async with asyncio.timeout(patient(KILL_S)):
                 await lease.over.wait()
-        except RankLost as error:
+        except group.RankLost as error:
             self._end(lease, error)
 
     async def _started(self) -> None:
@@ -233,7 +231,7 @@ class DrafterDriver:
             case m.SlotsJoined(epoch):
                 if self.lease is not None and self.lease.epoch == epoch:
                     self.lease.joined(message)
-            case Saved():
+            case messages.Saved():
                 pass  # WatchedRanks returns it to the caller
             case m.Stopped(epoch):
                 if self.lease is not None and self.lease.epoch == epoch:

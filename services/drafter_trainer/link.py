@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from paceline.errors import DeadlineExceeded
-from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Save
+from paceline.ranks import group, messages
 from paceline.services.drafter_trainer import messages as m
 from paceline.telemetry import extract, names, span
 
-Turn = m.Activate | m.Join | Save
+Turn = m.Activate | m.Join | messages.Save
 """Commands that all ranks carry out in the order of sending."""
 
 
@@ -25,7 +24,7 @@ class TrainerLink:
     part.
     """
 
-    def __init__(self, link: RankLink) -> None:
+    def __init__(self, link: group.RankLink) -> None:
         self._link = link
         self._preempted_epoch = 0
         self._turns: deque[Turn] = deque()
@@ -80,7 +79,7 @@ class TrainerLink:
         message = m.MESSAGES.decode(data)
         if isinstance(message, m.Preempt):
             self._preempted_epoch = max(self._preempted_epoch, message.epoch)
-        elif isinstance(message, m.Activate | m.Join | Save):
+        elif isinstance(message, m.Activate | m.Join | messages.Save):
             self._turns.append(message)
         else:
             self.on_command(message)

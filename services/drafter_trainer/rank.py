@@ -15,24 +15,20 @@ from paceline import telemetry
 from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.models.config import read_config
-from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Doing, Impaired, Save, Saved
+from paceline.ranks import group, messages
 from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer import metrics, trainer
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
+from paceline.services.drafter_trainer.learn import learner, membership
 from paceline.services.drafter_trainer.learn.heads import (
     PolicyHead,
     PolicyHeads,
     load_policy_head,
     read_spooled_head,
 )
-from paceline.services.drafter_trainer.learn.learner import DrafterLearner, initial_net
-from paceline.services.drafter_trainer.learn.membership import Membership, announce, receive
 from paceline.services.drafter_trainer.link import TrainerLink, activation_span
-from paceline.services.drafter_trainer.metrics import CHECKPOINTS_DAMAGED
-from paceline.services.drafter_trainer.rows.feed import RowFeed
-from paceline.services.drafter_trainer.rows.store import RowStore
-from paceline.services.drafter_trainer.trainer import DrafterTrainer
+from paceline.services.drafter_trainer.rows import feed, store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training.checkpoints import (
@@ -57,29 +53,31 @@ class Rank:
     row by row.
     """
 
-    def __init__(self, config: DrafterTrainerConfig, ranks: RankLink) -> None:
+    def __init__(self, config: DrafterTrainerConfig, ranks: group.RankLink) -> None:
         self._config = config
         self._target = read_config(Path(config.model))
         self.rank = ranks.rank
         self.link = TrainerLink(ranks)
-        self.rows = RowStore(
+        self.rows = store.RowStore(
             config.buffer, PolicyHeads(), config.run.seed, batch_bytes=config.micro_batch_bytes
         )
         self.rows.add_head(load_policy_head(Path(config.model), 0))
-        net = initial_net(config, self._target)
+        net = learner.initial_net(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(checkpoints / "drafter-candidates", self._target, [net.kind])
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, net)
         self._whole = net.twin()
-        self.membership = Membership(config.device)
-        self.learner = DrafterLearner(
+        self.membership = membership.Membership(config.device)
+        self.learner = learner.DrafterLearner(
             net,
             config.optimizer,
             micro_batches=config.micro_batches_per_step,
             members=self.membership.members,
         )
-        self.trainer = DrafterTrainer(config, self.learner, self.rows, self.link, candidates)
+        self.trainer = trainer.DrafterTrainer(
+            config, self.learner, self.rows, self.link, candidates
+        )
         self.trainer.after_step = self.save_if_due
         self.trainer.take_in = self.take_in
         self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
@@ -88,7 +86,7 @@ class Rank:
         if config.resume:
             self._resume(checkpoints / "drafter")
         self.link.on_command = self.obey
-        self._feed = RowFeed(self._open_stream, self._target, self.rows.add)
+        self._feed = feed.RowFeed(self._open_stream, self._target, self.rows.add)
         self.trainer.lost = lambda: self._feed.dropped
         if self.rank == 0:
             self._feed.start()
@@ -113,8 +111,8 @@ class Rank:
         for fault in self._damaged:
             log.error("checkpoint is damaged", fault=fault)
             if self.rank == 0:
-                CHECKPOINTS_DAMAGED.record()
-                self.link.send(Impaired(f"{fault}; the checkpoint before it is taken"))
+                metrics.CHECKPOINTS_DAMAGED.record()
+                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is taken"))
         while not self.link.stopping:
             self._feed.check()
             match self.link.wait_turn(IDLE_S):
@@ -125,12 +123,14 @@ class Rank:
                     if self._join(command, running=False) and self.learner.members.takes_part:
                         self._follow()
                         self._leave()
-                case Save(command_id):
+                case messages.Save(command_id):
                     number = self.save(always=True)
-                    self._writer.wait(lambda: self.link.send(Doing("writes a checkpoint")))
+                    self._writer.wait(lambda: self.link.send(messages.Doing("writes a checkpoint")))
                     if self.rank == 0:
                         path = self._writer.path(number) / SPECULATOR
-                        self.link.send(Saved(command_id, str(path), self.learner.total_steps))
+                        self.link.send(
+                            messages.Saved(command_id, str(path), self.learner.total_steps)
+                        )
         self.save()
         self._writer.wait()
         self._feed.close()
@@ -163,7 +163,7 @@ class Rank:
             return None
         command = self.link.next_turn(0)
         assert isinstance(command, m.Join)
-        announce("join", self.learner.members)
+        membership.announce("join", self.learner.members)
         self._join(command, running=True)
         size = self.learner.members.size
         self.link.send(m.SlotsJoined(epoch, len(command.slots), size))
@@ -193,7 +193,7 @@ class Rank:
     def _follow(self) -> None:
         """Takes part in every collective that rank 0 announces."""
         while True:
-            match receive(self.learner.members):
+            match membership.receive(self.learner.members):
                 case "stop":
                     return
                 case "wait":
@@ -258,7 +258,7 @@ class Rank:
         """
         due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
         if due and not self._writer.busy:
-            announce("save", self.learner.members)
+            membership.announce("save", self.learner.members)
             self.save()
 
     def save(self, *, always: bool = False) -> int:
@@ -291,7 +291,7 @@ class Rank:
 
 def main() -> None:
     """Reads the service's config from the environment, where the parent put it, and runs."""
-    link = RankLink.from_environment()
+    link = group.RankLink.from_environment()
     config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)
     os.nice(config.niceness)

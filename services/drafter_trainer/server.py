@@ -15,13 +15,11 @@ from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.local.patience import patient
 from paceline.messages import from_message, shared_fields
 from paceline.models.config import check_model
-from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
-from paceline.rpc.progress import add_progress
+from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run, progress
+from paceline.services.drafter_trainer import driver, metrics
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.driver import PREEMPT_S, DrafterDriver, Lease
 from paceline.services.drafter_trainer.gate.publish import Promoter, PushOutcome
-from paceline.services.drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
@@ -42,7 +40,7 @@ JOIN_S = 30.0
 class HeadHooks:
     """Passes new policy heads and serving sets to the ranks."""
 
-    def __init__(self, ranks: DrafterDriver) -> None:
+    def __init__(self, ranks: driver.DrafterDriver) -> None:
         self._ranks = ranks
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
@@ -63,7 +61,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """DrafterService: one activation at a time, fenced by lease epochs."""
 
     def __init__(
-        self, config: DrafterTrainerConfig, ranks: DrafterDriver, guard: EpochGuard
+        self, config: DrafterTrainerConfig, ranks: driver.DrafterDriver, guard: EpochGuard
     ) -> None:
         self._config, self._ranks, self._guard = config, ranks, guard
         self._gateway = channel(config.addresses.gateway, config.security)
@@ -105,10 +103,10 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 yield response
         finally:
             self._ranks.abandon(lease)
-            SLOT_TIME.record(lease.slot_s)
+            metrics.SLOT_TIME.record(lease.slot_s)
 
     async def _news(
-        self, lease: Lease, context: CommandContext
+        self, lease: driver.Lease, context: CommandContext
     ) -> AsyncGenerator[pb.ActivateResponse]:
         """Yields the ranks' news and the results of pushes as they arrive, up to Detached."""
         self._promoter.start_again(context)
@@ -136,7 +134,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     yield _detached(message)
                     return
 
-    async def _next(self, lease: Lease, *, attached: bool) -> m.Message | PushOutcome:
+    async def _next(self, lease: driver.Lease, *, attached: bool) -> m.Message | PushOutcome:
         """The next news, or the result of a finished push if there is no news.
 
         Raises the error that ended the activation, and DeadlineExceeded when training has not
@@ -187,9 +185,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
         stopped_after_s = await self._ranks.preempt(
-            lease, context.time_remaining() or patient(PREEMPT_S)
+            lease, context.time_remaining() or patient(driver.PREEMPT_S)
         )
-        PREEMPTION_LATENCY.record(stopped_after_s)
+        metrics.PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
     async def GetDrafterStatus(
@@ -251,7 +249,7 @@ def _detached(message: m.Stopped) -> pb.ActivateResponse:
 async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set or the ranks cannot start; ends all ranks."""
     check_model(Path(config.model))
-    ranks, spool_dir = DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
+    ranks, spool_dir = driver.DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
     await _tell_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
@@ -265,7 +263,7 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
     server.add(add_weight_service, weights, WEIGHT_SERVICE)
-    add_progress(server, lambda: _progress(ranks))
+    progress.add_progress(server, lambda: _progress(ranks))
     try:
         # Within the grace period, the ranks stop a running activation and save all they have
         # learned.
@@ -275,13 +273,13 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         await servicer.close()
 
 
-async def _progress(ranks: DrafterDriver) -> GetProgressResponse:
+async def _progress(ranks: driver.DrafterDriver) -> GetProgressResponse:
     at = ranks.standing
     counts = {"optimiser_steps": at.total_steps, "samples_waiting": at.buffer_samples}
     return GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
-async def _tell_spooled(spool: Spool, ranks: DrafterDriver) -> None:
+async def _tell_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
     """After a restart, sends the spooled heads and the last serving set to the ranks."""
     for target, version in sorted(spool.spooled()):
         await ranks.tell(m.NewHead(version, str(spool.path(target, version))))

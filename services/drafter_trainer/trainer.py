@@ -11,18 +11,13 @@ from typing import Any
 
 from paceline.ranks.messages import Doing
 from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.gate.gate import PublishGate
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner, MicroResult
 from paceline.services.drafter_trainer.learn.membership import announce, hand_out
 from paceline.services.drafter_trainer.link import TrainerLink
-from paceline.services.drafter_trainer.metrics import (
-    gate_span,
-    micro_step_span,
-    record_decision,
-    record_micro_step,
-)
 from paceline.services.drafter_trainer.rows.store import PackedBatch, RowStore
 from paceline.speculators.packed import PackedRow
 from paceline.telemetry import link_current
@@ -149,7 +144,7 @@ class DrafterTrainer:
             slots = activation.slots[: len(rows)]
             version, kind = batch.head.policy_version, self._learner.kind
             traces = batch.traceparents
-            with micro_step_span(activation.epoch, slots, version, kind, traces) as record:
+            with metrics.micro_step_span(activation.epoch, slots, version, kind, traces) as record:
                 row = hand_out(rows, self._learner.members)
                 result = self._learner.micro_step(row, batch.head)
                 record(result)
@@ -157,7 +152,7 @@ class DrafterTrainer:
         speed, known = activation.last_s / max(len(rows[0]), 1), self.seconds_per_token
         self.seconds_per_token = 0.8 * known + 0.2 * speed if known else speed
         activation.batches |= batch.traceparents
-        record_micro_step(kind, result, samples=batch.samples)
+        metrics.record_micro_step(kind, result, samples=batch.samples)
         activation.learned(rows, result)
         if result.stepped:
             self.after_step()
@@ -184,14 +179,14 @@ class DrafterTrainer:
         return max(MIN_MICRO_BATCH_TOKENS, min(fitting, most))
 
     def _advance_gate(self, activation: Activation) -> None:
-        with activation.timed(), gate_span(self.gate.next_version) as record:
+        with activation.timed(), metrics.gate_span(self.gate.next_version) as record:
             decisions = self.gate.advance(activation.epoch)
             record(decisions)
         self._tell(decisions)
 
     def _tell(self, decisions: Iterable[m.Judged]) -> None:
         for decision in decisions:
-            record_decision(decision)
+            metrics.record_decision(decision)
             self._link.send(decision)
 
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:

@@ -19,19 +19,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from paceline import trajectory
 from paceline.arm_names import OFF
 from paceline.models.profiles import FINE
 from paceline.services.policy_trainer.config import AuditBound, AuditConfig
-from paceline.trajectory import (
-    ARM_PATH,
-    DRAFTED_PATH,
-    NUMBERS_PATH,
-    PLAIN_PATH,
-    REUSED_PATH,
-    SWAPPED_PATH,
-    DrawSpan,
-    Trajectory,
-)
 
 LEAST_GAP, LARGEST_GAP = 1e-7, 1e3
 PER_DECADE, BUCKETS = 8, 81
@@ -110,18 +101,18 @@ def paths_of(cell: str) -> tuple[str, ...]:
     arms, numbers, reused, stale = json.loads(cell)
     there = {
         **{_drafted_path(arm): arm != OFF for arm in arms.split(JOINT)},
-        NUMBERS_PATH + numbers: numbers not in (_EXACT, *_HALF),
-        REUSED_PATH: reused,
-        SWAPPED_PATH: stale,
+        trajectory.NUMBERS_PATH + numbers: numbers not in (_EXACT, *_HALF),
+        trajectory.REUSED_PATH: reused,
+        trajectory.SWAPPED_PATH: stale,
     }
     return tuple(path for path, is_one in there.items() if is_one)
 
 
 def _drafted_path(arm: str) -> str:
-    return DRAFTED_PATH if arm == DRAFTED_PATH else ARM_PATH + arm
+    return trajectory.DRAFTED_PATH if arm == trajectory.DRAFTED_PATH else trajectory.ARM_PATH + arm
 
 
-def drafted_so_far(spans: Iterable[DrawSpan]) -> Iterator[str]:
+def drafted_so_far(spans: Iterable[trajectory.DrawSpan]) -> Iterator[str]:
     """For each span, the arms that have drafted in its response up to the span's end, joined by
     JOINT. The value is "off" without an arm, and DRAFTED_PATH with more than two arms.
 
@@ -135,10 +126,10 @@ def drafted_so_far(spans: Iterable[DrawSpan]) -> Iterator[str]:
             arms = set()  # another turn
         arms |= {span.arm} - {OFF}
         end = span.end
-        yield DRAFTED_PATH if len(arms) > _APART else JOINT.join(sorted(arms)) or OFF
+        yield trajectory.DRAFTED_PATH if len(arms) > _APART else JOINT.join(sorted(arms)) or OFF
 
 
-def is_audited(one: Trajectory, share: float) -> bool:
+def is_audited(one: trajectory.Trajectory, share: float) -> bool:
     """Whether a trajectory is in the sample. Runs with equal seeds have equal samples."""
     name = f"{one.seed}/{one.key.branch_id}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:6], "little") < share * 2**48
@@ -148,7 +139,7 @@ def by_path(cells: Mapping[str, AuditCell]) -> dict[str, AuditCell]:
     """Gaps of each path; tokens with several paths count in each path."""
     found: dict[str, AuditCell] = {}
     for cell, gaps in sorted(cells.items()):
-        for path in paths_of(cell) or (PLAIN_PATH,):
+        for path in paths_of(cell) or (trajectory.PLAIN_PATH,):
             found[path] = found.get(path, AuditCell()) + gaps
     return found
 
@@ -206,7 +197,7 @@ def _ripe(
     for name in left:
         arm, *rest = json.loads(name)
         if arm != OFF:  # cells with several arms join too
-            pools.setdefault(json.dumps([DRAFTED_PATH, *rest]), []).append(name)
+            pools.setdefault(json.dumps([trajectory.DRAFTED_PATH, *rest]), []).append(name)
     for pool, members in pools.items():
         together = sum((left[name] for name in members), AuditCell())
         if len(members) > 1 and together.tokens >= _POOLED * least:
@@ -243,20 +234,22 @@ def _blamed(
     disabled, later verdicts judge the remaining paths.
     """
     own = paths_of(cell)
-    if PLAIN_PATH in named or set(own) & set(named):
+    if trajectory.PLAIN_PATH in named or set(own) & set(named):
         return ()
-    arms = [path for path in named if path.startswith(ARM_PATH)]
-    if DRAFTED_PATH in (own if arms else ()):
+    arms = [path for path in named if path.startswith(trajectory.ARM_PATH)]
+    if trajectory.DRAFTED_PATH in (own if arms else ()):
         return ()
-    if DRAFTED_PATH in named and any(path.startswith(ARM_PATH) for path in own):
+    if trajectory.DRAFTED_PATH in named and any(
+        path.startswith(trajectory.ARM_PATH) for path in own
+    ):
         return ()
     suspects = own
     for verdicts in (now, before):
         cleared = {path for name, fine in verdicts.items() if fine for path in paths_of(name)}
         suspects = tuple(path for path in suspects if path not in cleared) or suspects
-    rough = tuple(path for path in suspects if path.startswith(NUMBERS_PATH))
-    rough += tuple(path for path in suspects if path == SWAPPED_PATH)
-    return rough or suspects or (PLAIN_PATH,)
+    rough = tuple(path for path in suspects if path.startswith(trajectory.NUMBERS_PATH))
+    rough += tuple(path for path in suspects if path == trajectory.SWAPPED_PATH)
+    return rough or suspects or (trajectory.PLAIN_PATH,)
 
 
 def _by_paths(cell: str) -> tuple[int, bool, str]:
@@ -264,4 +257,4 @@ def _by_paths(cell: str) -> tuple[int, bool, str]:
     several.
     """
     paths = paths_of(cell)
-    return len(paths), DRAFTED_PATH in paths, cell
+    return len(paths), trajectory.DRAFTED_PATH in paths, cell

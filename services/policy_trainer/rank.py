@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from paceline import telemetry
 from paceline.errors import InternalError
-from paceline.ranks.group import RankLink
-from paceline.ranks.progress import ProgressReport
+from paceline.ranks import group, messages
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.messages import MESSAGES, Command
@@ -31,9 +30,9 @@ def make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
+def build(config: PolicyTrainerConfig, link: group.RankLink) -> PolicyTrainer:
     """Builds this rank's trainer and resumes it. Collective."""
-    progress = ProgressReport(lambda doing: link.send(MESSAGES.encode(doing)))
+    progress = messages.ProgressReport(lambda doing: link.send(MESSAGES.encode(doing)))
 
     def loads(read: int, of: int) -> None:
         progress.goes_on(f"loads the model, {read / 1e6:.0f} of {of / 1e6:.0f} MB")
@@ -46,7 +45,7 @@ def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
     return trainer
 
 
-def run(trainer: PolicyTrainer, link: RankLink) -> None:
+def run(trainer: PolicyTrainer, link: group.RankLink) -> None:
     """Handles commands for ever; the parent ends the process. Raises InternalError for a message
     that is no command.
     """
@@ -62,7 +61,7 @@ def run(trainer: PolicyTrainer, link: RankLink) -> None:
 
 def main() -> None:
     """Builds the trainer, reports that the rank is ready, and handles commands."""
-    link = RankLink.from_environment()
+    link = group.RankLink.from_environment()
     config = link.config(PolicyTrainerConfig)
     telemetry.setup("policy_trainer", config.telemetry)
     make_deterministic()

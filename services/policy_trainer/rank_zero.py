@@ -13,16 +13,10 @@ from pathlib import Path
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.plugins import import_filter
-from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Doing, Failed, Saved
+from paceline.ranks import group, messages
 from paceline.rpc.progress import REDIS
-from paceline.services.policy_trainer.batches.batcher import (
-    Batcher,
-    Collected,
-    collected_of,
-    count_batch,
-)
-from paceline.services.policy_trainer.batches.groups import Wanted
+from paceline.services.policy_trainer import metrics, publish
+from paceline.services.policy_trainer.batches import batcher, groups
 from paceline.services.policy_trainer.batches.records import RecordFile, StepRecord
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.messages import (
@@ -33,20 +27,6 @@ from paceline.services.policy_trainer.messages import (
     Pushed,
     Stepped,
     Train,
-)
-from paceline.services.policy_trainer.metrics import (
-    CHECKPOINTS_DAMAGED,
-    NOT_FINITE,
-    PART_TIME,
-    PUSHED_BYTES,
-    VERSIONS_TAKEN,
-    record_step,
-)
-from paceline.services.policy_trainer.publish import (
-    Publication,
-    Publisher,
-    check_same_model,
-    pull_served,
 )
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, link_current, names, span
@@ -60,17 +40,17 @@ _log = get_logger(__name__)
 class RankZero:
     """Rank 0's connections, and their event loop."""
 
-    def __init__(self, config: PolicyTrainerConfig, link: RankLink) -> None:
+    def __init__(self, config: PolicyTrainerConfig, link: group.RankLink) -> None:
         self._config = config
         self._link = link
         self._runner = asyncio.Runner()
-        self.publisher = Publisher(config, self._runner)
+        self.publisher = publish.Publisher(config, self._runner)
         self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
         self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
         self._ledger = Ledger(self._client, config.run.id)
         own = config.group_filter
-        self._batcher = Batcher(
+        self._batcher = batcher.Batcher(
             self._stream,
             self._ledger,
             max_staleness=config.max_staleness or 0,
@@ -83,7 +63,9 @@ class RankZero:
         self._runner.run(self._client.aclose())
         self._runner.close()
 
-    def open(self, progress: Progress, found: Resumable, held_twice: int) -> list[Collected]:
+    def open(
+        self, progress: Progress, found: Resumable, held_twice: int
+    ) -> list[batcher.Collected]:
         """Takes over unacknowledged entries; returns the batches of the recorded steps after the
         checkpoint. Raises DataLoss when these steps do not reach the progress of a damaged newer
         checkpoint.
@@ -94,18 +76,18 @@ class RankZero:
         missed = [record for record in records if record.step > progress.step]
         _check_replay(progress.policy_version, missed, found)
         share = self._config.audit.share
-        replays = [collected_of(self._batcher.take(record), share) for record in missed]
+        replays = [batcher.collected_of(self._batcher.take(record), share) for record in missed]
         for record in records:
             self._runner.run(self._batcher.settle(record))
             self._runner.run(self._batcher.mark(record))
         return replays
 
-    def collect(self, command: Train) -> Collected | None:
+    def collect(self, command: Train) -> batcher.Collected | None:
         """The batch of a step, after its record is on disk. None after a failure, which is reported
         to the parent.
         """
-        self.tell(Doing(f"collects the groups of step {command.sender.step}", REDIS))
-        wanted = Wanted(
+        self.tell(messages.Doing(f"collects the groups of step {command.sender.step}", REDIS))
+        wanted = groups.Wanted(
             step=command.sender.step,
             policy_version=command.policy_version,
             groups=tuple(command.groups),
@@ -124,36 +106,38 @@ class RankZero:
         """Sends news to the parent."""
         self._link.send(MESSAGES.encode(message))
 
-    def served(self, command: Train, publication: Publication) -> Mapping[str, NamedTensor] | None:
+    def served(
+        self, command: Train, publication: publish.Publication
+    ) -> Mapping[str, NamedTensor] | None:
         """The gateway's tensors of this version; empty if the gateway serves equal bits or another
         version. None after a failure, which is reported to the parent.
         """
         try:
             tensors = self._served_tensors(publication) or []
             if tensors:
-                check_same_model(layouts(publication.policy.manifest), tensors)
+                publish.check_same_model(layouts(publication.policy.manifest), tensors)
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
         if tensors:
-            VERSIONS_TAKEN.record()
+            metrics.VERSIONS_TAKEN.record()
             _log.warning("served_weights_taken", version=publication.version)
         return {one.name: one for one in tensors}
 
-    def _served_tensors(self, publication: Publication) -> list[NamedTensor] | None:
+    def _served_tensors(self, publication: publish.Publication) -> list[NamedTensor] | None:
         """As pull_served; None for damaged tensors, which are then pushed again."""
         try:
-            return self._runner.run(pull_served(publication.policy.manifest, self._config))
+            return self._runner.run(publish.pull_served(publication.policy.manifest, self._config))
         except DataLoss as error:
             _log.warning("served_weights_damaged", version=publication.version, error=str(error))
             return None
 
-    def push(self, command: Train, progress: Progress, publication: Publication) -> None:
+    def push(self, command: Train, progress: Progress, publication: publish.Publication) -> None:
         """Reports the step, pushes the version with the other ranks, marks its trajectories
         trained, and reports the push. Collective up to the push.
         """
         self.tell(Stepped(command.command_id, progress))
-        self.tell(Doing(f"pushes p{progress.policy_version}", "gateway"))
+        self.tell(messages.Doing(f"pushes p{progress.policy_version}", "gateway"))
         try:
             self._push(command, progress, publication)
         except PacelineError as error:
@@ -181,12 +165,12 @@ class RankZero:
         except Unavailable as error:
             self.failed(command_id, error)
             return
-        self.tell(Saved(command_id, str(path), version))
+        self.tell(messages.Saved(command_id, str(path), version))
 
     def failed(self, command_id: int, error: PacelineError) -> None:
         """Reports a failed command; the ranks handle the next command."""
         _log.error("command_failed", command=command_id, error=str(error))
-        self.tell(Failed.of(command_id, error))
+        self.tell(messages.Failed.of(command_id, error))
 
     def log_step(self, progress: Progress) -> None:
         """Logs one line per step."""
@@ -200,34 +184,34 @@ class RankZero:
             trajectories=progress.batch.trajectories,
             zero_variance_groups=progress.batch.zero_variance_groups,
         )
-        record_step(progress)
+        metrics.record_step(progress)
         if skipped := progress.figures.skipped_updates:
-            NOT_FINITE.record(skipped, what="update")
+            metrics.NOT_FINITE.record(skipped, what="update")
             _log.error("updates_skipped", step=progress.step, updates=skipped)
 
-    async def _collect(self, command: Train, wanted: Wanted) -> Collected:
+    async def _collect(self, command: Train, wanted: groups.Wanted) -> batcher.Collected:
         parent = extract(command.sender.carrier)
         with span(names.BATCH_WAIT, {names.RL_STEP: wanted.step}, parent=parent) as current:
             began = time.perf_counter()
             batch = await self._batcher.collect(wanted)
             link_current(batch.links)
-            collected = collected_of(
+            collected = batcher.collected_of(
                 batch, self._config.audit.share, waited_s=time.perf_counter() - began
             )
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
-            count_batch(batch)
+            batcher.count_batch(batch)
             current.set_attribute(names.TRAJECTORIES, collected.facts.trajectories)
             current.set_attribute(names.ZERO_VARIANCE_GROUPS, collected.facts.zero_variance_groups)
             return collected
 
-    def _push(self, command: Train, progress: Progress, publication: Publication) -> None:
+    def _push(self, command: Train, progress: Progress, publication: publish.Publication) -> None:
         parent = extract(command.sender.carrier)
         with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
             report = self.publisher.push(publication, command.sender.context())
             current.set_attribute(names.BYTES, report.bytes)
-            PART_TIME.record(report.push_s, part="publish")
-            PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
+            metrics.PART_TIME.record(report.push_s, part="publish")
+            metrics.PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
         if report.replaced:
             _log.warning("version_replaced", version=progress.policy_version)
 
@@ -248,7 +232,7 @@ class RankZero:
 
 def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:
     for fault in found.damaged:
-        CHECKPOINTS_DAMAGED.record()
+        metrics.CHECKPOINTS_DAMAGED.record()
         _log.error("checkpoint_damaged", fault=fault, resumed=str(found.checkpoint))
     reached = version
     for record in missed:

@@ -10,20 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidInput,
-    PacelineError,
-)
-from paceline.local.processes import usable_cores
-from paceline.local.services import service
+from paceline import errors
+from paceline.local import processes, services
 from paceline.messages import shared_fields, to_message
 from paceline.models.config import check_model
+from paceline.ranks import messages, watched
 from paceline.ranks.group import RankGroup
-from paceline.ranks.messages import Save, Saved
-from paceline.ranks.watched import WatchedRanks
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, check_run
 from paceline.rpc.progress import add_progress
 from paceline.services.policy_trainer.algorithms import check_algorithm
@@ -58,7 +50,7 @@ class PolicyDriver:
     def __init__(self, config: PolicyTrainerConfig) -> None:
         self._config = config
         self.progress = Progress()
-        self.world_size = config.ranks or min(2, usable_cores())
+        self.world_size = config.ranks or min(2, processes.usable_cores())
         """Number of ranks, each on its own slot."""
         group = RankGroup(
             "paceline.services.policy_trainer.rank",
@@ -67,9 +59,9 @@ class PolicyDriver:
             log_dir=Path(config.run.dir) / "logs",
             config=config,
             heartbeat_s=config.run.heartbeat_s,
-            preload=service("policy_trainer").forked,
+            preload=services.service("policy_trainer").forked,
         )
-        self.watched = WatchedRanks[Message](
+        self.watched = watched.WatchedRanks[Message](
             group,
             MESSAGES,
             service="policy_trainer",
@@ -96,19 +88,23 @@ class PolicyDriver:
         Raises the errors of WatchedRanks.run. On DeadlineExceeded the ranks are killed, because
         their state is unknown.
         """
-        last = {Train: Pushed, Save: Saved, Keep: Kept}[type(command)]
+        last = {Train: Pushed, messages.Save: messages.Saved, Keep: Kept}[type(command)]
         async with self._turn:
             await self.watched.wait_ready(self._config.start_deadline_s)
             try:
                 async for news in self.watched.run(command, last, deadline_s):
                     yield news
-            except DeadlineExceeded:
+            except errors.DeadlineExceeded:
                 self.watched.kill()
                 raise
 
-    async def save(self, deadline_s: float) -> Saved:
+    async def save(self, deadline_s: float) -> messages.Saved:
         """Writes a checkpoint and waits for it."""
-        return [one async for one in self.run(Save(), deadline_s) if isinstance(one, Saved)][-1]
+        return [
+            one
+            async for one in self.run(messages.Save(), deadline_s)
+            if isinstance(one, messages.Saved)
+        ][-1]
 
     async def keep(self, evaluation: float, deadline_s: float) -> Kept:
         """Sends the evaluation of the present weights, and waits for the checkpoint with the best
@@ -131,7 +127,7 @@ class PolicyDriver:
                 self.progress = news.progress
             case Stepped():
                 self.progress = news.progress
-            case Saved():
+            case messages.Saved():
                 self.progress = dataclasses.replace(self.progress, checkpoint_version=news.version)
             case _:
                 pass
@@ -157,7 +153,7 @@ class PolicyServicer(PolicyServiceServicer):
         """
         slots, ranks = len(request.slots), self._ranks.world_size
         if slots and slots < ranks:
-            raise FailedPrecondition(
+            raise errors.FailedPrecondition(
                 "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
                 seen=f"{slots} slots",
                 allowed=f"{ranks} or more",
@@ -181,10 +177,10 @@ class PolicyServicer(PolicyServiceServicer):
         """
         self._sender(request.context)
         deadline_s = self._config.step_deadline_s
-        saved: Saved | Kept
+        saved: messages.Saved | Kept
         if request.HasField("evaluation"):
             if not math.isfinite(request.evaluation):
-                raise InvalidInput("an evaluation is a number", seen=request.evaluation)
+                raise errors.InvalidInput("an evaluation is a number", seen=request.evaluation)
             saved = await self._ranks.keep(request.evaluation, deadline_s)
         else:
             saved = await self._ranks.save(deadline_s)
@@ -214,7 +210,7 @@ class PolicyServicer(PolicyServiceServicer):
 def require_fresh(root: Path, *, resume: bool) -> None:
     """Raises ConfigError when the directory has a run and `resume` is false."""
     if not resume and (root.exists() and any(root.iterdir())):
-        raise ConfigError(
+        raise errors.ConfigError(
             "the run's directory holds a trained policy",
             seen=root,
             allowed="resume=true, or another run.id and run.dir",
@@ -254,7 +250,7 @@ async def _save_final(ranks: PolicyDriver) -> None:
     try:
         saved = await ranks.save(STOP_GRACE_S / 2)
         _log.info("final_checkpoint", path=saved.path)
-    except PacelineError as error:
+    except errors.PacelineError as error:
         _log.error("final_checkpoint_failed", error=str(error))
 
 
@@ -268,8 +264,8 @@ def _response(news: News) -> pb.TrainStepResponse:
         case Pushed():
             prepared = pb.PolicyPrepared(**shared_fields(news, pb.PolicyPrepared))
             return pb.TrainStepResponse(prepared=prepared)
-        case Saved() | Kept():
-            raise InvalidInput("a checkpoint is no news of a step")
+        case messages.Saved() | Kept():
+            raise errors.InvalidInput("a checkpoint is no news of a step")
 
 
 def _stepped(progress: Progress) -> pb.PolicyStepped:

@@ -12,52 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.errors import (
-    DataLoss,
-    InternalError,
-    PacelineError,
-    ResourceExhausted,
-    Unavailable,
-    WeightsError,
-)
-from paceline.ranks.messages import Impaired, Save
-from paceline.ranks.progress import ProgressReport
+from paceline import errors
+from paceline.ranks.messages import Impaired, ProgressReport, Save
+from paceline.services.policy_trainer import messages, metrics, publish, rank_zero
 from paceline.services.policy_trainer.audit import audit_figures, judged
+from paceline.services.policy_trainer.batches import batcher, records
 from paceline.services.policy_trainer.batches.batch import TrainBatch
-from paceline.services.policy_trainer.batches.batcher import Collected
-from paceline.services.policy_trainer.batches.records import Best, read_best, write_best
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.messages import (
-    Batched,
-    BatchFacts,
-    Command,
-    Keep,
-    Kept,
-    Progress,
-    Started,
-    Train,
-)
-from paceline.services.policy_trainer.metrics import CHECKPOINT_TIME, PART_TIME, UPDATES
-from paceline.services.policy_trainer.publish import (
-    Publication,
-    Publisher,
-    publication_of,
-    take_served,
-)
-from paceline.services.policy_trainer.rank_zero import RankZero
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, names, span
-from paceline.training.checkpoints import (
-    CheckpointWriter,
-    checkpoint_numbers,
-    find_whole,
-    read_checkpoint,
-    read_each_whole,
-    read_state,
-)
-from paceline.training.hugging_face import write_causal_lm
-from paceline.training.process import from_rank_zero, tensors_from_rank_zero
+from paceline.training import checkpoints, process, shards
 
 _PREFIX = "step-"  # a checkpoint's number is its policy version
 SKIPPED_IN_ROW = 3
@@ -77,15 +42,15 @@ class PolicyTrainer:
         self,
         config: PolicyTrainerConfig,
         learner: Learner,
-        zero: RankZero | None,
+        zero: rank_zero.RankZero | None,
         progress: ProgressReport | None = None,
     ) -> None:
         """`progress`: receives this rank's progress reports; None: no reports."""
         self.config = config
         self.learner = learner
         self.zero = zero
-        self.progress = Progress()
-        self._publisher = zero.publisher if zero else Publisher(config, asyncio.Runner())
+        self.progress = messages.Progress()
+        self._publisher = zero.publisher if zero else publish.Publisher(config, asyncio.Runner())
         alone = dist.get_world_size() == 1
         self._report = progress or ProgressReport(lambda doing: None)
         learner.on_layer = self._report.goes_on
@@ -93,17 +58,17 @@ class PolicyTrainer:
             f"trains micro-batch {number} of {of}"
         )
         self._writing = None if alone else dist.new_group(backend="gloo")
-        self._writer = CheckpointWriter(
+        self._writer = checkpoints.CheckpointWriter(
             config.checkpoints_dir,
             self._export,
             prefix=_PREFIX,
             keep=config.checkpoint_keep,
         )
-        best = read_best(config.checkpoints_dir)
+        best = records.read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
         self._copied: Mapping[str, Any] | None = None  # copies of the last checkpoint, for reuse
         self._begun = 0  # version of the last started checkpoint, equal on all ranks
-        self._unreported: tuple[int, Progress] | None = None  # its command and progress
+        self._unreported: tuple[int, messages.Progress] | None = None  # its command and progress
         self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         self._resumed = False  # resumed, and not yet compared with the served weights
 
@@ -112,20 +77,22 @@ class PolicyTrainer:
         checkpoint of another model or trainer.
         """
         self._report.begins("takes up the newest checkpoint")
-        found = find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
+        found = checkpoints.find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
         self._damaged = found.damaged
         if found.checkpoint is not None:
             try:
-                state = read_checkpoint(found.checkpoint, {"learner": self.learner.state()})
+                state = checkpoints.read_checkpoint(
+                    found.checkpoint, {"learner": self.learner.state()}
+                )
                 self.learner.load_state(state["learner"])
-                self.progress = from_object(Progress, state["progress"])
-            except (KeyError, DataLoss) as error:
+                self.progress = from_object(messages.Progress, state["progress"])
+            except (KeyError, errors.DataLoss) as error:
                 message = f"{found.checkpoint} is of another model or trainer"
-                raise DataLoss(message, seen=str(error)) from error
+                raise errors.DataLoss(message, seen=str(error)) from error
             self._begun = self.progress.policy_version
             self._completed(self.progress)
         replays = self.zero.open(self.progress, found, self._held_twice()) if self.zero else []
-        steps = from_rank_zero([collected.record.step for collected in replays])
+        steps = process.from_rank_zero([collected.record.step for collected in replays])
         for number, step in enumerate(steps):
             self._advance(step, replays[number] if self.zero else None)
         self._resumed = self.progress.policy_version > 0
@@ -134,21 +101,21 @@ class PolicyTrainer:
     def started(self) -> None:
         """Reports that the rank accepts commands."""
         if self.zero:
-            self.zero.tell(Started(self.progress))
+            self.zero.tell(messages.Started(self.progress))
             for fault in self._damaged:
                 self.zero.tell(Impaired(f"{fault}; the checkpoint before it is taken"))
 
-    def handle(self, command: Command) -> None:
+    def handle(self, command: messages.Command) -> None:
         """Runs a command. A failure on rank 0 between collectives is reported to the parent and
         ends the command.
         """
         match command:
-            case Train():
+            case messages.Train():
                 self._train(command)
             case Save():
                 self.begin_checkpoint(command.command_id)
                 self.settle()
-            case Keep():
+            case messages.Keep():
                 self._keep_best(command)
 
     def settle_when_written(self) -> bool:
@@ -157,7 +124,7 @@ class PolicyTrainer:
             self.settle()
         return self._unreported is not None
 
-    def _train(self, command: Train) -> None:
+    def _train(self, command: messages.Train) -> None:
         """One RL step; a step that is already trained is only pushed again."""
         self.learner.memory.enter()
         publication = self._stepped(command)
@@ -167,7 +134,7 @@ class PolicyTrainer:
         if self.zero:
             self.zero.push(command, self.progress, publication)
         else:
-            with suppress(PacelineError):  # reported by rank 0
+            with suppress(errors.PacelineError):  # reported by rank 0
                 self._publisher.push(publication, command.sender.context())
         if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
             self.begin_checkpoint()
@@ -178,7 +145,7 @@ class PolicyTrainer:
             self.learner.memory.leave()
             dist.barrier()
 
-    def _stepped(self, command: Train) -> Publication | None:
+    def _stepped(self, command: messages.Train) -> publish.Publication | None:
         """The version to push after the step. None for a rejected or failed step, which is reported
         to the parent.
         """
@@ -186,7 +153,7 @@ class PolicyTrainer:
             return None
         if command.sender.step == self.progress.step:
             if self.zero:
-                self.zero.tell(Batched(command.command_id, self.progress.batch))
+                self.zero.tell(messages.Batched(command.command_id, self.progress.batch))
         elif not self._advance(
             command.sender.step,
             self.zero.collect(command) if self.zero else None,
@@ -195,7 +162,7 @@ class PolicyTrainer:
             return None
         return self._published(command)
 
-    def _accepts(self, command: Train) -> bool:
+    def _accepts(self, command: messages.Train) -> bool:
         """Whether the step is the next step, or the last step again. A rejection is reported to the
         parent.
         """
@@ -206,7 +173,7 @@ class PolicyTrainer:
         ):
             return True
         if self.zero:
-            error = WeightsError(
+            error = errors.WeightsError(
                 "the trainer cannot take this step",
                 reason="STEP_ORDER",
                 seen=f"step {command.sender.step} from p{command.policy_version}",
@@ -215,7 +182,7 @@ class PolicyTrainer:
             self.zero.failed(command.command_id, error)
         return False
 
-    def _goes_on_from_what_serves(self, command: Train) -> bool:
+    def _goes_on_from_what_serves(self, command: messages.Train) -> bool:
         """Adopts the served weights once after a start, since a replay on other ranks may differ in
         a bit.
 
@@ -227,33 +194,35 @@ class PolicyTrainer:
         if publication is None:
             return False
         served = self.zero.served(command, publication) if self.zero else None
-        known, differs = from_rank_zero((served is not None, bool(served)))
+        known, differs = process.from_rank_zero((served is not None, bool(served)))
         # Adapters cannot adopt served weights; the difference counts as one more gap between
         # behaviour and policy.
         if differs and not self.learner.weights.adapted:
-            take_served(self.learner.published(), served, self.config)
+            publish.take_served(self.learner.published(), served, self.config)
         self._resumed = not known
         return known
 
-    def _published(self, command: Train) -> Publication | None:
+    def _published(self, command: messages.Train) -> publish.Publication | None:
         """The version to push. None after a failure, which is reported to the parent."""
         weights = self.learner.weights
         pushed, shapes = weights.pushed(), weights.pushed_shapes()
         version, make_room = self.progress.policy_version, self._publisher.forget
         try:
-            return publication_of(version, pushed, shapes, self.config, make_room, weights.added)
-        except (ResourceExhausted, WeightsError) as error:
+            return publish.publication_of(
+                version, pushed, shapes, self.config, make_room, weights.added
+            )
+        except (errors.ResourceExhausted, errors.WeightsError) as error:
             if self.zero:
                 self.zero.failed(command.command_id, error)
             return None
 
-    def _stands_still(self, command: Train) -> bool:
+    def _stands_still(self, command: messages.Train) -> bool:
         """Whether SKIPPED_IN_ROW consecutive steps skipped an update; then the parent receives an
         error that ends the run.
         """
         steps = self.progress.skipped_in_row
         if steps >= SKIPPED_IN_ROW and self.zero:
-            error = InternalError(
+            error = errors.InternalError(
                 "the loss or the gradient was not finite in several steps in a row",
                 reason="NOT_FINITE",
                 seen=f"{steps} steps up to step {self.progress.step}",
@@ -263,10 +232,10 @@ class PolicyTrainer:
         return steps >= SKIPPED_IN_ROW
 
     def _advance(
-        self, step: int, collected: Collected | None, carrier: Mapping[str, str] = _NO_TRACE
+        self, step: int, collected: batcher.Collected | None, carrier: Mapping[str, str] = _NO_TRACE
     ) -> bool:
         """One optimiser step on rank 0's batch; False if rank 0 has no batch."""
-        batch = tensors_from_rank_zero(TrainBatch, collected.tensors if collected else None)
+        batch = process.tensors_from_rank_zero(TrainBatch, collected.tensors if collected else None)
         if batch is None:
             return False
         self._report.begins(f"computes what the updates of step {step} begin with")
@@ -291,7 +260,9 @@ class PolicyTrainer:
         )
         measured = {**figures.figures, **audit_figures(figures.cells)}
         figures = dataclasses.replace(figures, figures=measured, cells={})
-        facts = collected.facts if collected else BatchFacts()  # only rank 0 reports the facts
+        facts = (
+            collected.facts if collected else messages.BatchFacts()
+        )  # only rank 0 reports the facts
         self.progress = dataclasses.replace(
             self.progress,
             policy_version=self.progress.policy_version + 1,
@@ -304,7 +275,7 @@ class PolicyTrainer:
             beyond=beyond,
         )
         if self.zero:
-            UPDATES.record(self.learner.updates - updates)
+            metrics.UPDATES.record(self.learner.updates - updates)
             self.zero.log_step(self.progress)
         return True
 
@@ -320,33 +291,33 @@ class PolicyTrainer:
             self._copied = self.learner.state(self._copied)
             state = {"learner": self._copied, "progress": to_object(self.progress)}
             self._writer.write(state, self.progress.policy_version, self._writing)
-        PART_TIME.record(time.perf_counter() - started, part="checkpoint")
+        metrics.PART_TIME.record(time.perf_counter() - started, part="checkpoint")
         self._begun = self.progress.policy_version
         self._unreported = (command_id, self.progress)
 
-    def _keep_best(self, command: Keep) -> None:
+    def _keep_best(self, command: messages.Keep) -> None:
         """Writes a checkpoint of the weights and keeps it if no evaluation was as good
         or better.
         """
         directory, version = self.config.checkpoints_dir, self.progress.policy_version
-        best = read_best(directory)
-        if from_rank_zero(best is None or command.evaluation > best.evaluation):
+        best = records.read_best(directory)
+        if process.from_rank_zero(best is None or command.evaluation > best.evaluation):
             if self._begun != version:
                 self.begin_checkpoint()
             self.settle()
             if self.progress.checkpoint_version != version:
                 if self.zero:
-                    error = Unavailable("the best checkpoint was not written", seen=version)
+                    error = errors.Unavailable("the best checkpoint was not written", seen=version)
                     self.zero.failed(command.command_id, error)
                 return
-            best = Best(version, command.evaluation)
+            best = records.Best(version, command.evaluation)
             if dist.get_rank() == 0:
-                write_best(directory, best)
+                records.write_best(directory, best)
         assert best is not None
         self._writer.kept = best.policy_version
         if self.zero:
             path = self._writer.path(best.policy_version)
-            self.zero.tell(Kept(command.command_id, str(path), best.policy_version))
+            self.zero.tell(messages.Kept(command.command_id, str(path), best.policy_version))
 
     def settle(self) -> None:
         """Waits for the pending checkpoint, then acknowledges its groups."""
@@ -356,17 +327,17 @@ class PolicyTrainer:
         self._unreported = None
         try:
             self._writer.wait(self._report.goes_on)
-        except Unavailable as error:
+        except errors.Unavailable as error:
             if self.zero:
                 self.zero.failed(command_id, error)
             return
         self._completed(saved)
         if self.zero:
-            CHECKPOINT_TIME.record(self._writer.written_s)
+            metrics.CHECKPOINT_TIME.record(self._writer.written_s)
             path = self._writer.path(saved.policy_version)
             self.zero.saved(command_id, path, saved.policy_version, self._held_twice())
 
-    def _completed(self, saved: Progress) -> None:
+    def _completed(self, saved: messages.Progress) -> None:
         self.progress = dataclasses.replace(self.progress, checkpoint_version=saved.policy_version)
 
     def _held_twice(self) -> int:
@@ -374,17 +345,17 @@ class PolicyTrainer:
         damaged. With one kept checkpoint, the last step that it holds. -1: none.
         """
         wanted = min(self.config.checkpoint_keep, 2)
-        numbers = checkpoint_numbers(self.config.checkpoints_dir, _PREFIX)[-wanted:]
+        numbers = checkpoints.checkpoint_numbers(self.config.checkpoints_dir, _PREFIX)[-wanted:]
         if len(numbers) < wanted:
             return -1
         try:
-            step: int = read_state(self._writer.path(numbers[0]))["progress"]["step"]
-        except DataLoss:  # a damaged checkpoint holds no step; the next start reports it
+            step: int = checkpoints.read_state(self._writer.path(numbers[0]))["progress"]["step"]
+        except errors.DataLoss:  # a damaged checkpoint holds no step; the next start reports it
             return -1
         return step
 
     def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Writes the weights as a Hugging Face directory, which any engine serves."""
-        trained = read_each_whole(checkpoint, "learner/model", state)
+        trained = checkpoints.read_each_whole(checkpoint, "learner/model", state)
         weights = self.learner.weights.exported(trained, checkpoint)
-        write_causal_lm(weights, self.learner.shapes(), Path(self.config.model), checkpoint)
+        shards.write_causal_lm(weights, self.learner.shapes(), Path(self.config.model), checkpoint)

@@ -1,11 +1,20 @@
-"""Runs background tasks of the event loop, logs their failures and cancels them."""
+"""Runs work beside the event loop: background tasks, and threads for large requests.
+
+The cost before planning grows with the bytes of a request: JSON, chat template, tokenization and
+hashes. Small requests run directly on the event loop. Medium and large requests each wait for their
+own thread, so that a few kilobytes do not wait for megabytes. At most two threads share Python's
+lock with the loop. A thread's work cannot be interrupted; the callers bound sizes before.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+from paceline.errors import ResourceExhausted
+from paceline.services.rollout_gateway import metrics
 from paceline.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -42,3 +51,70 @@ async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
             task.result()
     finally:
         await cancel(*tasks)
+
+
+SMALL_BYTES = 4 << 10
+"""Largest request that runs on the loop; it takes a few milliseconds at most."""
+LARGE_BYTES = 256 << 10
+"""A larger request waits for the thread of large requests."""
+MAX_HELD_BYTES = 128 << 20
+"""Bytes of large requests that may be received, waiting or in work at once; more are refused."""
+WAIT_S = 60.0
+"""Seconds after which a waiting large request is refused."""
+
+T = TypeVar("T")
+
+
+class LargeRequests:
+    """The two threads of one gateway and the bytes of the requests that they hold."""
+
+    def __init__(self, *, most_bytes: int = MAX_HELD_BYTES, wait_s: float = WAIT_S) -> None:
+        self._most_bytes = most_bytes
+        self._wait_s = wait_s
+        self._held_bytes = 0
+        self._medium = ThreadPoolExecutor(1, "medium-request")
+        self._large = ThreadPoolExecutor(1, "large-request")
+
+    def hold(self, size: int) -> None:
+        """Count bytes of a large request. Raises ResourceExhausted above the limit of bytes."""
+        if self._held_bytes + size > self._most_bytes:
+            raise self._refusal(
+                "too many bytes of large requests wait",
+                f"{self._held_bytes + size} bytes",
+                f"{self._most_bytes} bytes",
+            )
+        self._held_bytes += size
+
+    def free(self, size: int) -> None:
+        """Release bytes that `hold` has counted."""
+        self._held_bytes -= size
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Return the result of `work`, or raise its exception. `size`: bytes of the request.
+
+        Raises ResourceExhausted when too many bytes wait, or when this request waits too long.
+        """
+        if size <= SMALL_BYTES:
+            return work()
+        thread = self._medium if size <= LARGE_BYTES else self._large
+        self.hold(size)
+        try:
+            async with asyncio.timeout(self._wait_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(thread, work)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            waited = f"{self._wait_s:g} s"
+            raise self._refusal("a large request waited too long", waited, waited) from None
+        finally:
+            self.free(size)
+
+    def stop(self) -> None:
+        """Release the threads and drop their waiting work."""
+        for thread in (self._medium, self._large):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _refusal(message: str, seen: str, allowed: str) -> ResourceExhausted:
+        metrics.QUEUE_REFUSED.record(reason="LARGE_REQUESTS")
+        return ResourceExhausted(message, reason="LARGE_REQUESTS", seen=seen, allowed=allowed)

@@ -15,40 +15,25 @@ import redis.asyncio
 
 from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
-from paceline.local.forking import Forker
-from paceline.local.process_directory import process_directory
+from paceline.local import forking, user_directory
 from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
-from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.services.rollout_gateway import background, engines, metrics, sandbox
+from paceline.services.rollout_gateway.calls import planner, queue
 from paceline.services.rollout_gateway.calls.call import Call, Plan
-from paceline.services.rollout_gateway.calls.checks import check_arm
-from paceline.services.rollout_gateway.calls.planner import Planner
-from paceline.services.rollout_gateway.calls.queue import FairQueue
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_settings import local_workers, row_shape
-from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.environments.table import Equipment
-from paceline.services.rollout_gateway.environments.toolbox import Toolbox
-from paceline.services.rollout_gateway.features.publisher import FeaturePublisher, Origin
+from paceline.services.rollout_gateway.environments import kinds, toolbox
+from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
-from paceline.services.rollout_gateway.sandbox import Sandbox
-from paceline.services.rollout_gateway.sessions.agents import Agents
-from paceline.services.rollout_gateway.sessions.names import GatewayNames
-from paceline.services.rollout_gateway.sessions.outbox import Outbox
-from paceline.services.rollout_gateway.sessions.tree import Turn
-from paceline.services.rollout_gateway.workers.expiry import Expiry
+from paceline.services.rollout_gateway.sessions import agents, names, outbox, tree
+from paceline.services.rollout_gateway.workers import lending, local, router, weights
 from paceline.services.rollout_gateway.workers.generation import Generation
-from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
-from paceline.services.rollout_gateway.workers.quarantine import Quarantined
-from paceline.services.rollout_gateway.workers.router import Router
-from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
@@ -71,11 +56,11 @@ def _codec(config: GatewayConfig, ends: Sequence[EndToken]) -> TextCodec:
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
-    def __init__(self, config: GatewayConfig, forker: Forker | None = None) -> None:
+    def __init__(self, config: GatewayConfig, forker: forking.Forker | None = None) -> None:
         """`forker`: of the workers."""
         self.config = config
         addresses = config.all_addresses
-        self.names = GatewayNames(config.number, addresses.gateways, addresses.gateways_http)
+        self.names = names.GatewayNames(config.number, addresses.gateways, addresses.gateways_http)
         self.model = config.model_dir.resolve().name
         self._ends = end_tokens(config.model_dir)
         self.codec = _codec(config, self._ends)
@@ -84,28 +69,28 @@ class Gateway:
         )
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
-            tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
+            tempfile.TemporaryDirectory(prefix="spool-", dir=user_directory.process_directory())
         )
         self.spool = _open_spool(Path(spool), config)
         self.state = config.spool
         """Directory of the state kept over a restart; None: no state is kept."""
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
-        self.outbox = Outbox(durable, config.max_unsent_bytes)
+        self.outbox = outbox.Outbox(durable, config.max_unsent_bytes)
         self.first_worker = config.number * config.worker_count
         self.router = self._make_router(forker)
-        self.weights = WorkerWeights(self.router, self.spool, config.canary)
+        self.weights = weights.WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
-        self.agents = Agents(config, self.outbox, durable, self.names)
-        self.queue = FairQueue(config.queue, self._room())
-        self.sandbox = Sandbox(config.rewards.sandbox)
+        self.agents = agents.Agents(config, self.outbox, durable, self.names)
+        self.queue = queue.FairQueue(config.queue, self._room())
+        self.sandbox = sandbox.Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
-        self.toolbox = Toolbox(self.sandbox, config.tools, config.tool_servers)
-        self.equipment = Equipment(
+        self.toolbox = toolbox.Toolbox(self.sandbox, config.tools, config.tool_servers)
+        self.equipment = kinds.Equipment(
             self.sandbox, config.environments, self.toolbox, config.interactions
         )
-        self.aside = LargeRequests()
-        self.planner = Planner(
+        self.aside = background.LargeRequests()
+        self.planner = planner.Planner(
             config, self.codec, self.agents.sessions, lambda: self.router.ready, self.aside
         )
         self.activity = Activity("gateway")
@@ -113,13 +98,13 @@ class Gateway:
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
         self._arming = asyncio.Lock()
-        self.quarantined = Quarantined(self.router, config.engine.command_deadline_s)
+        self.quarantined = weights.Quarantined(self.router, config.engine.command_deadline_s)
         self.router.on_ready, self.router.orders = self._equip, self._orders
         self.router.loans.on_return = self.weights.take_memory
         guard = EpochGuard(config.security, self.state and self.state / LENDING_EPOCHS)
         lent = self.state and self.state / "lent.json"
-        self.lending = Lending(self.router.loans, len(self.router.seats), guard, lent)
-        self.expiry = Expiry(self.lending)
+        self.lending = lending.Lending(self.router.loans, len(self.router.seats), guard, lent)
+        self.expiry = lending.Expiry(self.lending)
 
     def _log_end_tokens(self) -> None:
         """Log the end tokens; a warning if the model has none."""
@@ -137,13 +122,13 @@ class Gateway:
         """
         return self.config.worker_count * (self.config.engine.max_batch + 1)
 
-    def _make_router(self, forker: Forker | None) -> Router:
+    def _make_router(self, forker: forking.Forker | None) -> router.Router:
         config = self.config
-        return Router(
+        return router.Router(
             config.worker_count,
             config.engine,
-            local_workers(config, forker),
-            row_shape(config),
+            local.local_workers(config, forker),
+            local.row_shape(config),
             lambda taken: self.publisher.take(taken),
             lambda request_id: self.publisher.discard(request_id),
             config.queue.wait_s,
@@ -191,7 +176,9 @@ class Gateway:
             self.publisher.expect(number)
         metrics.REQUESTS.record()
         prefer = plan.session.worker_index if plan.session is not None else None
-        rerun = plan.queue_key is None or not find_engine(self.config.engine.kind).starts_slowly
+        rerun = (
+            plan.queue_key is None or not engines.find_engine(self.config.engine.kind).starts_slowly
+        )
         return self.router.submit(request, worker=plan.worker, prefer=prefer, rerun=rerun)
 
     def call(self, plan: Plan) -> Call:
@@ -209,7 +196,7 @@ class Gateway:
         """Wait for a place in the engine. Raises ResourceExhausted when too many wait."""
         return self.queue.place(key)
 
-    def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
+    def recorded(self, plan: Plan, generation: Generation, turn: tree.Turn) -> None:
         """Handle the end of a turn: index its session by the turn, and publish its hidden rows."""
         assert plan.session is not None
         self.agents.sessions.remember(plan.session, turn)
@@ -249,7 +236,7 @@ class Gateway:
         """Force an arm on every worker, later workers included; "" returns the choice to the
         bandit.
         """
-        check_arm(self.router.ready, arm)
+        planner.check_arm(self.router.ready, arm)
         async with self._arming:  # a refused arm restores the previous arm
             before, self._forced_arm = self._forced_arm, arm
             answers = await self.router.ask_all(_speculation(arm))

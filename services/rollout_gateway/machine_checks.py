@@ -15,11 +15,9 @@ from pathlib import Path
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
-from paceline.local.findings import Finding, looked_at
-from paceline.local.reading_check import reading_findings
+from paceline.local.checks import Finding, looked_at, reading_findings
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.sandbox import Sandbox
-from paceline.services.rollout_gateway.sandbox.runs import ALL_LAYERS
+from paceline.services.rollout_gateway.sandbox import ALL_LAYERS, Sandbox
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 

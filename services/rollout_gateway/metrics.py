@@ -154,7 +154,7 @@ REGRET = Gauge(
     "1",
     ENGINE_WORKER,
     "estimated share of tokens/s lost against the best arm in hindsight, 0 to 1; each arm counts "
-    "by the mean of its own rounds (`workers/regret.py`)",
+    "by the mean of its own rounds (`workers/metrics.py`)",
 )
 DEAD_DRAFTERS = Counter(
     "paceline.engine.dead_drafters",

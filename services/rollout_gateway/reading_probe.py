@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput, PacelineError
-from paceline.local.findings import Finding
+from paceline.local.checks import Finding
 from paceline.models.reading import check_vocabulary, end_tokens, read_object, read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 from paceline.services.rollout_gateway.chat.text import TextCodec
@@ -158,7 +158,7 @@ def _bytes(model: Path, ends: Sequence[int], codec: TextCodec, theirs: Any) -> I
 
 def grammar_bytes(directory: Path, vocab_size: int, end_ids: Sequence[int]) -> list[bytes]:
     """[V] a grammar's bytes of each token. Raises InvalidInput when tokens have no bytes."""
-    from paceline.services.rollout_gateway.engines.requests.grammar_tokens import GrammarTokens
+    from paceline.services.rollout_gateway.engines.requests.grammar_judge import GrammarTokens
 
     return GrammarTokens(directory / "tokenizer.json", vocab_size, end_ids or [0]).tokens
 

@@ -14,25 +14,67 @@ from starlette.types import ASGIApp
 
 from paceline.addresses import is_loopback
 from paceline.errors import ConfigError
-from paceline.local.forking import Forker
-from paceline.local.patience import patient
-from paceline.local.ports import bound
-from paceline.local.reading_check import check_reading
+from paceline.local import checks, forking, patience, ports, processes
 from paceline.rpc import EPOCHS, EpochGuard, Server, channel
-from paceline.rpc.progress import add_progress
-from paceline.services.rollout_gateway.api.grpc import RolloutServicer
+from paceline.rpc.progress import AGENTS, REDIS, Activity, add_progress
+from paceline.services.rollout_gateway.api import grpc, sglang_router
+from paceline.services.rollout_gateway.api.http import requests, streaming
 from paceline.services.rollout_gateway.api.http.app import build_app
-from paceline.services.rollout_gateway.api.http.bodies import most_bytes
-from paceline.services.rollout_gateway.api.http.protocol import BoundedProtocol
-from paceline.services.rollout_gateway.api.sglang_router import listed
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.progress import progress
+from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.telemetry import get_logger
+from paceline.v1.progress_pb2 import GetProgressResponse, Part
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
 from paceline.weights.forward import Forward
+
+
+async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProgressResponse:
+    """Progress of the gateway, then of its workers. Sends no command to a worker, because a worker
+    may be silent. `weights`: the activity of receiving weights, if this process does.
+    """
+    seats = gateway.router.seats
+    workers = [_worker(seat) for seat in seats]
+    agents, queue = gateway.agents, gateway.queue
+    counts = {
+        "requests_running": queue.running,
+        "requests_waiting": queue.waiting,
+        "samples_left": gateway.samples_left,
+        "open_sessions": len(agents.sessions),
+        "offers": agents.offers.waiting,
+        "open_groups": agents.groups.gathering,
+        "unsent_bytes": gateway.outbox.unsent_bytes,
+    }
+    busy = [worker for worker in workers if worker.doing]
+    part = gateway.activity.part(counts)
+    if weights is not None:
+        weights.show_on(part)
+    part.still_s = min([part.still_s, *(one.still_s for one in workers)])
+    if busy:
+        part.waits_for = max(busy, key=lambda one: one.still_s).name
+    elif counts["unsent_bytes"]:
+        part.waits_for = REDIS
+    elif part.doing and (counts["offers"] or counts["open_sessions"] or not counts["samples_left"]):
+        part.waits_for = AGENTS
+    return GetProgressResponse(parts=[part, *workers])
+
+
+def _worker(seat: Seat) -> Part:
+    process = seat.process
+    if process is None:
+        part = seat.activity.part(trouble="it is being started")
+    else:
+        part = seat.activity.part(
+            {"requests": len(seat.live)}, trouble=processes.stopped([process.pid])
+        )
+    part.ClearField("last_span")  # it belongs to this process, not to the worker
+    if process is not None and process.unanswered:
+        part.doing = part.doing or "takes a command"
+        part.still_s = min(part.still_s, process.still_s)
+    return part
+
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0
@@ -68,7 +110,7 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def running(
-    config: GatewayConfig, forker: Forker | None = None
+    config: GatewayConfig, forker: forking.Forker | None = None
 ) -> AsyncIterator[tuple[int, int]]:
     """A gateway inside the block; yields its gRPC and HTTP ports."""
     gateway = Gateway(config, forker)
@@ -80,7 +122,7 @@ async def running(
         gateway.spool, guard, gateway.weights, handover=handover, forward=forward
     )
     server.add(add_weight_service, weights, SERVICE_NAME)
-    rollouts = RolloutServicer(gateway, guard)
+    rollouts = grpc.RolloutServicer(gateway, guard)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway, weights.reception.activity))
     probe = asyncio.create_task(_compare_reading(config))
@@ -90,7 +132,7 @@ async def running(
         await cancel(probe)
         raise
     longest = gateway.router.ready.max_sequence_tokens
-    server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)
+    server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = requests.most_bytes(longest)
     try:
         await probe
         app = build_app(gateway, loopback=is_loopback(config.addresses.http))
@@ -99,7 +141,7 @@ async def running(
             port = await server.start()
             gateway.expiry.start()
             log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-            async with listed(config, gateway.model, http_port):
+            async with sglang_router.listed(config, gateway.model, http_port):
                 yield port, http_port
         finally:
             gateway.agents.offers.stop()
@@ -128,7 +170,7 @@ async def _compare_reading(config: GatewayConfig) -> None:
     if config.engine.kind == "scripted":
         return
     tokenizer = Path(config.tokenizer) if config.tokenizer else None
-    for line in await asyncio.to_thread(check_reading, config.model_dir, tokenizer):
+    for line in await asyncio.to_thread(checks.check_reading, config.model_dir, tokenizer):
         log.warning("the model is read in another way than by transformers", difference=line)
 
 
@@ -155,7 +197,7 @@ async def start_http(
     settings = _http_config(app, config)
     server = HttpServer(settings)
     try:
-        sockets = [bound(settings.host, settings.port)]
+        sockets = [ports.bound(settings.host, settings.port)]
     except OSError as error:
         raise ConfigError(
             f"cannot listen there: {error.strerror}",
@@ -166,7 +208,9 @@ async def start_http(
     task = asyncio.create_task(server.serve(sockets=sockets))
     listening = asyncio.create_task(server.listening.wait())
     await asyncio.wait(
-        (task, listening), timeout=patient(START_DEADLINE_S), return_when=asyncio.FIRST_COMPLETED
+        (task, listening),
+        timeout=patience.patient(START_DEADLINE_S),
+        return_when=asyncio.FIRST_COMPLETED,
     )
     if not server.listening.is_set():
         cause = task.exception() if task.done() else None
@@ -197,7 +241,7 @@ def _http_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         lifespan="off",
-        http=BoundedProtocol,
+        http=streaming.BoundedProtocol,
         backlog=BACKLOG,
         timeout_keep_alive=config.api.keep_alive_s,
         timeout_graceful_shutdown=int(STOP_GRACE_S),

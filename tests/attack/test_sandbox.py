@@ -18,7 +18,8 @@ from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.local.user_directory import user_directory
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
+from paceline.services.rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.sandbox.launcher.request import SandboxResult
 
 pytestmark = pytest.mark.attack
 KINDS = ("namespaces", "landlock")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from demo_runs import SMALL, demo, wait_for
 
-from paceline.config.tables import read_tables, write_tables
+from paceline.config.load import read_tables, write_tables
 from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]

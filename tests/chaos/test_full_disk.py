@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.local.disk import ROOM_BYTES, lack_of_room
+from paceline.local.checks import ROOM_BYTES, lack_of_room
 from paceline.local.patience import patient
 
 RUN = Path(__file__).with_name("full_disk_run.py")
@@ -50,7 +50,7 @@ def test_a_disk_that_fills_up_four_times_loses_nothing_and_is_waited_for_each_ti
 
 def test_a_limit_that_the_disk_does_not_show_counts_as_full_too(tmp_path: Path) -> None:
     assert lack_of_room(tmp_path) == ""
-    look = "import sys, pathlib; from paceline.local.disk import lack_of_room as lack; "
+    look = "import sys, pathlib; from paceline.local.checks import lack_of_room as lack; "
     look += "print(lack(pathlib.Path(sys.argv[1])))"
     limit = f'ulimit -f {ROOM_BYTES // 1024}; exec "$@"'  # in blocks of 512 bytes
     limited = ["sh", "-c", limit, "sh", sys.executable, "-c", look, str(tmp_path)]

@@ -34,8 +34,8 @@ from paceline.services.rollout_gateway.engines.nouns import (
 )
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
-from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
-from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.testing.engine import build_scripted
+from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 from paceline.trajectory import Target, VersionSet, VersionSpan
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "demo" / "policy_start" / "tokenizer.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from demo_runs import SMALL, demo, wait_for
 
-from paceline.config.tables import read_tables, write_tables
+from paceline.config.load import read_tables, write_tables
 from paceline.local.patience import patient
 
 LEARNS = str(Path(__file__).parents[2] / "benchmarks/workloads/two_digits/workload.toml")

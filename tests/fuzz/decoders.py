@@ -17,7 +17,6 @@ from paceline import events
 from paceline.client.calls import reader
 from paceline.client.session import Opened, SessionInfo, Task
 from paceline.errors import PacelineError
-from paceline.file_hashes import read_hashes
 from paceline.messages import versions_from_proto
 from paceline.models.config import read_config
 from paceline.ranks.messages import Failed, Saved
@@ -25,29 +24,36 @@ from paceline.report.spans import read_report
 from paceline.services.coordinator.journal.entry import VERSION as JOURNAL_VERSION
 from paceline.services.coordinator.journal.entry import JournalEntry
 from paceline.services.coordinator.journal.groups import KnownGroup
+from paceline.services.coordinator.journal.journal import Snapshot, pack_snapshot, unpack_snapshot
 from paceline.services.coordinator.journal.records import Carried
-from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from paceline.services.coordinator.machine.state import State
 from paceline.services.policy_trainer.messages import MESSAGES
-from paceline.services.rollout_gateway.api.http.anthropic.schema import (
+from paceline.services.rollout_gateway.api.http.anthropic_schema import (
     ConversationBody,
     MessagesBody,
 )
-from paceline.services.rollout_gateway.api.http.bodies import Outline, parse
-from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
-from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
+from paceline.services.rollout_gateway.api.http.requests import Outline, parse
+from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
 from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.tool_formats import tool_format
-from paceline.services.rollout_gateway.engines.requests.json_schema import check_json_schema
-from paceline.services.rollout_gateway.engines.requests.structures import structure_of
+from paceline.services.rollout_gateway.engines.requests.structures import (
+    check_json_schema,
+    structure_of,
+)
 from paceline.services.rollout_gateway.engines.sampling import check_sampling
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.rewards.code_harness import Wire, unpack
 from paceline.services.rollout_gateway.rewards.remote import reward_of
-from paceline.services.rollout_gateway.sandbox.runs import checked_files
-from paceline.streams.features import FeatureBatch, decode_features, encode_features
-from paceline.streams.trajectories import decode_trajectory, encode_trajectory
+from paceline.services.rollout_gateway.sandbox import checked_files
+from paceline.streams.entries import (
+    FeatureBatch,
+    decode_features,
+    decode_trajectory,
+    encode_features,
+    encode_trajectory,
+)
 from paceline.tasks import read_tasks
 from paceline.tensors import NamedTensor, decode_safetensors, encode_safetensors, from_numpy
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
@@ -55,10 +61,11 @@ from paceline.v1 import coordinator_pb2 as cpb
 from paceline.v1 import engine_pb2 as epb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1 import weights_pb2 as wpb
-from paceline.weights.announcing import build_manifest
 from paceline.weights.delta import apply_delta, encode_delta
 from paceline.weights.manifest import check_manifest, layouts
+from paceline.weights.shares import build_manifest
 from paceline.weights.wire import PushChunk, decode_push, encode_push
+from paceline.whole_files import read_hashes
 
 
 class Decoder(NamedTuple):

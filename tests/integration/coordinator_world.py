@@ -16,7 +16,7 @@ from rich.console import Console
 from slot_overlaps import overlaps
 
 from paceline.cli.access import coordinator_of
-from paceline.cli.status import show_status
+from paceline.cli.active import show_status
 from paceline.config import SecurityConfig, load_config
 from paceline.errors import (
     FailedPrecondition,
@@ -40,8 +40,7 @@ from paceline.rpc import EpochGuard, Server, Track
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.server import serve
 from paceline.streams import connect
-from paceline.streams.journal_line import unpack_entry
-from paceline.streams.journal_pages import journal_lines
+from paceline.streams.journal import journal_lines, unpack_entry
 from paceline.tasks import Task, write_tasks
 from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
 from paceline.v1.drafter_pb2_grpc import (

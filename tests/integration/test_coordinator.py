@@ -33,9 +33,8 @@ from integration.coordinator_world import (
 from rich.console import Console
 
 from paceline.cli.access import coordinator_of
-from paceline.cli.choice import stop_run
-from paceline.cli.status import show_status
-from paceline.config.tables import write_tables
+from paceline.cli.active import show_status, stop_run
+from paceline.config.load import write_tables
 from paceline.errors import (
     ConfigError,
     FailedPrecondition,

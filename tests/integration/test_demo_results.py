@@ -11,12 +11,12 @@ import pytest
 import redis.asyncio
 import synthetic_run
 
-from paceline.cli.results import collect, write_results
+from paceline.cli.report import collect, write_results
 from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
-from paceline.config.tables import write_tables
+from paceline.config.load import write_tables
 from paceline.streams import Ledger, encode_trajectory, run_key
-from paceline.streams.journal_line import pack_entry
+from paceline.streams.journal import pack_entry
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 

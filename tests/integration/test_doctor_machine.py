@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.doctor import finding_line
-from paceline.cli.proxy_checks import look_at_proxies
+from paceline.cli.doctor import finding_line, look_at_proxies
 from paceline.config import ServiceConfig
-from paceline.local.findings import Finding
+from paceline.local.checks import Finding
 from paceline.local.ports import free_ports
 
 ADDRESSES = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http", "events")

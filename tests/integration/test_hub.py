@@ -13,7 +13,7 @@ from hub_server import SHA, Hub, hub_of
 from huggingface_hub import constants
 
 from benchmarks.demo_runs import demo_folder
-from paceline.config.tables import read_tables
+from paceline.config.load import read_tables
 from paceline.errors import ConfigError
 from paceline.local.hub import is_hub_id, model_directory, shown_size
 from paceline.local.ports import free_port

@@ -17,8 +17,7 @@ from paceline.models.loading import read_tensors
 from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.tensors import NamedTensor, decode_safetensors
 from paceline.weights import WeightSender, build_manifest
-from paceline.weights.announcing import check_share
-from paceline.weights.shares import held_whole
+from paceline.weights.shares import check_share, held_whole
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"
 VERSIONS = 3

@@ -23,7 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cli.access import Coordinator, coordinator_of
-from paceline.cli.choice import (
+from paceline.cli.active import (
     Request,
     choose_drafter,
     choose_profile,

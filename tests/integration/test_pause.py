@@ -24,7 +24,7 @@ from integration.coordinator_world import (
 from rich.console import Console
 
 from paceline.cli.access import Coordinator, coordinator_of
-from paceline.cli.choice import pause_run, resume_run, stop_run
+from paceline.cli.active import pause_run, resume_run, stop_run
 from paceline.errors import FailedPrecondition
 from paceline.services.coordinator import server
 from paceline.services.coordinator.config import CoordinatorConfig

@@ -24,7 +24,7 @@ from paceline.local.patience import patient
 from paceline.rpc import Server, channel, wait_healthy
 from paceline.services.rollout_gateway.api.sglang_router import RouterEntry
 from paceline.services.rollout_gateway.config import GatewayConfig, RemoteRewardConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.remote import RemoteReward
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")

@@ -21,7 +21,7 @@ from standstill import standstill
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.local.child import LIMIT_S
 from paceline.local.patience import patient
-from paceline.local.process_directory import process_directory
+from paceline.local.user_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Doing, Save, Saved
 from paceline.ranks.watched import WatchedRanks

@@ -14,7 +14,7 @@ from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, start
 
 from paceline.cli.run_files import RunFiles
 from paceline.cluster.launcher import RunOnCluster, on_cluster
-from paceline.cluster.pools import CPU, GPU, Pool
+from paceline.cluster.nodes import CPU, GPU, Pool
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline.local.launch import Launch

@@ -14,7 +14,7 @@ from demo_runs import SMALL
 from tilt_stand_in import ROOT, TiltCi, resources_of
 
 from paceline.cli.run_files import parse_override
-from paceline.config.tables import merge, read_tables, write_tables
+from paceline.config.load import merge, read_tables, write_tables
 from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

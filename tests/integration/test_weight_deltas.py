@@ -26,12 +26,19 @@ from paceline.weights import (
     pull_weights,
     push_weights,
 )
-from paceline.weights.announcing import check_share, delta_manifest
+from paceline.weights.chunks import available_bytes
 from paceline.weights.delta import HEAD, MAGIC, RECORD, EncodedDelta, encode_delta
 from paceline.weights.handover import ScratchFile
-from paceline.weights.memory import available_bytes
 from paceline.weights.push import push_stream
-from paceline.weights.shares import Announced, checked_ranges, checksums_of, cut_ranges, held_whole
+from paceline.weights.shares import (
+    Announced,
+    check_share,
+    checked_ranges,
+    checksums_of,
+    cut_ranges,
+    delta_manifest,
+    held_whole,
+)
 
 FAR = 1 << 60
 

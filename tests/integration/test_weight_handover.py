@@ -126,7 +126,7 @@ def test_what_a_killed_sender_has_left_is_removed(tmp_path: Path) -> None:
 async def test_a_large_version_is_handed_over_in_several_calls(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.weights.sending.RANGES_A_CALL", 50)
+    monkeypatch.setattr("paceline.weights.push.RANGES_A_CALL", 50)
     receiver = await start(handover=tmp_path / "handover")
     report = await push(receiver, announced(tmp_path))
     assert (report.by_file, report.bytes, report.missing) == (True, len(CONTENT), 0)

@@ -153,7 +153,7 @@ async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
             message[-1] ^= 1
         return bytes(message)
 
-    monkeypatch.setattr("paceline.weights.sending.encode_push", damage)
+    monkeypatch.setattr("paceline.weights.push.encode_push", damage)
     pushing = receiver.deliver(manifest, given)
     if times < DAMAGED_TRIES:
         assert (await pushing).bytes == manifest.total_bytes - 5 * CHUNK

@@ -27,12 +27,11 @@ from paceline.tensors import NUMPY_CODES, NamedTensor
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender, abort_version
-from paceline.weights.announcing import check_share
 from paceline.weights.chunks import ChunkPart
 from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import layouts, unchecked_manifest
 from paceline.weights.push import DAMAGED_TRIES, push_stream
-from paceline.weights.shares import Announced, HeldTensor, Senders, cut_ranges
+from paceline.weights.shares import Announced, HeldTensor, Senders, check_share, cut_ranges
 
 
 @pytest.fixture(params=["network", "file"])

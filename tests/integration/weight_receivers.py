@@ -33,11 +33,10 @@ from paceline.weights import (
     commit_versions,
     push_weights,
 )
-from paceline.weights.announcing import check_share
 from paceline.weights.chunks import chunk_span
 from paceline.weights.forward import Forward
 from paceline.weights.handover import ScratchFile
-from paceline.weights.shares import Announced, HeldTensor
+from paceline.weights.shares import Announced, HeldTensor, check_share
 from paceline.weights.wire import PushChunk, encode_push
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.moves import worker_slots
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Holder, WorkerState, slot_row
-from paceline.services.coordinator.machine.state import Phase, Service, State
+from paceline.services.coordinator.machine.state import Phase, Service, State, worker_slots
 from paceline.services.coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 

@@ -9,18 +9,17 @@ from machine_world import Checks, Explored, Move, World, answers, explore
 
 from paceline.services.coordinator.machine import (
     commands,
-    commit,
     events,
+    learner,
     rollout,
     rules,
     schedule,
 )
-from paceline.services.coordinator.machine.decision import Decision
-from paceline.services.coordinator.machine.marks import rollout_call
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
 from paceline.services.coordinator.machine.slots import Holder, WorkerState
 from paceline.services.coordinator.machine.state import MachineError, Phase, State
-from paceline.services.coordinator.machine.step import EVENTS, step
+from paceline.services.coordinator.machine.step import EVENTS, rollout_call, step
 
 THREE = RunSettings(workers=3, total_steps=2, training_interval_steps=1)
 APART = replace(THREE, placement=Placement.DISAGGREGATED, learner_slots=1)
@@ -355,7 +354,7 @@ def test_the_explorer_finds_tasks_that_are_drawn_a_step_too_early(
 def test_the_explorer_finds_a_commit_that_does_not_wait_for_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (rules, commit):
+    for module in (rules, learner):
         monkeypatch.setattr(module, "may_commit", lambda state: True)
     found(monkeypatch, replace(APART, **ONE_OFF), "Committed|PolicyPrepared")
 
@@ -381,7 +380,7 @@ def test_the_explorer_finds_a_group_that_is_trained_and_drawn_again(
 
 
 def test_the_explorer_finds_a_set_that_nobody_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rules, commit):
+    for module in (rules, learner):
         monkeypatch.setattr(module, "can_judge", lambda state: True)
     several = replace(APART, workers=2, max_drafter_slots=2)
     found(monkeypatch, several, "nobody tries")

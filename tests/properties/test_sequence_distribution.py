@@ -20,9 +20,8 @@ from torch import Tensor
 
 from paceline.models.sampling import DrawParams, NoiseStream, gumbel_noise, uniform_of
 from paceline.services.rollout_gateway.engines.embedded import rejection
-from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes, node_depths
 from paceline.services.rollout_gateway.engines.embedded.rejection import verify_sampled
-from paceline.services.rollout_gateway.engines.embedded.verify import verify
+from paceline.services.rollout_gateway.engines.embedded.verify import Nodes, node_depths, verify
 
 VOCAB, LENGTH, PROMPT = 4, 4, 7
 ALPHA, SEQUENCES, BIAS = 1e-3, 60_000, 0.02

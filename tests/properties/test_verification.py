@@ -7,9 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.models.sampling import DrawParams, draw
-from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes, node_depths
-from paceline.services.rollout_gateway.engines.embedded.verify import accepted_drafts, verify
-from paceline.services.rollout_gateway.engines.requests.tree_paths import follow
+from paceline.services.rollout_gateway.engines.embedded.verify import (
+    Nodes,
+    accepted_drafts,
+    node_depths,
+    verify,
+)
+from paceline.services.rollout_gateway.engines.requests.draws import follow
 
 VOCAB = 5
 

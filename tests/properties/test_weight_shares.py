@@ -12,8 +12,7 @@ from paceline.errors import InvalidInput
 from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.chunks import content_hash
-from paceline.weights.crc import joined_crc32
+from paceline.weights.chunks import content_hash, joined_crc32
 from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.shares import (
     Checked,

@@ -40,7 +40,7 @@ IN_THE_TREE = {
         Change(
             f"{G}/bandits/__init__.py",
             "from paceline.services.rollout_gateway.bandits.twin import LastArm\n",
-            "from paceline.services.rollout_gateway.bandits.ucb",
+            "from paceline.services.rollout_gateway.bandits.kinds",
         ),
         Change(
             f"{G}/bandits/__init__.py",

@@ -27,7 +27,7 @@ KIND = SpeculatorKind("twin", f"{__name__}:TwinDrafter", f"{__name__}:TwinNet", 
 
 BANDIT = """
 from paceline.services.rollout_gateway.bandits.base import ArmChoice
-from paceline.services.rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
+from paceline.services.rollout_gateway.bandits.kinds import EpsilonGreedy
 
 
 class LastArm(EpsilonGreedy):
@@ -38,7 +38,7 @@ class LastArm(EpsilonGreedy):
 ENVIRONMENT = """
 from dataclasses import replace
 
-from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
+from paceline.services.rollout_gateway.environments.kinds import SingleTurn
 
 
 class Signed(SingleTurn):
@@ -63,8 +63,8 @@ class Signature:
 
 ENGINE = """
 from paceline.services.rollout_gateway.engines import EngineKind
-from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
-from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.testing.engine import build_scripted
+from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 
 
 class TwinSpec(ScriptedSpec):

@@ -17,11 +17,10 @@ from paceline.services.coordinator.journal.entry import (
     entry_of,
 )
 from paceline.services.coordinator.journal.groups import ClosedGroups
-from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.journal.journal import Journal, Snapshot
 from paceline.services.coordinator.journal.records import StepRecords
-from paceline.services.coordinator.journal.snapshot import Snapshot
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Holder

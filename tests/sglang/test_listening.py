@@ -14,7 +14,7 @@ from listening import beyond_loopback, open_doors
 from sglang_served import DEMO, Served
 
 from paceline.local.patience import patient
-from paceline.local.process_directory import locked_directory
+from paceline.local.user_directory import locked_directory
 
 SHARED_MEMORY = Path("/dev/shm")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]

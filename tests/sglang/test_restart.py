@@ -28,7 +28,7 @@ from paceline.rpc import channel
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
-from paceline.services.rollout_gateway.engines.worker.spec import (
+from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
     SPEC_VARIABLE,
     WorkerSpec,

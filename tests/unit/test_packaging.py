@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from paceline.errors import ConfigError
-from paceline.local.extras import MODULES, require_extra
+from paceline.local.checks import MODULES, require_extra
 from paceline.local.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def test_a_service_without_its_extra_ends_with_one_line_before_it_starts_anythin
 ) -> None:
     arguments = [module, *words, f"run.dir={tmp_path}"]
     started = python(
-        "import runpy, sys, paceline.local.extras as extras\n"
+        "import runpy, sys, paceline.local.checks as extras\n"
         f"extras.MODULES[{extra!r}] = ('absent_module',)\n"
         f"sys.argv = {arguments!r}\n"
         f"runpy.run_module('paceline.services.{module}', run_name='__main__')",

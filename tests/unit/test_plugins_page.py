@@ -22,15 +22,14 @@ from paceline.services.policy_trainer.algorithms import build_algorithm
 from paceline.services.policy_trainer.algorithms.base import SessionBatch
 from paceline.services.policy_trainer.batches.batcher import Batcher
 from paceline.services.rollout_gateway.chat.messages import Message
-from paceline.services.rollout_gateway.environments.base import (
-    ChatTurn,
-    Episode,
-    EpisodeTask,
-    TextTurn,
+from paceline.services.rollout_gateway.environments import ChatTurn, Episode, EpisodeTask, TextTurn
+from paceline.services.rollout_gateway.environments.kinds import (
+    Equipment,
+    Interactions,
+    environment,
+    reply_of,
 )
-from paceline.services.rollout_gateway.environments.interactions import Interactions, reply_of
-from paceline.services.rollout_gateway.environments.table import Equipment, environment
-from paceline.services.rollout_gateway.rewards.processes.own_rules import OwnRule
+from paceline.services.rollout_gateway.rewards.own_rules import OwnRule
 from paceline.tasks import Task, write_tasks
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"

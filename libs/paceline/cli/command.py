@@ -1,4 +1,4 @@
-"""Provides options and exits that several commands of `paceline` share."""
+"""Provides options and exits that several commands of `paceline` share, and the launcher's name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,9 +16,35 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from paceline.cli.launcher import LAUNCHERS
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.processes import keep_files_private
+
+LOCAL, RAY = "local", "ray"
+LAUNCHERS = (LOCAL, RAY)
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The launcher of a run's processes."""
+
+    kind: str = LOCAL
+    address: str | None = None  # of a Ray cluster; None: a new cluster on this machine
+
+    @classmethod
+    def of(cls, kind: str, address: str | None) -> Launcher:
+        """The launcher that the command line selects. Raises ConfigError."""
+        if kind not in LAUNCHERS:
+            raise ConfigError("no such launcher", seen=kind, allowed=", ".join(LAUNCHERS))
+        if address is not None and kind != RAY:
+            raise ConfigError("--address is a Ray cluster's; add --launcher ray", seen=address)
+        return cls(kind, address)
+
+    @property
+    def words(self) -> list[str]:
+        """The command line options that select this launcher."""
+        named = ["--launcher", self.kind] if self.kind != LOCAL else []
+        return [*named, *(["--address", self.address] if self.address else [])]
+
 
 console = Console(stderr=True)
 

@@ -16,10 +16,8 @@ from rich.table import Table
 from paceline.addresses import loopback
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError
-from paceline.local.patience import patient
+from paceline.local import patience, services, supervisor
 from paceline.local.ports import free_ports
-from paceline.local.services import service
-from paceline.local.supervisor import Supervisor, launch_of
 from paceline.local.tokens import use_run_tokens
 from paceline.messages import task_specs
 from paceline.report.solved import accuracy, pass_figures, truncated_share
@@ -65,10 +63,12 @@ async def evaluate(options: EvaluationOptions, console: Console, *, as_json: boo
         config = load_config(ServiceConfig, "local", [], words)
         use_run_tokens(config)
         # Without Redis: an evaluation writes no trajectories.
-        launch = replace(launch_of(service("gateway"), config, words), depends_on=())
-        async with Supervisor([launch], Path(folder)) as gateway:
+        launch = replace(
+            supervisor.launch_of(services.service("gateway"), config, words), depends_on=()
+        )
+        async with supervisor.Supervisor([launch], Path(folder)) as gateway:
             console.print(f"starting the gateway of {options.model}", highlight=False)
-            await gateway.start(patient(_START_S))
+            await gateway.start(patience.patient(_START_S))
             began = time.monotonic()
             samples = await _ask(config, request_of(options, tasks, config), console)
             seconds = time.monotonic() - began

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.command import (
-    MODEL,
-    ConfigFiles,
-    Json,
-    Overrides,
-    RunPlace,
-    console,
-    run_to_exit,
-    say,
-)
+from paceline.cli import command
 from paceline.errors import InvalidInput
 from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
@@ -34,7 +25,7 @@ def report(
         list[str] | None,
         typer.Argument(help="runs, by directory or by id below runs/", show_default=False),
     ] = None,
-    config: ConfigFiles = None,
+    config: command.ConfigFiles = None,
     out: Annotated[Path, typer.Option(help="page with several runs side by side")] = Path(
         "compare.html"
     ),
@@ -42,18 +33,18 @@ def report(
     """Write summary and report of a run at any time; of several runs also a comparison."""
     from paceline.cli.report import report_runs
 
-    run_to_exit(report_runs(runs or [], config or [], out, console))
+    command.run_to_exit(report_runs(runs or [], config or [], out, command.console))
 
 
 def page(
-    run: RunPlace = None,
-    config: ConfigFiles = None,
+    run: command.RunPlace = None,
+    config: command.ConfigFiles = None,
     port: Annotated[int, typer.Option(min=0, help="port on loopback; 0: any free port")] = 0,
 ) -> None:
     """Serve a live page about a run to browsers on this machine."""
     from paceline.cli.page import serve_page
 
-    run_to_exit(serve_page(run, config or [], port, console))
+    command.run_to_exit(serve_page(run, config or [], port, command.console))
 
 
 def why(
@@ -66,7 +57,7 @@ def why(
             show_default=False,
         ),
     ] = "",
-    as_json: Json = False,
+    as_json: command.Json = False,
 ) -> None:
     """Print the critical path of a step or a trace beside the median step's, and its main cause."""
     from paceline.cli.why import show_why
@@ -75,9 +66,9 @@ def why(
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help=MODEL)],
+    model: Annotated[str, typer.Argument(help=command.MODEL)],
     tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
-    overrides: Overrides = None,
+    overrides: command.Overrides = None,
     prompts: Annotated[
         int, typer.Option(min=0, help="number of prompts, from the beginning; 0: all")
     ] = 0,
@@ -97,7 +88,7 @@ def evaluate(
         typer.Option(metavar="PART=COLUMN", help="columns of prompt, answer, task_id, system"),
     ] = None,
     system: Annotated[str, typer.Option(help="system message of every task")] = "",
-    as_json: Json = False,
+    as_json: command.Json = False,
 ) -> None:
     """Measure a policy on a file of tasks, with its own gateway.
 
@@ -107,7 +98,7 @@ def evaluate(
     from paceline.cli.evaluate import evaluate as run_evaluation
 
     options = EvaluationOptions(
-        model=model_directory(model, say),
+        model=model_directory(model, command.say),
         tasks=tasks,
         prompts=prompts,
         samples=samples,
@@ -120,7 +111,7 @@ def evaluate(
         overrides=tuple(overrides or ()),
         columns=_columns(column or [], system),
     )
-    run_to_exit(run_evaluation(options, console, as_json=as_json))
+    command.run_to_exit(run_evaluation(options, command.console, as_json=as_json))
 
 
 def _columns(given: list[str], system: str) -> Columns:
@@ -138,7 +129,7 @@ def _columns(given: list[str], system: str) -> Columns:
 
 
 def init(
-    model: Annotated[str, typer.Argument(help=MODEL)],
+    model: Annotated[str, typer.Argument(help=command.MODEL)],
     out: Annotated[Path, typer.Option(help="file to write")] = Path("paceline.toml"),
     tasks: Annotated[
         Path | None, typer.Option(help="task file; default: agents bring the tasks")
@@ -160,7 +151,7 @@ def init(
         reward=reward,
         workers=usable_cores(),
         agents=agents,
-        say=say,
+        say=command.say,
     )
     shown = Console()
     for line in plan.lines:

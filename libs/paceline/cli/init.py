@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.cli.models import found_models
-from paceline.cli.plan import Checked, plan_run
+from paceline.cli import plan, run_files
 from paceline.errors import ConfigError
-from paceline.local.reading_check import check_reading
+from paceline.local.checks import check_reading
 from paceline.tasks import open_tasks
 from paceline.whole_files import write_whole
 
@@ -91,7 +90,7 @@ def write_settings(
     workers: int,
     agents: bool = False,
     say: Callable[[str], None] = print,
-) -> Checked:
+) -> plan.Checked:
     """Writes a commented TOML for a run that trains this model, and returns the run's plan.
 
     `model`: a directory or a Hub id. `agents`: external agents claim the tasks, or bring their own
@@ -122,8 +121,8 @@ def write_settings(
     )
     write_whole(file, text)
     try:
-        models = found_models([file], [], say)
-        checked = plan_run([file], models)
+        models = run_files.found_models([file], [], say)
+        checked = plan.plan_run([file], models)
         found = next((one.partition("=")[2] for one in models), model)
         return checked._replace(lines=[*checked.lines, *check_reading(Path(found))])
     except ConfigError:

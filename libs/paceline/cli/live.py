@@ -1,4 +1,4 @@
-"""Shows a run to people: one line per step and, on a terminal, a progress bar."""
+"""Shows a run to people as lines and a progress bar, and to programs as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,71 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from paceline.cli.results import print_results
-from paceline.cli.run_files import RunFiles
-from paceline.cli.watch import RunState
+from paceline.cli import report, run_files, watch
+from paceline.cli.command import tell
 from paceline.config import ServiceConfig
-from paceline.local.launch import ChildEvent
+from paceline.local import launch, tokens
 from paceline.local.services import SERVICES
-from paceline.local.tokens import example_call
 from paceline.messages import versions_from_proto
-from paceline.report.journal import ACCURACY, PROBE, widest_pass
+from paceline.report.journal import ACCURACY, PROBE, step_object, widest_pass
 from paceline.report.summary import Summary
 from paceline.v1.coordinator_pb2 import StepRecord
+
+
+class JsonView:
+    """The content of RunView as JSON objects; `at` is wall-clock seconds."""
+
+    def __init__(self, run_id: str, total_steps: int) -> None:
+        self.state = watch.RunState(run_id, total_steps, self._record, self._away)
+
+    def begin(self, directory: Path, plan: Sequence[str]) -> None:
+        """Prints the run's directory and plan."""
+        tell("run", run_id=self.state.run_id, directory=str(directory), plan=list(plan))
+
+    def started(self, config: ServiceConfig) -> None:
+        """Prints the addresses once all services are healthy."""
+        addresses = config.addresses
+        tell("serving", http=addresses.http, coordinator=addresses.coordinator)
+
+    def event(self, event: launch.ChildEvent) -> None:
+        """Prints an event of a process."""
+        tell("process", name=event.name, event=event.kind, pid=event.pid, detail=event.detail)
+
+    def line(self, text: str) -> None:
+        """Prints a line of text."""
+        tell("line", text=text)
+
+    def say(self, text: str) -> None:
+        """Prints a phase outside of the steps."""
+        tell("phase", phase=text)
+
+    def failed(self, message: str) -> None:
+        """Prints the reason of a failed run."""
+        tell("failed", message=message)
+
+    def again(self, command: str) -> None:
+        """Prints the command that continues the run."""
+        tell("continue", command=command)
+
+    def results(self, summary: Summary, files: run_files.RunFiles) -> None:
+        """Prints the summary and the report's path."""
+        tell("summary", summary=summary, report=str(files.report))
+
+    def refresh(self) -> None:
+        """Does nothing: JSON lines need no refresh."""
+
+    def __enter__(self) -> JsonView:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def _record(self, record: StepRecord) -> None:
+        tell("step", **step_object(record))
+
+    def _away(self, services: Sequence[str]) -> None:
+        tell("away", services=list(services))
+
 
 _PACE_S = 1800.0
 """Seconds of past steps that the remaining time is based on: one step may take minutes."""
@@ -43,7 +97,7 @@ class RunView:
     """Prints a run's events; rich draws the progress bar below the lines."""
 
     def __init__(self, run_id: str, total_steps: int, console: Console) -> None:
-        self.state = RunState(run_id, total_steps, self._record, self._away)
+        self.state = watch.RunState(run_id, total_steps, self._record, self._away)
         self._console = console
         self._serving = False
         self._bar = Progress(
@@ -77,10 +131,10 @@ class RunView:
             f"{addresses.coordinator}; Ctrl-C stops all. Try"
         )
         self._line(f"  paceline page {escape(str(config.run.dir))}")
-        self._line(f"  {escape(example_call(config, addresses.http.rpartition(':')[2]))}")
+        self._line(f"  {escape(tokens.example_call(config, addresses.http.rpartition(':')[2]))}")
         self.say("the steps begin")
 
-    def event(self, event: ChildEvent) -> None:
+    def event(self, event: launch.ChildEvent) -> None:
         """Prints a process event; after the start, only unusual events."""
         if not self._serving or event.kind not in ("started", "finished", "stopped"):
             self._line(event_line(event))
@@ -97,9 +151,9 @@ class RunView:
         """Prints the command that continues the run."""
         self._line(f"continue with: [bold]{escape(command)}[/]")
 
-    def results(self, summary: Summary, files: RunFiles) -> None:
+    def results(self, summary: Summary, files: run_files.RunFiles) -> None:
         """Prints the results."""
-        print_results(summary, files, self._console)
+        report.print_results(summary, files, self._console)
 
     def say(self, text: str) -> None:
         """Shows a phase outside of the steps."""
@@ -138,7 +192,7 @@ class RunView:
         self._bar.stop()
 
 
-def event_line(event: ChildEvent) -> str:
+def event_line(event: launch.ChildEvent) -> str:
     """A process event as one line with rich markup."""
     style = _STYLES.get(event.kind, "dim")
     detail = f": {escape(event.detail)}" if event.detail else ""

@@ -11,25 +11,7 @@ from rich.console import Console
 
 import paceline
 from paceline.addresses import loopback
-from paceline.cli import files, operate
-from paceline.cli.command import (
-    MODEL,
-    ClusterAddress,
-    Commands,
-    ConfigFiles,
-    Json,
-    LauncherKind,
-    LineFormat,
-    NoToken,
-    Overrides,
-    become,
-    begin,
-    console,
-    run_to_exit,
-    say,
-    settings_of,
-)
-from paceline.cli.launcher import LOCAL, Launcher
+from paceline.cli import command, files, operate
 from paceline.errors import NotFound
 from paceline.local.hub import model_directory
 from paceline.local.services import SERVICES
@@ -37,7 +19,7 @@ from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
 
 app = typer.Typer(
-    cls=Commands,
+    cls=command.Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Reinforcement-learning post-training with speculative rollouts and a drafter that "
@@ -95,9 +77,9 @@ DRAFTERS = f"off | {' | '.join(SPECULATORS)}, a drafter's directory, or package.
 @app.command()
 def serve(
     service: Annotated[str, typer.Argument(help=" | ".join(SERVICE_NAMES))],
-    overrides: Overrides = None,
-    config: ConfigFiles = None,
-    model: Annotated[str | None, typer.Option(help=MODEL)] = None,
+    overrides: command.Overrides = None,
+    config: command.ConfigFiles = None,
+    model: Annotated[str | None, typer.Option(help=command.MODEL)] = None,
     engine: Annotated[
         str | None, typer.Option(help="gateway: embedded | sglang | scripted")
     ] = None,
@@ -109,7 +91,7 @@ def serve(
     gateway: Annotated[
         int, typer.Option(help="gateway: its number; addresses.more_gateways begins at 1")
     ] = 0,
-    no_token: NoToken = False,
+    no_token: command.NoToken = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print the settings and exit")
     ] = False,
@@ -118,25 +100,28 @@ def serve(
 
     A gateway works alone: paceline serve gateway --model DIR
     """
-    from paceline.cli.models import found_models
     from paceline.cli.plan import check_service
+    from paceline.cli.run_files import found_models
 
     spec = service_named(service)
     given = {
-        "model": model and model_directory(model, say).resolve(),
+        "model": model and model_directory(model, command.say).resolve(),
         "engine.kind": engine,
         "drafter": drafter and _drafter(drafter),
         "addresses.http": http_port is not None and f"{loopback()}:{http_port}",
         f"addresses.{spec.address_key}": grpc_port is not None and f"{loopback()}:{grpc_port}",
     }
-    settings = [*found_models(config or [], [], say), *settings_of(overrides, no_token)]
+    settings = [
+        *found_models(config or [], [], command.say),
+        *command.settings_of(overrides, no_token),
+    ]
     settings += [f'{key}="{value}"' for key, value in given.items() if value]
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     flags += ["--gateway", str(gateway)] if gateway else []
     for line in [] if print_config else check_service(spec.name, config or [], settings):
-        say(line)
-    become(spec.module, *spec.arguments, *files, *flags, *settings)
+        command.say(line)
+    command.become(spec.module, *spec.arguments, *files, *flags, *settings)
 
 
 def _drafter(value: str) -> str:
@@ -147,26 +132,28 @@ def _drafter(value: str) -> str:
 
 @app.command()
 def up(
-    overrides: Overrides = None,
-    config: ConfigFiles = None,
-    no_token: NoToken = False,
-    launcher: LauncherKind = LOCAL,
-    address: ClusterAddress = None,
-    lines: LineFormat = None,
+    overrides: command.Overrides = None,
+    config: command.ConfigFiles = None,
+    no_token: command.NoToken = False,
+    launcher: command.LauncherKind = command.LOCAL,
+    address: command.ClusterAddress = None,
+    lines: command.LineFormat = None,
 ) -> None:
     """Run Redis and all services from one TOML, then write a report; Ctrl-C stops them all."""
     read = ", ".join(map(str, config or [])) or "its settings"
-    as_json = begin(lines, f"starting a run: reading {read}")
-    chosen = Launcher.of(launcher, address)
-    from paceline.cli.up import run_up
+    as_json = command.begin(lines, f"starting a run: reading {read}")
+    chosen = command.Launcher.of(launcher, address)
+    from paceline.cli.play import run_up
 
-    settings = settings_of(overrides, no_token)
-    run_to_exit(run_up(list(config or []), settings, console, chosen, as_json=as_json))
+    settings = command.settings_of(overrides, no_token)
+    command.run_to_exit(
+        run_up(list(config or []), settings, command.console, chosen, as_json=as_json)
+    )
 
 
 @app.command()
 def demo(
-    overrides: Overrides = None,
+    overrides: command.Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 80,
     seed: Annotated[int, typer.Option(help="seed of tasks and samples")] = 0,
     engine: Annotated[
@@ -185,15 +172,17 @@ def demo(
         str | None, typer.Option(metavar="ID", help="id of the run to continue")
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
-    no_token: NoToken = False,
-    launcher: LauncherKind = LOCAL,
-    address: ClusterAddress = None,
-    lines: LineFormat = None,
+    no_token: command.NoToken = False,
+    launcher: command.LauncherKind = command.LOCAL,
+    address: command.ClusterAddress = None,
+    lines: command.LineFormat = None,
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
-    as_json = begin(lines, f"starting {resume or 'a run of the demo'}, whose files are in {out}")
-    chosen = Launcher.of(launcher, address)
-    from paceline.cli.demo import run_demo
+    as_json = command.begin(
+        lines, f"starting {resume or 'a run of the demo'}, whose files are in {out}"
+    )
+    chosen = command.Launcher.of(launcher, address)
+    from paceline.cli.play import run_demo
     from paceline.cli.run_files import DemoOptions
 
     options = DemoOptions(
@@ -205,9 +194,9 @@ def demo(
         config=config,
         resume=resume,
         out=out,
-        overrides=settings_of(overrides, no_token),
+        overrides=command.settings_of(overrides, no_token),
     )
-    run_to_exit(run_demo(options, console, chosen, as_json=as_json))
+    command.run_to_exit(run_demo(options, command.console, chosen, as_json=as_json))
 
 
 @app.command()
@@ -221,18 +210,18 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    config: ConfigFiles = None,
-    as_json: Json = False,
+    config: command.ConfigFiles = None,
+    as_json: command.Json = False,
 ) -> None:
     """Check this machine before a run; or, with RUN, show which service waits for which."""
     from paceline.cli.access import find_coordinator
+    from paceline.cli.active import check_run
     from paceline.cli.doctor import check_machine
-    from paceline.cli.status import check_run
 
     files, given, out = list(config or []), list(words or []), Console()
     if len(given) == 1 and "=" not in given[0]:
-        run_to_exit(check_run(find_coordinator(given[0], files), out, as_json=as_json))
-    run_to_exit(check_machine(files, given, out, as_json=as_json))
+        command.run_to_exit(check_run(find_coordinator(given[0], files), out, as_json=as_json))
+    command.run_to_exit(check_machine(files, given, out, as_json=as_json))
 
 
 for _command in operate.COMMANDS:
@@ -255,13 +244,13 @@ def bench(context: typer.Context) -> None:
         )
     places = (str(root), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-    become("benchmarks", *context.args)
+    command.become("benchmarks", *context.args)
 
 
 def _add_tool(name: str, module: str, help_text: str) -> None:
     @drafter.command(name, help=help_text, context_settings=REST)
     def run_tool(context: typer.Context) -> None:
-        become(module, *context.args)
+        command.become(module, *context.args)
 
 
 for _name, _tool in TOOLS.items():

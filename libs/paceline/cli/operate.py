@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput
 
 if TYPE_CHECKING:
     from paceline.cli.access import Coordinator
-    from paceline.cli.choice import Request
+    from paceline.cli.active import Request
 
 
 Run = Annotated[
@@ -24,28 +24,28 @@ Run = Annotated[
 
 def status(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Show the state of a run: phase, slots, versions, the last step."""
-    from paceline.cli.status import show_status
+    from paceline.cli.active import show_status
 
     run_to_exit(show_status(_coordinator(address, config, run), Console()))
 
 
 def stop(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """End a run after the running step, and wait for it; Ctrl-C only ends the wait."""
-    from paceline.cli.choice import stop_run
+    from paceline.cli.active import stop_run
 
     run_to_exit(stop_run(_coordinator(address, config, run), Console()))
 
 
 def pause(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Pause a run after the steps in progress, and wait for it; agents then get all workers."""
-    from paceline.cli.choice import pause_run
+    from paceline.cli.active import pause_run
 
     run_to_exit(pause_run(_coordinator(address, config, run), Console()))
 
 
 def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Continue a paused run."""
-    from paceline.cli.choice import resume_run
+    from paceline.cli.active import resume_run
 
     run_to_exit(resume_run(_coordinator(address, config, run), Console()))
 
@@ -91,14 +91,14 @@ def use_profile(
     config: ConfigFiles = None,
 ) -> None:
     """Round the policy to a profile (int8, fp8 ...), from the next policy."""
-    from paceline.cli.choice import choose_profile
+    from paceline.cli.active import choose_profile
 
     name = "" if profile == "none" else profile
     run_to_exit(choose_profile(_coordinator(address, config), name, Console()))
 
 
 def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
-    from paceline.cli.choice import choose_drafter
+    from paceline.cli.active import choose_drafter
 
     run_to_exit(choose_drafter(_coordinator(address, config), request, Console()))
 

@@ -26,17 +26,13 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from paceline.addresses import loopback
-from paceline.cli.access import directory_of
-from paceline.cli.results import JOURNAL, SAMPLES, collect
-from paceline.cli.run_files import RunFiles, files_of
-from paceline.cli.status import read_figures
+from paceline.cli import access, report, run_files
+from paceline.cli.active import read_figures
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import DataLoss, PacelineError
-from paceline.local.ports import bound, free_ports, require_free
-from paceline.local.tokens import use_run_tokens
-from paceline.report.html import content, document, style_sheet, tips_script
-from paceline.report.journal import read_history
+from paceline.local import ports, tokens
+from paceline.report import html, journal
 from paceline.report.samples import read_samples
 from paceline.report.spans import read_report
 from paceline.report.summary import summarize
@@ -56,7 +52,7 @@ _NOTHING = "<p class='empty'>the run has not begun</p>"
 class LivePage:
     """The latest drawing and state of a run."""
 
-    def __init__(self, config: ServiceConfig, files: RunFiles, folder: Path) -> None:
+    def __init__(self, config: ServiceConfig, files: run_files.RunFiles, folder: Path) -> None:
         """`folder`: private folder of this page for copies of the journal."""
         self._config, self._files = config, files
         self._copy = replace(files, directory=folder, spans_dir=str(files.spans))
@@ -76,7 +72,7 @@ class LivePage:
             began = time.monotonic()
             try:
                 settings = self._files.read_config()
-                ledger = await collect(self._config, self._copy, settings)
+                ledger = await report.collect(self._config, self._copy, settings)
                 self.drawn = await asyncio.to_thread(self._content, ledger, settings)
             except DataLoss:
                 pass  # the run has not begun
@@ -86,11 +82,11 @@ class LivePage:
             await asyncio.sleep(max(_LEAST_REST_S, _REST * (time.monotonic() - began)))
 
     def _content(self, ledger: LedgerCount, settings: Mapping[str, Any]) -> str:
-        history = read_history(self._copy.directory / JOURNAL)
+        history = journal.read_history(self._copy.directory / report.JOURNAL)
         spans = read_report(self._copy.spans)
-        samples = read_samples(self._copy.directory / SAMPLES)
+        samples = read_samples(self._copy.directory / report.SAMPLES)
         summary = summarize(self._files.run_id, history, ledger, spans, {}, settings)
-        return content(summary, history, spans, samples)
+        return html.content(summary, history, spans, samples)
 
     async def watch(self) -> None:
         """Follows the run's facts until it ends."""
@@ -152,11 +148,11 @@ def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
         return JSONResponse(await page.figures())
 
     async def script() -> Response:
-        text = _SCRIPT.read_text(encoding="utf-8") + tips_script()
+        text = _SCRIPT.read_text(encoding="utf-8") + html.tips_script()
         return Response(text, media_type="text/javascript")
 
     async def style() -> Response:
-        return Response(style_sheet(), media_type="text/css")
+        return Response(html.style_sheet(), media_type="text/css")
 
     parts = {
         "/content": content_part,
@@ -173,7 +169,7 @@ def _frame(run_id: str) -> str:
     head = '<link rel="stylesheet" href="style.css"><script src="page.js" defer></script>'
     body = '<main><p class="note" id="state">connecting</p>'
     body += f'<p class="queues" id="queues"></p><div id="run">{_NOTHING}</div></main>'
-    return document(f"Paceline run {run_id}, live", head, body)
+    return html.document(f"Paceline run {run_id}, live", head, body)
 
 
 def _html(text: str) -> Response:
@@ -192,10 +188,10 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
     `settings`: settings of the run, instead of its name. Raises NotFound for an unknown run,
     Unavailable if its Redis is gone or the port is in use.
     """
-    found = directory_of(run, settings)
+    found = access.directory_of(run, settings)
     config = load_config(ServiceConfig, "local", [found / "config.toml"])
-    use_run_tokens(config)
-    files, token = files_of(config), secrets.token_urlsafe(24)
+    tokens.use_run_tokens(config)
+    files, token = run_files.files_of(config), secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="paceline-page-") as folder, _listening(port) as door:
         page = LivePage(config, files, Path(folder))
         app = page_app(page, files.run_id, token)
@@ -222,8 +218,8 @@ def _listening(port: int) -> socket.socket:
     """A listening socket, so that an early browser waits for the server. `port` 0: any free
     port.
     """
-    require_free(f"{loopback()}:{port}", "--port")
-    listening = bound(loopback().strip("[]"), port or free_ports(1)[0])
+    ports.require_free(f"{loopback()}:{port}", "--port")
+    listening = ports.bound(loopback().strip("[]"), port or ports.free_ports(1)[0])
     listening.listen()
     return listening
 

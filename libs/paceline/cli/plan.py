@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 from paceline.arm_names import OFF
 from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
-from paceline.local import memory_plan
+from paceline.local import memory_plan, processes, run_settings, services
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
-from paceline.local.processes import usable_cores
-from paceline.local.run_settings import gpu_settings, settings_of_run
-from paceline.local.services import service
 from paceline.models.config import ModelConfig, read_config
 from paceline.plugins import import_object
 from paceline.speculators.kinds import inner_layers_read
@@ -59,11 +56,11 @@ def plan_run(
 
     Raises ConfigError if slots and ranks conflict, or if a GPU is too small.
     """
-    found = settings_of_run(files, overrides)
+    found = run_settings.settings_of_run(files, overrides)
     gateway, policy, drafter, coordinator = (
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
     )
-    on_gpus = gpu_settings(found)
+    on_gpus = run_settings.gpu_settings(found)
     if gpus is None and elsewhere:
         gpus = []
     if gpus is None:
@@ -78,7 +75,7 @@ def plan_run(
     per_worker = coordinator.slots_per_worker
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
-    slots, cores = gateway.worker_count * per_worker, usable_cores()
+    slots, cores = gateway.worker_count * per_worker, processes.usable_cores()
     leased = coordinator.learner_slots or slots
     count = leased if elsewhere and on_gpus else len(gpus)
     ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, gpus=count)
@@ -195,7 +192,7 @@ def check_service(name: str, files: Sequence[Path], overrides: Sequence[str]) ->
 
     Raises ConfigError if the settings cannot work or a GPU is too small.
     """
-    spec = service(name)
+    spec = services.service(name)
     found = load_config(import_object(spec.settings), name, files, overrides)
     if name == "coordinator" or (name == "gateway" and found.engine.kind not in _ENGINES):
         return []
@@ -234,7 +231,10 @@ def _service_plan(name: str, found: Any, gpus: Sequence[int]) -> ServicePlan:
     if name == "drafter_trainer":
         return _drafter_plan(found, model)
     ranks = memory_plan.policy_ranks(
-        found.ranks, found.ranks or usable_cores(), cores=usable_cores(), gpus=len(gpus)
+        found.ranks,
+        found.ranks or processes.usable_cores(),
+        cores=processes.usable_cores(),
+        gpus=len(gpus),
     )
     return _policy_plan(found, model, ranks, found.tokens_per_micro_batch)
 

@@ -1,35 +1,21 @@
-"""Plays a run for `up` and `demo`: starts it, shows it until its end, writes its report."""
+"""Plays a run for `paceline up` and `paceline demo`: starts it, shows it, writes its report."""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from paceline.cli.command import say
-from paceline.cli.json_view import JsonView
-from paceline.cli.launcher import LOCAL, Launcher
-from paceline.cli.live import RunView
-from paceline.cli.models import found_models
+from paceline.cli import command, live, report, run_files, supervised, watch
 from paceline.cli.plan import Checked, plan_run
-from paceline.cli.results import collect, write_results
-from paceline.cli.run_files import RunFiles, note_settings
-from paceline.cli.supervised import (
-    EXIT_INTERRUPTED,
-    StartSettings,
-    stop_all,
-    supervise,
-    supervisor_of,
-)
-from paceline.cli.watch import follow
 from paceline.cluster.order import START_AGAIN
 from paceline.config import ServiceConfig, load_config
-from paceline.errors import DataLoss, PacelineError, Unavailable
-from paceline.local.launch import ChildEvent
-from paceline.local.tokens import use_run_tokens
+from paceline.errors import ConfigError, DataLoss, PacelineError, Unavailable
+from paceline.local import launch, owner, tokens
 from paceline.streams import LedgerCount
 
 EXIT_FAILED = 1
@@ -40,18 +26,18 @@ _REFRESHED_S = 0.25
 _STOPPED_S = 5.0
 """Seconds to read the journal of an interrupted run."""
 
-View = RunView | JsonView
+View = live.RunView | live.JsonView
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
     """A run to start."""
 
-    files: RunFiles
+    files: run_files.RunFiles
     settings: Sequence[Path]  # TOML files, absolute; later files win
     overrides: Sequence[str]
     again: str  # the command that continues it
-    launcher: Launcher
+    launcher: command.Launcher
 
 
 async def play(run: Play, console: Console, *, as_json: bool) -> int:
@@ -61,19 +47,19 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     Raises ConfigError for invalid settings.
     """
     config = load_config(ServiceConfig, "local", run.settings, run.overrides)
-    models = found_models(run.settings, run.overrides, say)
+    models = run_files.found_models(run.settings, run.overrides, command.say)
     run = replace(run, overrides=[*run.overrides, *models])
-    elsewhere = run.launcher.kind != LOCAL
+    elsewhere = run.launcher.kind != command.LOCAL
     plan = plan_run(run.settings, run.overrides, elsewhere=elsewhere)
-    use_run_tokens(config)
+    tokens.use_run_tokens(config)
     named = run.files.run_id, plan.steps
-    view = JsonView(*named) if as_json else RunView(*named, console)
+    view = live.JsonView(*named) if as_json else live.RunView(*named, console)
     view.begin(run.files.directory, plan.lines)
     pids: dict[str, int] = {}
     code, ledger = EXIT_FAILED, None
     try:
         finished, ledger = await _taken_up(run, config, plan, view, pids)
-        code = 0 if finished else EXIT_INTERRUPTED
+        code = 0 if finished else supervised.EXIT_INTERRUPTED
         if not finished:
             view.line("stopped; no process is left")
     except PacelineError as error:
@@ -85,12 +71,14 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     return code
 
 
-def _write_down(files: RunFiles, ledger: LedgerCount, pids: dict[str, int], view: View) -> None:
+def _write_down(
+    files: run_files.RunFiles, ledger: LedgerCount, pids: dict[str, int], view: View
+) -> None:
     """Writes steps, summary and report, also for an interrupted run. A run that has not begun has
     none.
     """
     try:
-        summary = write_results(files, ledger, pids)
+        summary = report.write_results(files, ledger, pids)
     except DataLoss as error:
         view.line(f"no report: {error}")
         return
@@ -126,13 +114,15 @@ async def _shown(
     Records the services' process ids in `pids`. Raises the error of a failed run.
     """
 
-    def on_event(event: ChildEvent) -> None:
+    def on_event(event: launch.ChildEvent) -> None:
         if event.kind in ("started", "restarted"):
             pids[event.name] = event.pid
         view.event(event)
 
     overrides = [*run.overrides, *plan.overrides]
-    settings = StartSettings(config, run.settings, overrides, run.files.directory, plan, again)
+    settings = supervised.StartSettings(
+        config, run.settings, overrides, run.files.directory, plan, again
+    )
     following: list[asyncio.Task[None]] = []
 
     async def started() -> None:
@@ -140,14 +130,17 @@ async def _shown(
         following.append(asyncio.create_task(_follow(config, view)))
 
     with view:
-        if run.launcher.kind != LOCAL:
+        if run.launcher.kind != command.LOCAL:
             view.say("joining the cluster")
-        async with supervisor_of(settings, run.launcher, on_event) as (supervisor, addresses):
+        async with supervised.supervisor_of(settings, run.launcher, on_event) as (
+            supervisor,
+            addresses,
+        ):
             if addresses:
                 config = load_config(ServiceConfig, "local", run.settings, [*overrides, *addresses])
-                note_settings(run.files, run.settings, [*run.overrides, *addresses])
+                run_files.note_settings(run.files, run.settings, [*run.overrides, *addresses])
             try:
-                finished = await supervise(supervisor, started, plan)
+                finished = await supervised.supervise(supervisor, started, plan)
                 if finished:
                     await asyncio.wait(following, timeout=_LAST_FACT_S)
                 return finished, await _count(run, config, view, finished) if following else None
@@ -155,7 +148,7 @@ async def _shown(
                 for task in following:
                     task.cancel()
                 view.say("stopping the services")
-                await stop_all(supervisor)
+                await supervised.stop_all(supervisor)
                 for defect in await asyncio.gather(*following, return_exceptions=True):
                     if isinstance(defect, Exception):
                         raise defect
@@ -170,7 +163,7 @@ async def _count(
     """
     try:
         async with asyncio.timeout(None if finished else _STOPPED_S):
-            return await collect(config, run.files)
+            return await report.collect(config, run.files)
     except (PacelineError, TimeoutError) as error:
         if finished:
             raise
@@ -188,8 +181,55 @@ async def _follow(config: ServiceConfig, view: View) -> None:
 
     refreshing = asyncio.create_task(refresh())
     try:
-        await follow(config, view.state)
+        await watch.follow(config, view.state)
     except PacelineError as error:
         view.line(f"the view lost the run: {error}")
     finally:
         refreshing.cancel()
+
+
+async def run_up(
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    console: Console,
+    launcher: command.Launcher,
+    *,
+    as_json: bool,
+) -> int:
+    """As play(), for the run with these settings, which are saved as its config.toml.
+
+    Raises ConfigError for invalid settings, FailedPrecondition if the run is already active.
+    """
+    if not files and not overrides:
+        raise ConfigError(
+            "there is nothing to run",
+            seen="no --config",
+            allowed="a TOML file, which `paceline init` writes; or try `paceline demo`",
+        )
+    settings = [path.absolute() for path in files]
+    run = run_files.files_of(load_config(ServiceConfig, "local", settings, overrides))
+    words = [word for path in files for word in ("--config", str(path))]
+    again = shlex.join(["paceline", "up", *launcher.words, *words, *overrides])
+    with owner.owned(run.directory, owner.SUPERVISOR):
+        if run.config not in settings:
+            run_files.note_settings(run, settings, overrides)
+        playing = Play(run, settings, overrides, again, launcher)
+        return await play(playing, console, as_json=as_json)
+
+
+async def run_demo(
+    options: run_files.DemoOptions, console: Console, launcher: command.Launcher, *, as_json: bool
+) -> int:
+    """As play(), for a new run or a resumed run.
+
+    Raises ConfigError or NotFound for invalid options, FailedPrecondition if the run is already
+    active.
+    """
+    files = run_files.find_run(options)
+    out = "" if options.out == Path("runs") else f" --out {options.out}"
+    on = "".join(f" {word}" for word in launcher.words)
+    again = f"paceline demo --resume {files.run_id} --steps {options.steps}{out}{on}"
+    with owner.owned(files.directory, owner.SUPERVISOR):
+        run_files.configure_run(files, options)
+        playing = Play(files, [files.config], (), again, launcher)
+        return await play(playing, console, as_json=as_json)

@@ -1,32 +1,119 @@
-"""Rewrites the reports of runs and compares several runs: `paceline report`."""
+"""Writes the results of a run, and rewrites and compares reports: `paceline report`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.access import directory_of
-from paceline.cli.results import JOURNAL, collect, print_results, write_results
-from paceline.cli.run_files import RunFiles, files_of
+from paceline.cli import access, run_files
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import FailedPrecondition, InvalidInput
-from paceline.local.owner import SUPERVISOR, owned
-from paceline.local.patience import patient
-from paceline.local.redis import launcher
-from paceline.local.services import service
-from paceline.local.supervisor import Supervisor, launch_of
-from paceline.report.compare import COLORS, ComparedRun, comparison, figures
-from paceline.report.journal import read_history
-from paceline.report.summary import Summary
-from paceline.streams import LedgerCount
+from paceline.local import owner, patience, services, supervisor
+from paceline.local.redis import launcher, resolved
+from paceline.report import audit, compare, html, journal
+from paceline.report.charts import duration
+from paceline.report.samples import newest_samples, read_samples, write_samples
+from paceline.report.spans import read_report, read_spans
+from paceline.report.summary import Summary, summarize
+from paceline.streams import Ledger, LedgerCount, connect
 from paceline.whole_files import write_whole
+
+JOURNAL = "journal.jsonl"
+STEPS = "steps.jsonl"
+SAMPLES = "samples.jsonl"
+
+
+async def collect(
+    config: ServiceConfig, files: run_files.RunFiles, settings: Mapping[str, Any] | None = None
+) -> LedgerCount:
+    """Copies the journal and some samples into the run's directory, and counts its trajectories.
+
+    Redis must be running. `settings`: settings of the run; None: from its directory. Raises
+    Unavailable.
+    """
+    client = connect(resolved(config).redis.durable_url)
+    tokenizer = _tokenizer(files.read_config() if settings is None else settings)
+    try:
+        await journal.copy_journal(client, config.run.id, files.directory / JOURNAL)
+        samples = await newest_samples(client, config.run.id, tokenizer)
+        if samples:  # samples of finished steps leave Redis
+            write_samples(files.directory / SAMPLES, samples)
+        return await Ledger(client, config.run.id).count()
+    finally:
+        await client.aclose()
+
+
+def write_results(
+    files: run_files.RunFiles, ledger: LedgerCount, pids: Mapping[str, int]
+) -> Summary:
+    """Writes steps.jsonl, summary.json and report.html, after all services have written their
+    spans. Raises DataLoss if the run has not begun.
+    """
+    history, spans = journal.read_history(files.directory / JOURNAL), read_report(files.spans)
+    summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
+    entries = journal.read_entries(files.directory / JOURNAL)
+    summary["trespasses"] = audit.trespasses(list(entries), read_spans(files.spans))
+    journal.write_steps(files.directory / STEPS, history.records)
+    write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
+    samples = read_samples(files.directory / SAMPLES)
+    write_whole(files.report, html.render(summary, history, spans, samples))
+    return summary
+
+
+def _tokenizer(settings: Mapping[str, Any]) -> Path:
+    """Path of the gateway's tokenizer.json."""
+    gateway = settings.get("gateway", {})
+    return Path(gateway.get("tokenizer") or gateway.get("model", "")) / "tokenizer.json"
+
+
+def print_results(summary: Summary, files: run_files.RunFiles, console: Console) -> None:
+    """Prints the main figures and the paths of summary and report."""
+    table = Table("", "start", "end", title=f"run {summary['run_id']}", title_justify="left")
+    table.add_row(
+        "reward (10 steps)", _number(summary["reward_first"]), _number(summary["reward_last"])
+    )
+    table.add_row(
+        "held-out accuracy", _number(summary["accuracy_first"]), _number(summary["accuracy_last"])
+    )
+    if widest := summary.get("pass_name"):
+        table.add_row(
+            f"held-out {widest}", _number(summary["pass_first"]), _number(summary["pass_last"])
+        )
+    table.add_row(
+        "acceptance length",
+        _number(summary["accept_len_first"], 2),
+        _number(summary["accept_len_last"], 2),
+    )
+    console.print(table)
+    console.print(
+        f"{summary['steps']} steps in {duration(summary['wall_s'])}; "
+        f"{_number(summary['tokens_per_s'], 0)} tokens/s; "
+        f"{summary['drafter_steps']} drafter steps in {duration(summary['drafter_train_slot_s'])} "
+        f"of idle slot time; "
+        f"trajectories: {summary['trajectories_published']} published, "
+        f"{summary['trajectories_trained']} trained, "
+        f"{summary['trajectories_lost']} lost",
+        highlight=False,
+    )
+    console.print(
+        f"[bold]summary[/] {escape(str(files.summary))}\n"
+        f"[bold]report[/]  {escape(str(files.report))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _number(value: Any, digits: int = 3) -> str:
+    return "not measured" if value is None else f"{value:,.{digits}f}"
+
 
 _REDIS_S = 60.0
 
@@ -42,27 +129,29 @@ async def report_runs(
     Raises NotFound for an unknown run, Unavailable if its Redis cannot be read, DataLoss if it has
     not begun. Raises InvalidInput for more runs than the page has colors.
     """
-    if len(runs) > COLORS:
-        raise InvalidInput("too many runs for one page", seen=len(runs), allowed=f"1..{COLORS}")
-    places = [directory_of(run, []) for run in runs] or [directory_of(None, settings)]
+    if len(runs) > compare.COLORS:
+        raise InvalidInput(
+            "too many runs for one page", seen=len(runs), allowed=f"1..{compare.COLORS}"
+        )
+    places = [access.directory_of(run, []) for run in runs] or [access.directory_of(None, settings)]
     found = [await _written(place) for place in places]
     if len(found) == 1:
         print_results(found[0][1], found[0][0], console)
         return 0
     named = {
-        name: ComparedRun(summary, read_history(files.directory / JOURNAL))
+        name: compare.ComparedRun(summary, journal.read_history(files.directory / JOURNAL))
         for name, (files, summary) in zip(_names(runs, found), found, strict=True)
     }
-    write_whole(page, comparison(named))
+    write_whole(page, compare.comparison(named))
     table = Table("", *named)
-    for row in figures(named):
+    for row in compare.figures(named):
         table.add_row(*row)
     console.print(table)
     console.print(f"side by side: {page}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-def _names(runs: Sequence[str], found: Sequence[tuple[RunFiles, Summary]]) -> list[str]:
+def _names(runs: Sequence[str], found: Sequence[tuple[run_files.RunFiles, Summary]]) -> list[str]:
     """Ids of the runs if unique, otherwise the differing parts of their directories."""
     ids = [files.run_id for files, _ in found]
     if len(set(ids)) == len(ids):
@@ -73,14 +162,14 @@ def _names(runs: Sequence[str], found: Sequence[tuple[RunFiles, Summary]]) -> li
     return names if len(set(names)) == len(names) else list(runs)
 
 
-async def _written(directory: Path) -> tuple[RunFiles, Summary]:
+async def _written(directory: Path) -> tuple[run_files.RunFiles, Summary]:
     config = load_config(ServiceConfig, "local", [directory / "config.toml"])
-    files = files_of(config)
+    files = run_files.files_of(config)
     ledger = await _read(config, files)
     return files, write_results(files, ledger, _known_pids(files))
 
 
-async def _read(config: ServiceConfig, files: RunFiles) -> LedgerCount:
+async def _read(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount:
     """Reads journal and ledger from the running Redis, or from a temporary server over the run's
     files.
     """
@@ -88,13 +177,15 @@ async def _read(config: ServiceConfig, files: RunFiles) -> LedgerCount:
         return await collect(config, files)
     with ExitStack() as stack:
         try:
-            stack.enter_context(owned(files.directory, SUPERVISOR))
+            stack.enter_context(owner.owned(files.directory, owner.SUPERVISOR))
         except FailedPrecondition:
             return await collect(config, files)  # the run is active
         words = ["--config", str(files.config)]
-        redis = Supervisor([launch_of(service("redis"), config, words)], files.directory)
+        redis = supervisor.Supervisor(
+            [supervisor.launch_of(services.service("redis"), config, words)], files.directory
+        )
         async with redis:
-            await redis.start(patient(_REDIS_S))
+            await redis.start(patience.patient(_REDIS_S))
             return await collect(config, files)
 
 
@@ -104,13 +195,13 @@ def _serves(config: ServiceConfig) -> bool:
     if ours is None:
         return True  # an external server
     try:
-        with owned(ours.directory.parent, ours.directory.name):
+        with owner.owned(ours.directory.parent, ours.directory.name):
             return False
     except FailedPrecondition:
         return True
 
 
-def _known_pids(files: RunFiles) -> dict[str, int]:
+def _known_pids(files: run_files.RunFiles) -> dict[str, int]:
     if not files.summary.is_file():
         return {}
     kept: dict[str, Any] = json.loads(files.summary.read_text(encoding="utf-8"))

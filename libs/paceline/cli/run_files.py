@@ -1,19 +1,19 @@
-"""Locates the files of a run, and creates number, directory and config of a demo run."""
+"""Locates the files and models of a run, and creates the directory and config of a demo run."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import paceline
 from paceline.addresses import loopback
-from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS, ServiceConfig
-from paceline.config.shared import RUN_ID
-from paceline.config.tables import Tree, merge, nested, read_tables, value_of, write_tables
+from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS, ServiceConfig, load, shared
 from paceline.errors import ConfigError, NotFound
+from paceline.local.hub import is_hub_id, model_directory
 from paceline.local.ports import free_ports
 from paceline.local.processes import usable_cores
 
@@ -25,7 +25,7 @@ in a wheel.
 _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"push_head": False}}
 """Without drafter training, no trainer commits heads, so the policy trainer pushes none."""
 
-_ENGINES: dict[str, Tree] = {
+_ENGINES: dict[str, load.Tree] = {
     "embedded": {},
     "sglang": {"speculation": {"arms": []}},
 }
@@ -79,9 +79,9 @@ class RunFiles:
         """The HTML report."""
         return self.directory / "report.html"
 
-    def read_config(self) -> Tree:
+    def read_config(self) -> load.Tree:
         """Reads the settings as TOML tables."""
-        return read_tables(self.config)
+        return load.read_tables(self.config)
 
 
 def files_of(config: ServiceConfig) -> RunFiles:
@@ -89,19 +89,19 @@ def files_of(config: ServiceConfig) -> RunFiles:
     return RunFiles(config.run.id, Path(config.run.dir).absolute(), config.telemetry.spans_dir)
 
 
-def merged(files: Sequence[Path], overrides: Sequence[str]) -> Tree:
+def merged(files: Sequence[Path], overrides: Sequence[str]) -> load.Tree:
     """The merged settings of all files and overrides; later values win."""
-    tree: Tree = {}
+    tree: load.Tree = {}
     for path in files:
-        merge(tree, read_tables(path))
+        load.merge(tree, load.read_tables(path))
     for override in overrides:
-        merge(tree, parse_override(override))
+        load.merge(tree, parse_override(override))
     return tree
 
 
 def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:
     """Writes a run's settings as its config.toml, where other commands find them."""
-    write_tables(files.config, merged(settings, overrides))
+    load.write_tables(files.config, merged(settings, overrides))
 
 
 def repository_root() -> Path:
@@ -143,22 +143,22 @@ def configure_run(files: RunFiles, options: DemoOptions) -> None:
         tree = files.read_config()
     else:
         root = repository_root()
-        tree = _rooted(read_tables(options.config or root / EXAMPLES / "demo.toml"), root)
-        merge(tree, _engine(options))
-        merge(tree, _variant(options))
-        merge(tree, {"run": {"seed": options.seed}})
+        tree = _rooted(load.read_tables(options.config or root / EXAMPLES / "demo.toml"), root)
+        load.merge(tree, _engine(options))
+        load.merge(tree, _variant(options))
+        load.merge(tree, {"run": {"seed": options.seed}})
 
-    merge(tree, _placement(files))
-    merge(tree, {"coordinator": {"steps": options.steps}})
-    merge(tree, _workers(tree))
+    load.merge(tree, _placement(files))
+    load.merge(tree, {"coordinator": {"steps": options.steps}})
+    load.merge(tree, _workers(tree))
     for override in options.overrides:
-        merge(tree, parse_override(override))
-    write_tables(files.config, tree)
+        load.merge(tree, parse_override(override))
+    load.write_tables(files.config, tree)
 
 
 def _existing_run(out: Path, run_id: str) -> RunFiles:
     files = RunFiles(run_id, out / run_id)
-    if not re.fullmatch(RUN_ID, run_id) or not files.config.is_file():
+    if not re.fullmatch(shared.RUN_ID, run_id) or not files.config.is_file():
         found = (
             sorted(path.parent.name for path in out.glob("*/config.toml")) if out.is_dir() else []
         )
@@ -186,7 +186,7 @@ def _new_run(out: Path, seed: int) -> RunFiles:
         return files
 
 
-def _engine(options: DemoOptions) -> Tree:
+def _engine(options: DemoOptions) -> load.Tree:
     """The engine's settings. Raises ConfigError for an engine that cannot run the demo."""
     if options.engine not in _ENGINES:
         raise ConfigError(
@@ -195,7 +195,7 @@ def _engine(options: DemoOptions) -> Tree:
     return {"gateway": {"engine": {"kind": options.engine}, **_ENGINES[options.engine]}}
 
 
-def _variant(options: DemoOptions) -> Tree:
+def _variant(options: DemoOptions) -> load.Tree:
     if not options.speculation and options.frozen_drafter is not None:
         raise ConfigError(
             "--no-speculation and --frozen-drafter exclude each other", seen=options.frozen_drafter
@@ -218,14 +218,14 @@ def _variant(options: DemoOptions) -> Tree:
     return {}
 
 
-def _workers(tree: Tree) -> Tree:
+def _workers(tree: load.Tree) -> load.Tree:
     """Limits engine workers to the number of cores."""
     cores = usable_cores()
     wanted = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0))
     return {"gateway": {"engine": {"workers": min(wanted or cores, cores)}}}
 
 
-def _placement(files: RunFiles) -> Tree:
+def _placement(files: RunFiles) -> load.Tree:
     """Directory and free ports of the run.
 
     A user's $REDIS_URL is stored, so that a resume without the variable uses the same server.
@@ -243,9 +243,9 @@ def _placement(files: RunFiles) -> Tree:
     }
 
 
-def _rooted(tree: Tree, root: Path) -> Tree:
+def _rooted(tree: load.Tree, root: Path) -> load.Tree:
     """The settings with absolute paths for files of the repository."""
-    rooted: Tree = {}
+    rooted: load.Tree = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             rooted[key] = _rooted(value, root)
@@ -256,7 +256,7 @@ def _rooted(tree: Tree, root: Path) -> Tree:
     return rooted
 
 
-def parse_override(text: str) -> Tree:
+def parse_override(text: str) -> load.Tree:
     """Parses `section.key=value` into a tree.
 
     Raises ConfigError if the key's section is unknown to all services.
@@ -270,4 +270,33 @@ def parse_override(text: str) -> Tree:
             allowed=f"<section>.<key>=<value> with one of "
             f"{', '.join((*SHARED_SECTIONS, *SERVICE_SECTIONS))}",
         )
-    return nested(key.strip(), value_of(raw))
+    return load.nested(key.strip(), load.value_of(raw))
+
+
+SECTIONS = ("gateway", "policy_trainer", "drafter_trainer")
+"""Sections with a `model` setting."""
+
+
+def found_models(
+    files: Sequence[Path], overrides: Sequence[str], say: Callable[[str], None]
+) -> list[str]:
+    """Settings with the directory of every model that is named by its Hub id.
+
+    Raises as `model_directory`.
+    """
+    tree = merged(files, overrides)
+    found: dict[str, Path] = {}
+    for section in SECTIONS:
+        model = _model(tree.get(section))
+        if model and model not in found and is_hub_id(model):
+            found[model] = model_directory(model, say)
+    return [
+        f"{section}.model={found[model]}"
+        for section in SECTIONS
+        if (model := _model(tree.get(section))) in found
+    ]
+
+
+def _model(section: Any) -> str:
+    model = section.get("model") if isinstance(section, dict) else None
+    return model if isinstance(model, str) else ""

@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.launcher import LOCAL, Launcher
+from paceline.cli.command import LOCAL, Launcher
 from paceline.cli.plan import Checked
 from paceline.config import ServiceConfig
-from paceline.local.launch import ChildEvent
-from paceline.local.patience import patient
+from paceline.local import launch, patience
 from paceline.local.supervisor import Supervisor, run_launches
 
 EXIT_INTERRUPTED = 130
@@ -42,7 +41,7 @@ class StartSettings:
 
 @asynccontextmanager
 async def supervisor_of(
-    run: StartSettings, launcher: Launcher, on_event: Callable[[ChildEvent], None]
+    run: StartSettings, launcher: Launcher, on_event: Callable[[launch.ChildEvent], None]
 ) -> AsyncIterator[tuple[Supervisor, Sequence[str]]]:
     """Yields a supervisor of a run's processes, and extra address settings for services on several
     nodes.
@@ -62,7 +61,7 @@ async def supervisor_of(
         yield supervisor, []
         return
     from paceline.cluster.launcher import RunOnCluster, on_cluster
-    from paceline.cluster.pools import pools_of
+    from paceline.cluster.nodes import pools_of
 
     pools = pools_of(run.files, run.overrides)
     room_s = _BACK_S if run.again else 0.0
@@ -74,7 +73,7 @@ async def supervisor_of(
 
 def _health_s(plan: Checked) -> float:
     """Seconds for the start of a service."""
-    return patient(plan.start_s + _AFTER_ITS_OWN_S)
+    return patience.patient(plan.start_s + _AFTER_ITS_OWN_S)
 
 
 async def supervise(
@@ -87,7 +86,7 @@ async def supervise(
     """
 
     async def work() -> None:
-        await supervisor.start(_health_s(plan) + patient(_ALL_S))
+        await supervisor.start(_health_s(plan) + patience.patient(_ALL_S))
         await when_started()
         await supervisor.wait_finished()
 

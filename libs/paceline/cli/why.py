@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.access import run_directory
-from paceline.cli.run_files import files_of
+from paceline.cli import access, run_files
 from paceline.config import ServiceConfig, load_config
-from paceline.report.critical_path import PathPiece
-from paceline.report.why import Explanation, PathShare, about, explain
+from paceline.report import critical_path, why
 
 LEAST_SHARE = 0.005
 """Minimum share of the trace; smaller parts and pieces are combined."""
@@ -25,8 +23,8 @@ def show_why(run: str, which: str, console: Console, *, as_json: bool) -> None:
 
     Raises NotFound for an absent run, step or trace, InvalidInput for an invalid name.
     """
-    config = load_config(ServiceConfig, "local", [run_directory(run) / "config.toml"])
-    found = explain(files_of(config).spans, which)
+    config = load_config(ServiceConfig, "local", [access.run_directory(run) / "config.toml"])
+    found = why.explain(run_files.files_of(config).spans, which)
     if as_json:
         console.print_json(json.dumps(found.as_json()))
         return
@@ -36,7 +34,7 @@ def show_why(run: str, which: str, console: Console, *, as_json: bool) -> None:
     console.print(_path(found))
 
 
-def _shares(found: Explanation) -> Table:
+def _shares(found: why.Explanation) -> Table:
     """A row for each edge, followed by a row for each kind of span in it."""
     beside = f"median of {found.peers}" if found.peers else "median"
     table = Table(
@@ -60,20 +58,20 @@ def _shares(found: Explanation) -> Table:
                 table.add_row(*_cells(part, f"  {escape(part.name)}"))
     if rest := len(found.edges) - len(large):
         table.add_row(f"[dim]{rest} more edges below {LEAST_SHARE:.1%} each[/]")
-    whole = PathShare("", "", found.seconds, 1.0, found.median_s)
+    whole = why.PathShare("", "", found.seconds, 1.0, found.median_s)
     table.add_section()
     table.add_row(*_cells(whole, "whole"))
     return table
 
 
-def _cells(one: PathShare, label: str) -> list[str]:
+def _cells(one: why.PathShare, label: str) -> list[str]:
     cells = [label, f"{one.seconds:.3f}", f"{one.share:.1%}"]
     if one.median_s is None:
         return [*cells, "", ""]
     return [*cells, f"{one.median_s:.3f}", f"{one.more_s:+.3f}"]
 
 
-def _path(found: Explanation) -> Table:
+def _path(found: why.Explanation) -> Table:
     """The longest pieces in time order."""
     least = LEAST_SHARE * found.seconds
     shown = sorted(found.path, key=lambda one: -one.seconds)[:LONGEST_PIECES]
@@ -94,8 +92,8 @@ def _path(found: Explanation) -> Table:
     return table
 
 
-def _piece(piece: PathPiece, start_ns: int) -> list[str]:
-    told = ", ".join(f"{key} {value}" for key, value in about(piece).items())
+def _piece(piece: critical_path.PathPiece, start_ns: int) -> list[str]:
+    told = ", ".join(f"{key} {value}" for key, value in why.about(piece).items())
     at_s = (piece.start_ns - start_ns) / 1e9
     return [
         f"{at_s:.3f}",

@@ -15,9 +15,8 @@ from urllib.parse import quote, urlsplit
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
 from paceline.addresses import direct
-from paceline.client.calls import Read, async_call, call, given, reader
+from paceline.client import calls, traces
 from paceline.client.session import AsyncSession, Opened, Session, SessionInfo, reward_body
-from paceline.client.traces import TraceHeaders
 from paceline.errors import DeadlineExceeded, InvalidInput, Unavailable
 from paceline.local.tokens import token_at
 
@@ -64,7 +63,7 @@ class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
             api_key="none",
             base_url=f"{self._url}/v1",
             max_retries=max_retries,
-            default_headers=TraceHeaders(),
+            default_headers=traces.TraceHeaders(),
         )
 
     def _connect(self, http: dict[str, Any], **options: Any) -> Any:
@@ -92,7 +91,7 @@ class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
         without training data. `override_sampling`: True uses the run's sampling when the requested
         sampling cannot be trained, False refuses such requests, None uses the gateway's setting.
         """
-        about = given(
+        about = calls.given(
             task_id=task,
             group_id=group,
             group_size=group_size,
@@ -119,31 +118,31 @@ class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
         **options: Any,
     ) -> Claimed:
         """A session for the next task of the training run; None if none arrives within `wait_s`."""
-        about = given(timeout_s=session_timeout_s, override_sampling=override_sampling)
+        about = calls.given(timeout_s=session_timeout_s, override_sampling=override_sampling)
         body = {"claim": True, "wait_s": wait_s, **about}
         options = {"timeout": self._timeout_s + wait_s, **options}
         return self._ask("/sessions", self._opened, body, **options)
 
     def session_info(self, session_id: str) -> Info:
         """State of any session; needs the gateway's token."""
-        return self._ask(f"/sessions/{quote(session_id, safe='')}", reader(SessionInfo), None)
+        return self._ask(f"/sessions/{quote(session_id, safe='')}", calls.reader(SessionInfo), None)
 
     def reward(self, completion: str, value: float, *, accumulate: bool = False) -> Info:
         """Rewards a turn by its completion's id alone, and returns the turn's session."""
         body = reward_body(value, completion, accumulate)
-        return self._ask("/rewards", reader(SessionInfo), body)
+        return self._ask("/rewards", calls.reader(SessionInfo), body)
 
     def _gateway(self) -> Any:
         # The run may begin, and create its token, after the agent.
         token = find_token(self._url) if self._token is None else self._token
         return self._client.with_options(api_key=token or "none")
 
-    def _ask(self, path: str, read: Read[Any], body: Any, **options: Any) -> Any:
+    def _ask(self, path: str, read: calls.Read[Any], body: Any, **options: Any) -> Any:
         options = {"timeout": self._timeout_s, **options}
         return self._call(self._gateway(), path, read, body, **options)
 
     def _opened(self, text: str) -> S | None:
-        return self._kind(self._client, reader(Opened)(text)) if text else None
+        return self._kind(self._client, calls.reader(Opened)(text)) if text else None
 
 
 class Client(ClientCalls[Session, Session, Session | None, SessionInfo]):
@@ -154,7 +153,7 @@ class Client(ClientCalls[Session, Session, Session | None, SessionInfo]):
     InternalError, DeadlineExceeded, DataLoss. Generations raise the errors of `openai`.
     """
 
-    _call = staticmethod(call)
+    _call = staticmethod(calls.call)
     _kind = Session
 
     @property
@@ -207,7 +206,7 @@ class AsyncClient(
     and tasks of that loop may share it.
     """
 
-    _call = staticmethod(async_call)
+    _call = staticmethod(calls.async_call)
     _kind = AsyncSession
 
     @property

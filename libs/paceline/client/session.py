@@ -13,17 +13,8 @@ from urllib.parse import quote
 import pydantic
 from openai import APIError, AsyncOpenAI, OpenAI
 
-from paceline.client.calls import async_call, call, error_of, given, reader
-from paceline.client.traces import TraceHeaders
-from paceline.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    InternalError,
-    InvalidInput,
-    PacelineError,
-    ResourceExhausted,
-    Unavailable,
-)
+from paceline import errors
+from paceline.client import calls, traces
 
 COMPLETE_S = 600.0
 """Time-out of `complete`: a task of the run is scored by its rule before the answer."""
@@ -31,7 +22,14 @@ CLOSING_S = 5.0
 """Time-out for ending a session when an exception leaves its block."""
 MESSAGE_CHARACTERS = 500
 ENDED = "SESSION_ENDED"
-_INFRA = (Unavailable, DeadlineExceeded, InternalError, ResourceExhausted, DataLoss, OSError)
+_INFRA = (
+    errors.Unavailable,
+    errors.DeadlineExceeded,
+    errors.InternalError,
+    errors.ResourceExhausted,
+    errors.DataLoss,
+    OSError,
+)
 Info = TypeVar("Info")
 Samples = TypeVar("Samples")
 Tree = TypeVar("Tree")
@@ -115,7 +113,7 @@ class SessionCalls(Generic[Info, Samples, Tree]):
 
         Contains the key: do not log it.
         """
-        headers = TraceHeaders()
+        headers = traces.TraceHeaders()
         return {"api_key": self.api_key, "base_url": self.base_url, "default_headers": headers}
 
     def reward(
@@ -127,27 +125,27 @@ class SessionCalls(Generic[Info, Samples, Tree]):
         A repeated call counts once. Raises FailedPrecondition when another reward is already set.
         """
         body = reward_body(value, completion, accumulate)
-        return self._call(self._client, self._path("/reward"), reader(SessionInfo), body)
+        return self._call(self._client, self._path("/reward"), calls.reader(SessionInfo), body)
 
     def info(self) -> Info:
         """State of the session."""
-        return self._call(self._client, self._path(), reader(SessionInfo), None)
+        return self._call(self._client, self._path(), calls.reader(SessionInfo), None)
 
     def samples(self) -> Samples:
         """The session's training data so far, also after its end."""
-        read = reader(_Samples)
+        read = calls.reader(_Samples)
         path = self._path("/export?form=samples")
         return self._call(self._client, path, lambda text: read(text).samples, None)
 
     def tree(self) -> Tree:
         """The message tree: JSON with each turn's tokens, log-probs, versions and reward."""
         return self._call(
-            self._client, self._path("/export?form=tree"), reader(dict[str, Any]), None
+            self._client, self._path("/export?form=tree"), calls.reader(dict[str, Any]), None
         )
 
     def complete(self, reward: float | None = None) -> Info:
         """Ends the session: "final" with a reward, "unscored" without."""
-        return self._end("/complete", given(reward=reward), timeout=COMPLETE_S)
+        return self._end("/complete", calls.given(reward=reward), timeout=COMPLETE_S)
 
     def abort(self) -> Info:
         """Ends the session; none of its tokens are trained."""
@@ -164,7 +162,7 @@ class SessionCalls(Generic[Info, Samples, Tree]):
 
     def _end(self, action: str, body: dict[str, Any], **options: Any) -> Info:
         def read(text: str) -> SessionInfo:
-            info, self.ended = reader(SessionInfo)(text), True
+            info, self.ended = calls.reader(SessionInfo)(text), True
             return info
 
         return self._call(self._client, self._path(action), read, body, **options)
@@ -191,7 +189,7 @@ class SessionCalls(Generic[Info, Samples, Tree]):
         """A failure to end the session is a note of the error that left its block."""
         try:
             yield
-        except PacelineError as failure:
+        except errors.PacelineError as failure:
             if error is None:
                 raise
             error.add_note(f"session {self.id} could not be ended and will time out: {failure}")
@@ -208,7 +206,7 @@ class Session(SessionCalls[SessionInfo, tuple[Sample, ...], dict[str, Any]]):
     Raises the errors listed at `Client`. Threads, or the tasks of one event loop, may share it.
     """
 
-    _call = staticmethod(call)
+    _call = staticmethod(calls.call)
 
     @property
     def openai(self) -> OpenAI:
@@ -229,7 +227,7 @@ class AsyncSession(
 ):
     """`Session` for asyncio: its calls are awaited, its block is `async with`."""
 
-    _call = staticmethod(async_call)
+    _call = staticmethod(calls.async_call)
 
     @property
     def openai(self) -> AsyncOpenAI:
@@ -250,20 +248,20 @@ def reward_body(value: float, completion: str | None, accumulate: bool) -> dict[
     for a value that is not finite.
     """
     if not math.isfinite(value):
-        raise InvalidInput("a reward is a finite number", seen=value)
+        raise errors.InvalidInput("a reward is a finite number", seen=value)
     key = uuid.uuid4().hex
-    return given(
+    return calls.given(
         value=float(value), completion_id=completion, accumulate=accumulate, idempotency_key=key
     )
 
 
 def _reason(error: BaseException | None) -> str:
-    error = error_of(error) if isinstance(error, APIError) else error
-    return error.reason if isinstance(error, PacelineError) else ""
+    error = calls.error_of(error) if isinstance(error, APIError) else error
+    return error.reason if isinstance(error, errors.PacelineError) else ""
 
 
 def _is_infra(error: BaseException) -> bool:
-    error = error_of(error) if isinstance(error, APIError) else error
+    error = calls.error_of(error) if isinstance(error, APIError) else error
     # The transport errors of httpx, whichever version the agent uses.
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, _INFRA) or "TransportError" in names

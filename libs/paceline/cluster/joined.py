@@ -22,10 +22,7 @@ from typing import Any
 
 from paceline.addresses import is_loopback
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
-from paceline.local.extras import require_extra
-from paceline.local.patience import patient
-from paceline.local.ports import split_address
-from paceline.local.processes import usable_cores
+from paceline.local import checks, patience, ports, processes
 
 AUTO = "auto"
 NAMESPACE = "paceline"
@@ -49,7 +46,7 @@ async def joined(address: str | None, *, allow_insecure: bool = False) -> AsyncI
     that other hosts can reach lacks a token or TLS. Raises Unavailable if no cluster responds,
     DeadlineExceeded if it responds too late.
     """
-    require_extra("ray", "--launcher ray")
+    checks.require_extra("ray", "--launcher ray")
     alone = address is None or is_loopback(address)
     if address not in (None, AUTO):
         await _reached(str(address))
@@ -104,7 +101,7 @@ def _join(ray: Any, address: str | None) -> None:
     own: dict[str, Any] = {}
     if address is None:
         own = {
-            "num_cpus": usable_cores(),
+            "num_cpus": processes.usable_cores(),
             "include_dashboard": False,
             "object_store_memory": _OBJECTS_BYTES,
         }
@@ -143,9 +140,9 @@ async def _reached(address: str) -> None:
             seen=address,
             allowed="host:port of the cluster, from a machine that is one of its nodes, or auto",
         )
-    host, port = split_address(address, "--address")
+    host, port = ports.split_address(address, "--address")
     try:
-        async with asyncio.timeout(patient(_REACHED_S)):
+        async with asyncio.timeout(patience.patient(_REACHED_S)):
             _, writer = await asyncio.open_connection(host, port, family=socket.AF_UNSPEC)
     except (OSError, TimeoutError) as error:
         raise Unavailable(
@@ -196,9 +193,9 @@ async def _connected(ray: Any, address: str | None) -> AsyncIterator[None]:
 
 async def _within(future: asyncio.Future[None], seconds: float) -> None:
     try:
-        async with asyncio.timeout(patient(seconds)):
+        async with asyncio.timeout(patience.patient(seconds)):
             await asyncio.shield(future)
     except TimeoutError as error:
         raise DeadlineExceeded(
-            "the Ray cluster does not answer", seen=f"{patient(seconds):.0f} s"
+            "the Ray cluster does not answer", seen=f"{patience.patient(seconds):.0f} s"
         ) from error

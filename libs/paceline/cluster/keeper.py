@@ -1,4 +1,4 @@
-"""Keeps the services of a pool running on their node: the actor side.
+"""Keeps a service on its node: an actor beside it starts, watches and ends it.
 
 The services are children of this process, under the same supervisor as on one machine. `look`
 returns its events. If the run's starter has not called `look` for DESERTED_S, it is gone. The
@@ -9,17 +9,66 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
-from paceline.cluster.actor import ActorLoop, take_surroundings
 from paceline.cluster.order import START_AGAIN, KeeperReport, PoolOrder
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import PacelineError, Unavailable
-from paceline.local.launch import ChildEvent
+from paceline.local import forking, launch, news, processes
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.ranks.messages import Failed
+
+_OF_RAY = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""Prefixes of variables that Ray sets for its workers. Services must not inherit them."""
+_TRAVELLING = ("PACELINE_", "OTEL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "SGLANG_")
+"""Prefixes of variables that services inherit from the run's starter."""
+_AT_HOME = (processes.PARENT_VARIABLE, forking.FORKSERVER_VARIABLE, news.VARIABLE)
+T = TypeVar("T")
+
+
+class ActorLoop:
+    """An asyncio event loop in a thread that lives as long as the actor. Ray's threads call the
+    actor's methods. A child process is tied to its starting thread, so all work runs on this loop.
+    """
+
+    def __init__(self) -> None:
+        # Ray selects uvloop, which starts children in the main thread only.
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def begin(self, work: Coroutine[Any, Any, object]) -> None:
+        """Starts a coroutine on the loop without waiting."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the loop and returns its result, or raises its error."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def travelling() -> dict[str, str]:
+    """Environment variables that this process passes to its services on other nodes."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(_TRAVELLING) or name == "REDIS_URL") and name not in _AT_HOME
+    }
+
+
+def take_surroundings(directory: str, environment: Mapping[str, str]) -> None:
+    """Changes to the directory and sets the environment, without Ray's variables and
+    credentials.
+    """
+    os.chdir(directory)
+    for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
+        del os.environ[name]
+    os.environ.update(environment)
+
 
 DESERTED_S = 20.0
 """Seconds without a call of `look` after which a keeper stops its services and itself."""
@@ -79,7 +128,7 @@ class _PoolServices:
     def __init__(self, order: PoolOrder) -> None:
         self._order = order
         self.looked_s = time.monotonic()
-        self._events: list[ChildEvent] = []
+        self._events: list[launch.ChildEvent] = []
         self._supervisor: Supervisor | None = None
         self._running: asyncio.Task[None] | None = None
         self._healthy = False
@@ -116,7 +165,7 @@ class _PoolServices:
         self._news.set()
         await supervisor.wait_finished()
 
-    def _note(self, event: ChildEvent) -> None:
+    def _note(self, event: launch.ChildEvent) -> None:
         self._events.append(event)
         self._news.set()
 

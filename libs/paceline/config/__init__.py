@@ -1,12 +1,11 @@
 """Reads settings: one frozen tree per service, from TOML files and `key=value` overrides."""
 
-from paceline.config.base import Config, known_keys
-from paceline.config.load import load_config
-from paceline.config.render import print_config
+from paceline.config.load import load_config, print_config
 from paceline.config.shared import (
     SERVICE_SECTIONS,
     SHARED_SECTIONS,
     AddressesConfig,
+    Config,
     OptimizerConfig,
     RedisConfig,
     RunConfig,
@@ -14,6 +13,7 @@ from paceline.config.shared import (
     ServiceConfig,
     TelemetryConfig,
     Temperature,
+    known_keys,
 )
 
 __all__ = [

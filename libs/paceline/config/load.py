@@ -1,24 +1,165 @@
-"""Loads TOML files and overrides into a validated tree, and rejects each unknown or invalid key by
-name.
-"""
+"""Reads TOML files and overrides into a validated tree, and writes trees with masked secrets."""
 
 from __future__ import annotations
 
 import difflib
 import enum
+import json
 import re
+import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
-from paceline.config.base import Config, child_configs, known_keys, walk_fields
-from paceline.config.shared import SERVICE_SECTIONS, SHARED_SECTIONS
-from paceline.config.tables import Tree, merge, nested, read_tables, value_of
+from paceline.config.shared import (
+    SERVICE_SECTIONS,
+    SHARED_SECTIONS,
+    Config,
+    child_configs,
+    known_keys,
+    walk_fields,
+)
 from paceline.errors import ConfigError
+from paceline.whole_files import write_whole
+
+MASK = "****"
+_URL_PASSWORD = re.compile(r"(?<=://)([^/@\s]*):([^/@\s]*)@")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def print_config(config: Config, section: str) -> str:
+    """TOML that `load_config` reads back to an equal tree. Passwords in URLs and secret fields are
+    masked.
+
+    `section` is the header of the service's own keys. Settings without a value (None) appear as
+    comments, because TOML has no null.
+    """
+    shared = [name for name in SHARED_SECTIONS if name in type(config).model_fields]
+    lines: list[str] = []
+    for name in shared:
+        lines += _table(name, getattr(config, name))
+    lines += _table(section, config, skip=shared)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[str]:
+    """Lines of one table: plain values first, then the nested tables, as TOML requires."""
+    fields = [name for name in type(node).model_fields if name not in (skip or ())]
+    values = [name for name in fields if not isinstance(getattr(node, name), Config)]
+    if values:
+        yield ""
+        yield f"[{path}]"
+    for name in values:
+        description = type(node).model_fields[name].description
+        if description:
+            yield f"# {' '.join(description.split())}"
+        value = getattr(node, name)
+        yield f"# {name} has no value" if value is None else f"{name} = {toml_value(value)}"
+    for name in fields:
+        if name not in values:
+            yield from _table(f"{path}.{name}", getattr(node, name))
+
+
+def toml_value(value: Any, *, masked: bool = True) -> str:
+    """A value as TOML. Raises ConfigError for a type without a TOML form."""
+    inner = partial(toml_value, masked=masked)
+    match value:
+        case Config():
+            return inner({name: getattr(value, name) for name in type(value).model_fields})
+        case SecretStr():
+            return f'"{MASK}"'
+        case Enum():
+            return inner(value.value)
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str() | Path():
+            text = str(value)
+            return _text(_URL_PASSWORD.sub(rf"\1:{MASK}@", text) if masked else text)
+        case dict():
+            held = {toml_key(k): inner(v) for k, v in value.items() if v is not None}
+            return "{" + ", ".join(f"{key} = {one}" for key, one in held.items()) + "}"
+        case list() | tuple() | set() | frozenset():
+            return "[" + ", ".join(inner(item) for item in value) + "]"
+    raise ConfigError("a setting of this type has no TOML form", seen=type(value).__name__)
+
+
+def toml_key(key: object) -> str:
+    """A key, quoted if TOML requires it."""
+    text = str(key.value if isinstance(key, Enum) else key)
+    return text if _BARE_KEY.fullmatch(text) else _text(text)
+
+
+def _text(text: str) -> str:
+    """A basic TOML string.
+
+    JSON escapes are valid TOML escapes, but TOML also requires an escape for DEL.
+    """
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+Tree = dict[str, Any]
+
+
+def read_tables(path: Path) -> Tree:
+    """Reads the tables of a file. Raises ConfigError if it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file: {error.strerror}", seen=path) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def write_tables(path: Path, tree: Mapping[str, Any]) -> None:
+    """Writes tables to a file that only its owner can read: a Redis URL may hold a password."""
+    write_whole(path, "\n".join(_lines(tree)).lstrip("\n") + "\n")
+
+
+def merge(into: Tree, new: Mapping[str, Any]) -> None:
+    """Merges `new` into `into`: tables merge, all other values are replaced."""
+    for key, value in new.items():
+        if isinstance(value, Mapping):
+            below = into.get(key)
+            into[key] = dict(below) if isinstance(below, dict) else {}
+            merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def nested(key: str, value: Any) -> Tree:
+    """The nested tables of a dotted key, with the value at the innermost level."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def value_of(raw: str) -> Any:
+    """The value of an override: parsed as TOML, else the text itself."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _lines(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
+    if path and (values or not tree):
+        yield f"\n[{path}]"
+    for key, value in values.items():
+        yield f"{toml_key(key)} = {toml_value(value, masked=False)}"
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            below = toml_key(key)
+            yield from _lines(value, f"{path}.{below}" if path else below)
+
 
 C = TypeVar("C", bound=Config)
 

@@ -1,4 +1,4 @@
-"""Declares the settings that several services share.
+"""Declares the base of every settings class, and the settings that several services share.
 
 These are the sections run, redis, telemetry, security and addresses, and the optimiser of both
 trainers.
@@ -7,15 +7,51 @@ trainers.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.addresses import loopback
-from paceline.config.base import Config
 from paceline.trajectory import TEMPERATURE
+
+
+class Config(BaseModel):
+    """A frozen node of a settings tree; rejects unknown keys.
+
+    The docstring below a field is its description.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
+
+
+def child_configs(annotation: Any) -> tuple[type[Config], ...]:
+    """The settings classes of a field: its own type, or the members of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return (annotation,)
+    if getattr(annotation, "__origin__", None) in (tuple, list, dict, set, frozenset):
+        return ()
+    return tuple(child for member in get_args(annotation) for child in child_configs(member))
+
+
+def walk_fields(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, annotation) for every leaf, in declaration order."""
+    for name, field in cls.model_fields.items():
+        children = child_configs(field.annotation)
+        if not children:
+            yield prefix + name, field.annotation
+        for child in children:
+            yield from walk_fields(child, f"{prefix}{name}.")
+
+
+def known_keys(cls: type[Config]) -> list[str]:
+    """All dotted keys of the tree, sorted and unique."""
+    return sorted({key for key, _ in walk_fields(cls)})
+
 
 RUN_ID = r"[a-z0-9-]{1,64}"
 """Pattern of a run's id."""

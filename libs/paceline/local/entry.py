@@ -17,28 +17,13 @@ from rich.console import Console
 from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
-from paceline.local.extras import require_extra
-from paceline.local.hung import tell_turns
-from paceline.local.owner import owned
-from paceline.local.ports import require_free
-from paceline.local.processes import (
-    EXIT_CONFIG,
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_FULL,
-    EXIT_RUN_FAILED,
-    die_with_parent,
-    keep_files_private,
-)
-from paceline.local.redis import resolved
-from paceline.local.services import service
-from paceline.local.tokens import announced, use_run_tokens
+from paceline.local import checks, hung, owner, ports, processes, redis, services, tokens
 from paceline.rpc import set_malloc_thresholds
 
 _STATUSES = {
-    ConfigError: EXIT_CONFIG,
-    RunFailed: EXIT_RUN_FAILED,
-    ResourceExhausted: EXIT_FULL,
+    ConfigError: processes.EXIT_CONFIG,
+    RunFailed: processes.EXIT_RUN_FAILED,
+    ResourceExhausted: processes.EXIT_FULL,
 }
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -56,7 +41,7 @@ def run_service(
 ) -> None:
     """Runs one service until it ends or a signal stops it; then exits the process.
 
-    `extra`: the extra that must be installed (extras.py). `numbered`: the settings of one process
+    `extra`: the extra that must be installed (checks.py). `numbered`: the settings of one process
     of a service with several processes; its number is the option --<name>.
 
     Exit status: 0 when serve() returned, 128 + signal after SIGTERM or SIGINT, 2 for a config
@@ -70,15 +55,15 @@ def run_service(
             parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help="its number")
         arguments = parser.parse_intermixed_args(argv)
         if extra and not arguments.print_config:
-            require_extra(extra, name)
+            checks.require_extra(extra, name)
         return _run(name, config_class, serve, arguments, numbered)
 
     _leave(name, run)
 
 
 def _leave(name: str, run: Callable[[], int]) -> NoReturn:
-    die_with_parent()
-    keep_files_private()
+    processes.die_with_parent()
+    processes.keep_files_private()
     try:
         code = run()
     except (PacelineError, ExceptionGroup) as raised:
@@ -86,7 +71,10 @@ def _leave(name: str, run: Callable[[], int]) -> NoReturn:
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"{name}: {error}", style="red", markup=False
         )
-        code = next((_STATUSES[kind] for kind in _STATUSES if isinstance(error, kind)), EXIT_FAILED)
+        code = next(
+            (_STATUSES[kind] for kind in _STATUSES if isinstance(error, kind)),
+            processes.EXIT_FAILED,
+        )
     raise SystemExit(code)
 
 
@@ -106,7 +94,9 @@ def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineEr
 
 
 def _arguments(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {service(name).module}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {services.service(name).module}", allow_abbrev=False
+    )
     option = parser.add_argument
     option("--config", type=Path, action="append", default=[], metavar="FILE", help="TOML")
     option("--print-config", action="store_true", help="print the whole configuration and exit")
@@ -124,26 +114,26 @@ def _run(
     config = load_config(config_class, name, arguments.config, arguments.overrides)
     if arguments.print_config:
         sys.stdout.write(print_config(config, name))
-        return EXIT_FINISHED
-    config, process = resolved(config), name
+        return processes.EXIT_FINISHED
+    config, process = redis.resolved(config), name
     if numbered and (number := getattr(arguments, name)):
         config, process = numbered(config, number), f"{name}-{number}"
-    with owned(Path(config.run.dir), process):
+    with owner.owned(Path(config.run.dir), process):
         _require_free_ports(name, config)
-        use_run_tokens(config)
+        tokens.use_run_tokens(config)
         set_malloc_thresholds()
         telemetry.setup(process, config.telemetry)
         try:
-            with announced(_tokens(name, config)):
+            with tokens.announced(_tokens(name, config)):
                 stopped_by = uvloop.run(_serve_until_signal(config, serve))
         finally:
             telemetry.shutdown()
-    return 128 + stopped_by if stopped_by else EXIT_FINISHED
+    return 128 + stopped_by if stopped_by else processes.EXIT_FINISHED
 
 
 def _tokens(name: str, config: ServiceConfig) -> dict[str, str]:
     """The token for each address of a service: the agents' token for HTTP, else the operators'."""
-    spec, security, addresses = service(name), config.security, config.addresses
+    spec, security, addresses = services.service(name), config.security, config.addresses
     return {
         getattr(addresses, spec.address_key): security.token,
         **{getattr(addresses, key): security.agent_token or security.token for key in spec.links},
@@ -151,9 +141,9 @@ def _tokens(name: str, config: ServiceConfig) -> dict[str, str]:
 
 
 def _require_free_ports(name: str, config: ServiceConfig) -> None:
-    spec = service(name)
+    spec = services.service(name)
     for key in (spec.address_key, *spec.more_address_keys):
-        require_free(getattr(config.addresses, key), f"addresses.{key}")
+        ports.require_free(getattr(config.addresses, key), f"addresses.{key}")
 
 
 async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
@@ -163,7 +153,7 @@ async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, number, received, stop)
-    turning = asyncio.create_task(tell_turns(config.run.hung_s))
+    turning = asyncio.create_task(hung.tell_turns(config.run.hung_s))
     try:
         await serve(config, stop)
     finally:

@@ -9,8 +9,7 @@ from redis.exceptions import ResponseError
 from paceline.addresses import is_loopback
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError
-from paceline.streams.connection import connect, redis_errors
-from paceline.streams.redis_url import parse_redis_url, shown
+from paceline.streams.connection import connect, parse_redis_url, redis_errors, shown
 
 
 def on_this_machine(url: str) -> bool:

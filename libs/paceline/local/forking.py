@@ -18,12 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
-from paceline.local import forkserver
-from paceline.local.child import Child, Forked
+from paceline.local import child, forkserver, launch, processes, user_directory
 from paceline.local.forkserver import ORDER_BYTES, ForkOrder
-from paceline.local.launch import Launch
-from paceline.local.process_directory import socket_directory
-from paceline.local.processes import child_environment
 
 FORKSERVER_VARIABLE = "PACELINE_FORKSERVER"
 """Socket path of the run's forkserver; absent or "" without one."""
@@ -46,7 +42,7 @@ class Forker:
         """
         self._modules = modules
         self._log = log
-        self._own: Child | None = None
+        self._own: child.Child | None = None
         self.path = ""
         """Socket path of its own forkserver; "" before it exists."""
         self._starting = asyncio.Lock()
@@ -66,7 +62,7 @@ class Forker:
         *,
         stop_s: float = 0.0,
         tree: bool = False,
-    ) -> Child:
+    ) -> child.Child:
         """Forks a process that runs the module's main().
 
         `environment` is added to this process's variables. Output is appended to `log`, or to this
@@ -84,7 +80,7 @@ class Forker:
             raise DeadlineExceeded(
                 f"{module} is not imported", seen=f"{deadline_s:.1f} s"
             ) from error
-        return Child(forked, log, begins, stop_s=stop_s, tree=tree)
+        return child.Child(forked, log, begins, stop_s=stop_s, tree=tree)
 
     async def close(self) -> None:
         """Stops its own forkserver and all its forks."""
@@ -95,9 +91,9 @@ class Forker:
 
     async def _order(
         self, module: str, environment: Mapping[str, str], log: Path | None
-    ) -> tuple[Forked, int]:
+    ) -> tuple[child.Forked, int]:
         """Returns the process and the byte of its log at which its output begins."""
-        whole = child_environment(dict(environment))
+        whole = processes.child_environment(dict(environment))
         order = json.dumps(asdict(ForkOrder(module, whole, os.getcwd()))).encode() + b"\n"
         if len(order) > ORDER_BYTES:
             raise ResourceExhausted(
@@ -108,7 +104,7 @@ class Forker:
             with log.open("ab") if log else nullcontext() as file:
                 outputs, begins = ([file.fileno()] * 2, file.tell()) if file else ([1, 2], 0)
                 socket.send_fds(connection, [order[:1]], outputs)  # room for one byte is certain
-            return Forked(*await _asked(connection, order[1:])), begins
+            return child.Forked(*await _asked(connection, order[1:])), begins
         except Unavailable as error:
             raise Unavailable(f"{module} cannot be started", seen=error) from error
         except BaseException:
@@ -131,7 +127,7 @@ class Forker:
         listening = listen()
         self.path = listening.getsockname()
         with listening:
-            self._own = await Child.execute(
+            self._own = await child.Child.execute(
                 *_command(self._modules),
                 log=self._log,
                 environment=IMPORT_ENVIRONMENT,
@@ -180,7 +176,7 @@ def _command(modules: Sequence[str]) -> tuple[str, ...]:
 def listen() -> socket.socket:
     """A listening socket for a forkserver, in this process's socket directory."""
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(socket_directory() / f"forks-{next(_numbers)}"))
+    listening.bind(str(user_directory.socket_directory() / f"forks-{next(_numbers)}"))
     listening.listen(_WAITING)
     return listening
 
@@ -199,7 +195,7 @@ async def _imported(path: str) -> None:
     writer.close()
 
 
-def forkserver_launch(modules: Sequence[str]) -> Launch:
+def forkserver_launch(modules: Sequence[str]) -> launch.Launch:
     """The launch of a run's forkserver. Its socket stays open across restarts, so orders during a
     restart wait.
     """
@@ -209,7 +205,7 @@ def forkserver_launch(modules: Sequence[str]) -> Launch:
     async def healthy(deadline_s: float) -> None:
         await answers(path, deadline_s)
 
-    return Launch(
+    return launch.Launch(
         "forkserver",
         _command(modules),
         healthy,

@@ -30,8 +30,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from paceline.local.importing import uncollected
-from paceline.local.processes import PARENT_VARIABLE, die_with_parent, keep_files_private
+from paceline.local import importing, processes
 
 ORDER_BYTES = 1 << 20
 OUTPUTS = 2
@@ -65,8 +64,8 @@ class _Connection:
 
 def main() -> NoReturn:
     """Imports, then serves orders. A fork ends with the status of its module's main."""
-    die_with_parent()
-    keep_files_private()
+    processes.die_with_parent()
+    processes.keep_files_private()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops it
     modules = sys.argv[1:]
     os.environ["SPT_NOENV"] = "1"  # keeps a new title from overwriting the visible environment
@@ -78,7 +77,7 @@ def main() -> NoReturn:
 
 
 def _import(modules: Sequence[str]) -> None:
-    with uncollected():
+    with importing.uncollected():
         for module in modules:
             with suppress(Exception, SystemExit):  # the fork imports it again, and fails
                 importlib.import_module(module)
@@ -223,8 +222,8 @@ def _become(
     """
     anew = order.module not in imported or _starts_otherwise(order)
     os.environ.clear()
-    os.environ.update({**order.environment, PARENT_VARIABLE: str(parent)})
-    die_with_parent()
+    os.environ.update({**order.environment, processes.PARENT_VARIABLE: str(parent)})
+    processes.die_with_parent()
     if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

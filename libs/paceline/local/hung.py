@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline.config.shared import RunConfig
-from paceline.local.news import TURN, tell_supervisor
-from paceline.local.patience import patient
+from paceline.local import news, patience
 
 HUNG_S = RunConfig().hung_s
 """Default of run.hung_s: maximum seconds of a service without a turn."""
@@ -24,10 +23,10 @@ async def tell_turns(limit_s: float) -> None:
         return
     try:
         while True:
-            tell_supervisor(TURN, "")
+            news.tell_supervisor(news.TURN, "")
             await asyncio.sleep(limit_s / _TOLD)
     finally:
-        tell_supervisor(TURN, LAST)
+        news.tell_supervisor(news.TURN, LAST)
 
 
 class Turns:
@@ -55,7 +54,7 @@ class Turns:
             # Check twice: after a stop of this process itself, reports are still unread.
             for seconds in (self._limit_s, self._limit_s / _TOLD):
                 try:
-                    async with asyncio.timeout(patient(seconds)):
+                    async with asyncio.timeout(patience.patient(seconds)):
                         await self._told.wait()
                     break
                 except TimeoutError:

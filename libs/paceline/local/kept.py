@@ -11,13 +11,10 @@ from contextlib import aclosing
 from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError, RunFailed, Unavailable
-from paceline.local import news
+from paceline.local import checks, news, patience, processes
 from paceline.local.child import LIMIT_S, Child
-from paceline.local.disk import lack_of_room
 from paceline.local.hung import HUNG_S, Turns
 from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, Supervised
-from paceline.local.patience import patient
-from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED, describe_exit
 
 _LOOK_S = 1.0
 _MISSES = 2
@@ -165,7 +162,7 @@ class KeptService:
         await self.is_healthy.wait()
         while ping is not None and every_s:
             try:
-                await ping(patient(every_s))
+                await ping(patience.patient(every_s))
             except PacelineError:
                 misses += 1
                 if misses == _MISSES:
@@ -186,28 +183,30 @@ class KeptService:
         self._tell("healthy", remark or "")
 
     async def _pause_before_restart(self, child: Child, code: int) -> None:
-        if code == EXIT_RUN_FAILED:
+        if code == processes.EXIT_RUN_FAILED:
             end = child.last_lines()
             printed = end.rfind(f"\n{self.launch.name}: ") + 1  # the last message with its name
             raise RunFailed(f"{end[printed:]}; log {self.log}")
-        if not self._was_healthy or code == EXIT_CONFIG:
-            wrong = code == EXIT_CONFIG and not self._was_healthy
+        if not self._was_healthy or code == processes.EXIT_CONFIG:
+            wrong = code == processes.EXIT_CONFIG and not self._was_healthy
             reason = ConfigError.reason if wrong else _FAILED
-            raise self._failure(f"{describe_exit(code)} at its start", reason)
+            raise self._failure(f"{processes.describe_exit(code)} at its start", reason)
         if await self._room() or await self._needs_healthy():
             return
-        if code == EXIT_FULL:
+        if code == processes.EXIT_FULL:
             await asyncio.sleep(self._policy.cap_s)
             return
         if not self._policy.note_end():
             times, window_s = len(self._policy.ends), self._policy.window_s
-            raise self._failure(f"{describe_exit(code)}, time {times} in {window_s:.0f} s")
+            raise self._failure(
+                f"{processes.describe_exit(code)}, time {times} in {window_s:.0f} s"
+            )
         await self._policy.pause()
 
     async def _room(self) -> bool:
         """Waits until the disk has room. Returns whether it was full."""
         waited = False
-        while lack := lack_of_room(self.log.parent):
+        while lack := checks.lack_of_room(self.log.parent):
             if not waited:
                 self._tell("waits", lack)
             waited = True

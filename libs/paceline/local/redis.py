@@ -32,15 +32,8 @@ from redis.exceptions import RedisError
 from paceline.addresses import loopback, spelled
 from paceline.config import RedisConfig, ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
-from paceline.local.foreign_redis import check_url, on_this_machine
-from paceline.local.owner import own
-from paceline.local.ports import require_free
-from paceline.local.process_directory import SOCKET_BYTES
-from paceline.local.processes import die_with_parent, keep_files_private
-from paceline.local.tokens import read_or_make
-from paceline.local.user_directory import short_directory
-from paceline.streams.connection import connect
-from paceline.streams.redis_url import shown
+from paceline.local import foreign_redis, owner, ports, processes, tokens, user_directory
+from paceline.streams.connection import connect, shown
 
 Role = Literal["durable", "features"]
 C = TypeVar("C", bound=ServiceConfig)
@@ -89,10 +82,10 @@ class RedisLauncher:
         long.
         """
         path = self.directory / "redis.sock"
-        if len(os.fsencode(path)) <= SOCKET_BYTES:
+        if len(os.fsencode(path)) <= user_directory.SOCKET_BYTES:
             return path
         name = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:16]
-        return short_directory() / f"redis-{name}.sock"
+        return user_directory.short_directory() / f"redis-{name}.sock"
 
     @property
     def address(self) -> tuple[str, str] | None:
@@ -145,7 +138,7 @@ class RedisLauncher:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.directory.chmod(0o700)
         if self.address is not None:
-            require_free(*self.address)
+            ports.require_free(*self.address)
             return
         with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
             probe.connect(str(self.socket))
@@ -159,7 +152,7 @@ class RedisLauncher:
         Raises Unavailable if no binary is found or the address is in use. Raises FailedPrecondition
         if another server uses the same directory.
         """
-        own(self.directory.parent, self.directory.name, through_exec=True)
+        owner.own(self.directory.parent, self.directory.name, through_exec=True)
         self.prepare()
         words = self.command()
         reading, writing = os.pipe()
@@ -169,7 +162,7 @@ class RedisLauncher:
         os.execv(words[0], words)  # noqa: S606  a path found above, no shell
 
     def _password(self) -> str:
-        return read_or_make(self.directory / "password")
+        return tokens.read_or_make(self.directory / "password")
 
 
 def _quoted(path: Path) -> str:
@@ -202,7 +195,7 @@ def resolved(config: C) -> C:
     for role in get_args(Role):
         found = launcher(config, role)
         urls[role] = found.url if found is not None else _given_url(config, role)
-        check_url(urls[role], f"redis.{role}_url", config.security)
+        foreign_redis.check_url(urls[role], f"redis.{role}_url", config.security)
         if role == "features" and _given_url(config, role) == _given_url(config, "durable") != "":
             urls[role] = urls["durable"]
     redis = RedisConfig(durable_url=urls["durable"], features_url=urls["features"])
@@ -218,7 +211,11 @@ def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
     url = _given_url(config, role)
     if url:
         parts = urlsplit(url)
-        ours = parts.scheme == "redis" and parts.password is None and on_this_machine(url)
+        ours = (
+            parts.scheme == "redis"
+            and parts.password is None
+            and foreign_redis.on_this_machine(url)
+        )
         if url == os.environ.get("REDIS_URL") or not ours:
             return None
         if role == "features" and url == _given_url(config, "durable"):
@@ -247,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Becomes the server of one role. For an external server, prints its URL and waits for a
     signal.
     """
-    die_with_parent()
-    keep_files_private()
+    processes.die_with_parent()
+    processes.keep_files_private()
     parser = argparse.ArgumentParser(prog="python -m paceline.local.redis", allow_abbrev=False)
     parser.add_argument("--role", choices=get_args(Role), default="durable")
     parser.add_argument("--config", type=Path, action="append", default=[])

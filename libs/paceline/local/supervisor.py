@@ -15,11 +15,8 @@ from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
+from paceline.local import foreign_redis, forking, hung, kept
 from paceline.local.child import LIMIT_S
-from paceline.local.foreign_redis import check_durable
-from paceline.local.forking import FORKSERVER_VARIABLE, forkserver_launch
-from paceline.local.hung import HUNG_S
-from paceline.local.kept import KeptService
 from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
@@ -46,7 +43,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         health_s: float = 120.0,
         heartbeat_s: float = LIMIT_S,
-        hung_s: float = HUNG_S,
+        hung_s: float = hung.HUNG_S,
         keep: Keep | None = None,
     ) -> None:
         """`heartbeat_s` and `hung_s`: as in the run settings.
@@ -57,7 +54,9 @@ class Supervisor:
 
         def child(launch: Launch, needs: Sequence[Supervised]) -> Supervised:
             logs, own = run_dir / "logs", replace(policy or RestartPolicy())
-            return KeptService(launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s)
+            return kept.KeptService(
+                launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s
+            )
 
         self._run_dir = run_dir
         self._children: dict[str, Supervised] = {}
@@ -206,8 +205,8 @@ def run_launches(
     modules = [module for spec in own for module in spec.forked]
     if not modules:
         return [*elsewhere, *launches.values()]
-    forkserver = forkserver_launch(modules)
-    found = {FORKSERVER_VARIABLE: forkserver.environment[FORKSERVER_VARIABLE]}
+    forkserver = forking.forkserver_launch(modules)
+    found = {forking.FORKSERVER_VARIABLE: forkserver.environment[forking.FORKSERVER_VARIABLE]}
     named = replace(forkserver, name=f"{forkserver.name}_{pool}" if pool else forkserver.name)
     return [named, *elsewhere, *(replace(each, environment=found) for each in launches.values())]
 
@@ -280,7 +279,7 @@ def _redis_launch(
             await wait_redis(url, deadline_s)  # it may have to load its data
             return ""
         await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # an external server is up or not
-        return await check_durable(url) if role == "durable" else ""
+        return await foreign_redis.check_durable(url) if role == "durable" else ""
 
     async def ping(deadline_s: float) -> None:
         await wait_redis(url, deadline_s)

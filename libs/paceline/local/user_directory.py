@@ -1,11 +1,20 @@
-"""Provides this user's private directory for sockets and temporary files outside of runs."""
+"""Directories that only one user or one process may enter.
+
+A lock protects each directory while its process lives. The kernel releases the lock at any end of
+the process.
+"""
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
+import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from paceline.errors import ConfigError
@@ -76,3 +85,90 @@ def _is_ours(directory: Path, mode: int) -> bool:
         return False
     ours = about.st_uid == os.getuid() and not about.st_mode & 0o777 & ~mode
     return ours and stat.S_ISDIR(about.st_mode)
+
+
+Remove = Callable[[str], object]
+SOCKET_BYTES = 100
+"""Maximum bytes of a unix socket path; the system's own limit is 104 or 108."""
+_SOCKET_NAME_BYTES = 40  # bytes for names below a process's directory
+_ELSEWHERE = "elsewhere"  # links to files to remove with the directory
+
+
+def process_directory() -> Path:
+    """This process's own directory, removed with its content at the end of the process.
+
+    Raises ConfigError if the user's directory is not private, OSError if no directory can be made.
+    """
+    return locked_directory(user_directory() / "live")
+
+
+def socket_directory() -> Path:
+    """The directory for this process's sockets.
+
+    It is the process's own directory. If a socket path there exceeds the system's limit, a similar
+    directory with a short path is used.
+
+    Raises as process_directory, and ConfigError if no short path is private.
+    """
+    own = process_directory()
+    if len(os.fsencode(own)) + _SOCKET_NAME_BYTES <= SOCKET_BYTES:
+        return own
+    return locked_directory(short_directory() / "live")
+
+
+def sweep_with_us(path: Path) -> None:
+    """Registers an external file, such as named shared memory of a library, for removal with this
+    process's directory.
+    """
+    elsewhere = process_directory() / _ELSEWHERE
+    elsewhere.mkdir(exist_ok=True)
+    (elsewhere / path.name).symlink_to(path)
+
+
+@cache
+def locked_directory(parent: Path, mode: int = 0o700, remove: Remove | None = None) -> Path:
+    """A locked directory of this process in `parent`, the same at every call.
+
+    Directories of ended processes are removed, with `remove` for special content.
+
+    Raises OSError if no directory can be made.
+    """
+    with suppress(FileExistsError):
+        parent.mkdir()
+        parent.chmod(mode)
+    for left in parent.iterdir():
+        _sweep(left, remove or shutil.rmtree)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix="", dir=parent))
+        if _lock(path) is not None and path.is_dir():  # no process removed it before the lock
+            path.chmod(mode)
+            atexit.register(_remove, path, remove or shutil.rmtree)
+            return path
+
+
+def _sweep(path: Path, remove: Remove) -> None:
+    handle = _lock(path)
+    if handle is not None:
+        _remove(path, remove)
+        os.close(handle)
+
+
+def _remove(path: Path, remove: Remove) -> None:
+    with suppress(OSError):  # the next cleanup tries again
+        for link in (path / _ELSEWHERE).glob("*"):
+            link.readlink().unlink(missing_ok=True)
+        remove(str(path))
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that locks the directory; None if it is locked or gone."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DataLoss, WeightsError
-from paceline.file_hashes import file_hash
 from paceline.models.loading import check_tensors, read_tensors, weight_files
-from paceline.weight_documents import ADAPTERS, DOCUMENTS
+from paceline.weights.manifest import ADAPTERS, DOCUMENTS
+from paceline.whole_files import file_hash
 
 FILE = DOCUMENTS[ADAPTERS]
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidInput
-from paceline.models.reading import (
-    check_vocabulary,
-    end_tokens,
-    read_object,
-    read_text,
-    token_ids,
-)
+from paceline.models import reading
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -139,7 +133,7 @@ def read_config(directory: Path, *, experts: bool = False) -> ModelConfig:
     """
     raw = read_config_json(directory)
     try:
-        raw["eos_token_id"] = [one.token_id for one in end_tokens(directory)]
+        raw["eos_token_id"] = [one.token_id for one in reading.end_tokens(directory)]
         return parse_config(raw, experts=experts)
     except InvalidInput as error:
         raise error.within(directory) from error
@@ -163,7 +157,7 @@ def check_model(directory: Path) -> None:
             seen=name,
             allowed=", ".join(ARCHITECTURES),
         )
-    check_vocabulary(read_text(directory), raw.get("vocab_size"))
+    reading.check_vocabulary(reading.read_text(directory), raw.get("vocab_size"))
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -171,7 +165,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidInput("not a checkpoint directory: it has no config.json", seen=directory)
-    return read_object(path)
+    return reading.read_object(path)
 
 
 def architecture(raw: Mapping[str, Any]) -> str:
@@ -221,7 +215,7 @@ def parse_config(raw: Mapping[str, Any], *, experts: bool = False) -> ModelConfi
         output_bias=family != "qwen2" and attention_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         rope=_rope(raw),
-        eos_token_ids=token_ids(raw.get("eos_token_id")),
+        eos_token_ids=reading.token_ids(raw.get("eos_token_id")),
         **(_experts(raw) if family in EXPERT_ARCHITECTURES.values() else {}),
     )
 

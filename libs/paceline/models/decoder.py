@@ -4,8 +4,8 @@ loading or scheduling.
 One function serves prefill and verification: a block of Q tokens for each of B cache slots, every
 row at its own positions. Only some tokens of a block may be computed, and a row's tokens may form a
 tree (`Layout`). Query, key and value projections are one matrix, gate and up another. Query and key
-heads are stored with interleaved halves (models/rope.py), which changes no product of a query with
-a key.
+heads are stored with interleaved halves (models/records.py), which changes no product of a query
+with a key.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.models import products, quantised
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig
-from paceline.models.products import added, linear, spare_rows
-from paceline.models.quantised import QuantisedMatrix
 
-Matrix: TypeAlias = Tensor | QuantisedMatrix
+Matrix: TypeAlias = Tensor | quantised.QuantisedMatrix
 """Weights [N, K] of a projection from K features to N."""
 
 
@@ -270,17 +269,17 @@ def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -
 
 def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias: [M, N] of x [M, K]."""
-    if isinstance(weight, QuantisedMatrix):
+    if isinstance(weight, quantised.QuantisedMatrix):
         product = weight.product(x)
         return product if bias is None else product.add_(bias)
-    return linear(x, weight, bias)
+    return products.linear(x, weight, bias)
 
 
 def add_projected(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
     """residual + x W^T: [M, N] of residual [M, N] and x [M, K]."""
-    if isinstance(weight, QuantisedMatrix):
+    if isinstance(weight, quantised.QuantisedMatrix):
         return weight.product(x).add_(residual)
-    return added(residual, x, weight)
+    return products.added(residual, x, weight)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -360,7 +359,7 @@ def forward_hidden(
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     count = len(x)
-    if spare := spare_rows(x):
+    if spare := products.spare_rows(x):
         x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []
     for index, layer in enumerate(weights.layers):
@@ -373,4 +372,4 @@ def forward_hidden(
 
 def head_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
     """Logits [..., V] of hidden states [..., W]; the head reads the last H numbers."""
-    return linear(hidden[..., -weights.config.hidden_size :], weights.head)
+    return products.linear(hidden[..., -weights.config.hidden_size :], weights.head)

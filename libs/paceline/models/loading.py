@@ -23,8 +23,8 @@ from paceline.models.records import (
     input_norm_record,
     layer_records,
     model_records,
+    rotation_table,
 )
-from paceline.models.rope import rotation_table
 from paceline.tensors import head_hash
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -21,13 +21,8 @@ import zmq
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from paceline.local import child_socket, forking, patience, processes, user_directory, work
 from paceline.local.child import LIMIT_S, Child
-from paceline.local.child_socket import ChildSocket
-from paceline.local.forking import Forker
-from paceline.local.patience import patient
-from paceline.local.process_directory import socket_directory
-from paceline.local.processes import LOOPBACK_ONLY, die_with_parent
-from paceline.local.work import WorkClock
 from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
@@ -76,16 +71,16 @@ class RankGroup:
         if config is not None:
             own[CONFIG_VARIABLE] = config.model_dump_json()
         self._environment = {**(env or {}), **own}
-        self._forker = Forker(
+        self._forker = forking.Forker(
             list(dict.fromkeys([module, *preload])), log_dir / f"{self._name}.log"
         )
         self._ranks: list[Child] = []
-        self._sockets: list[ChildSocket] = []
+        self._sockets: list[child_socket.ChildSocket] = []
         self._lost: RankLost | None = None
         self._arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self._folder = ""
         self._early: deque[tuple[int, bytes]] = deque()  # messages sent during the start
-        self._clock = WorkClock(lambda: self.pids)
+        self._clock = work.WorkClock(lambda: self.pids)
         self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
         """Handles a message (rank, payload) during the start; False: the message waits for
         receive().
@@ -112,10 +107,10 @@ class RankGroup:
         if self._ranks:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.mkdtemp(prefix="r-", dir=socket_directory())
+        self._folder = tempfile.mkdtemp(prefix="r-", dir=user_directory.socket_directory())
         self._arrived, self._lost = asyncio.Queue(), None
         try:
-            end = asyncio.get_running_loop().time() + patient(deadline_s)
+            end = asyncio.get_running_loop().time() + patience.patient(deadline_s)
             for rank in range(self._world_size):
                 await self._spawn(rank, end - asyncio.get_running_loop().time())
             await self._all_ready(deadline_s)
@@ -189,14 +184,14 @@ class RankGroup:
     async def _spawn(self, rank: int, deadline_s: float) -> None:
         address = f"ipc://{self._folder}/rank{rank}"
         take = partial(self._take, rank)
-        self._sockets.append(ChildSocket(zmq.Context.instance(), address, take))
+        self._sockets.append(child_socket.ChildSocket(zmq.Context.instance(), address, take))
         environment = {
             **self._environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
-            **LOOPBACK_ONLY,
+            **processes.LOOPBACK_ONLY,
             STORE_VARIABLE: f"{self._folder}/store",
             SOCKET_VARIABLE: address,
         }
@@ -255,7 +250,7 @@ class RankLink:
             raise FailedPrecondition(
                 "a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}"
             )
-        die_with_parent()
+        processes.die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]))
 
@@ -281,7 +276,7 @@ class RankLink:
         """Sends one message to the parent. Raises Unavailable if it cannot be queued within 10 s,
         or longer on a busy machine.
         """
-        seconds = patient(_SEND_S)
+        seconds = patience.patient(_SEND_S)
         if not self._socket.poll(int(seconds * 1000), zmq.POLLOUT):
             raise Unavailable(f"the parent of rank {self.rank} takes no messages for {seconds:g} s")
         self._socket.send(message)

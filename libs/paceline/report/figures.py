@@ -13,7 +13,7 @@ from typing import NamedTuple
 from paceline.report.charts import Series, empty, line_chart, running_mean, stacked_columns
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.solved import BY_ALL, BY_NONE, BY_SOME
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal import SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 NAN = float("nan")

@@ -8,21 +8,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from paceline.report.charts import Bar, duration, empty, legend, number, timeline, waterfall
+from paceline.report import charts, journal, slots, tables
 from paceline.report.figures import Chart, run_charts
-from paceline.report.journal import RunHistory
 from paceline.report.samples import ShownSample, samples_note, samples_section
-from paceline.report.slots import SlotInterval, StepWindow
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import Summary
-from paceline.report.tables import (
-    acceptance_table,
-    counts_table,
-    exactness_table,
-    figure,
-    gate_table,
-    latency_table,
-)
 
 _HOLDERS = {
     "engine": ("rollout engine", "c0"),
@@ -41,7 +31,10 @@ _WATERFALL_ROWS = 32
 
 
 def render(
-    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
+    summary: Summary,
+    history: journal.RunHistory,
+    spans: SpanReport,
+    samples: Sequence[ShownSample] = (),
 ) -> str:
     """The page; it loads nothing from outside."""
     shown = content(summary, history, spans, samples)
@@ -75,7 +68,10 @@ def document(title: str, head: str, body: str) -> str:
 
 
 def content(
-    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
+    summary: Summary,
+    history: journal.RunHistory,
+    spans: SpanReport,
+    samples: Sequence[ShownSample] = (),
 ) -> str:
     """All sections about a run, as markup."""
     left_out = f"; {spans.left_out:,} callers left out" if spans.left_out else ""
@@ -88,34 +84,34 @@ def content(
         (
             "Exactness audit by path",
             "tokens scored again by the trainer in the policy version that drew them",
-            exactness_table(history),
+            tables.exactness_table(history),
         ),
         (
             "Acceptance by drafter version and arm",
             "rollouts of the steps that a version served, newest version first, and the gate's "
             "projection for a chain of as many drafts",
-            acceptance_table(history),
+            tables.acceptance_table(history),
         ),
         (
             "The drafter's gate",
             "newest decisions: candidate against the drafter that served",
-            gate_table(history.gate),
+            tables.gate_table(history.gate),
         ),
         ("Samples", samples_note(samples), samples_section(samples)),
         (
             "Latency between services",
             "gRPC: as the caller measures it, streams to their end; Redis: from append to read. "
-            f"{number(spans.spans)} spans read{left_out}",
-            latency_table(spans.edges),
+            f"{charts.number(spans.spans)} spans read{left_out}",
+            tables.latency_table(spans.edges),
         ),
         (
             "One RL step as a trace",
             "from task to optimiser step to drafter step",
             _trace_section(spans.trace),
         ),
-        ("Counts and provenance", "trajectories by fate, from Redis", counts_table(summary)),
+        ("Counts and provenance", "trajectories by fate, from Redis", tables.counts_table(summary)),
     )
-    seconds, machine = duration(summary["wall_s"]), escape(summary["machine"])
+    seconds, machine = charts.duration(summary["wall_s"]), escape(summary["machine"])
     return (
         f"<h1>Run {escape(summary['run_id'])}</h1>"
         f'<p class="note">{summary["steps"]} RL steps in {seconds} on {machine}</p>'
@@ -134,14 +130,14 @@ def cards(parts: Iterable[Chart], kind: str = "card") -> str:
 
 
 def _tiles(summary: Summary) -> str:
-    idle, lost = duration(summary["idle_slot_s"]), summary["trajectories_lost"]
+    idle, lost = charts.duration(summary["idle_slot_s"]), summary["trajectories_lost"]
     tiles = (
         (_change(summary, "accuracy", 2), "held-out accuracy, start to end"),
         (_change(summary, "reward", 2), "reward, first and last 10 steps"),
         (_change(summary, "accept_len", 2), "acceptance length, fixed probe"),
-        (figure(summary["tokens_per_s"], 0), "rollout tokens per second"),
+        (tables.figure(summary["tokens_per_s"], 0), "rollout tokens per second"),
         (
-            duration(summary["drafter_train_slot_s"]),
+            charts.duration(summary["drafter_train_slot_s"]),
             f"of slot time trained the drafter; {idle} stayed idle",
         ),
         (str(lost), f"of {summary['trajectories_published']:,} trajectories lost"),
@@ -155,36 +151,36 @@ def _tiles(summary: Summary) -> str:
 
 def _change(summary: Summary, name: str, digits: int) -> str:
     first, last = summary[f"{name}_first"], summary[f"{name}_last"]
-    return f"<small>{figure(first, digits)} →</small> {figure(last, digits)}"
+    return f"<small>{tables.figure(first, digits)} →</small> {tables.figure(last, digits)}"
 
 
-def _slot_section(history: RunHistory) -> str:
+def _slot_section(history: journal.RunHistory) -> str:
     """The whole run's slot timeline, and a zoom on some steps."""
     if not history.intervals:
-        return empty("no slot was ever leased")
+        return charts.empty("no slot was ever leased")
     rows = [f"slot {i}" for i in range(history.slots)]
     bars = [_bar(one) for one in history.intervals]
     start_s, end_s = history.intervals[0].start_s, history.ended_s
     name = "slots over the whole run"
-    shown = legend(list(_HOLDERS.values())) + timeline(
+    shown = charts.legend(list(_HOLDERS.values())) + charts.timeline(
         rows, bars, start_s, end_s, titles=False, label=name
     )
     if windows := _zoom(history):
         first, last = windows[0], windows[-1]
-        zoomed = timeline(
+        zoomed = charts.timeline(
             rows, bars, first.start_s, last.end_s, titles=True, label="slots in some steps"
         )
         shown += f"<h3>Steps {first.step + 1} to {last.step + 1}</h3>{zoomed}"
     return shown
 
 
-def _bar(one: SlotInterval) -> Bar:
+def _bar(one: slots.SlotInterval) -> charts.Bar:
     name, color = _HOLDERS.get(one.holder, (one.holder, "c5"))
-    title = f"{name}, {duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
-    return Bar(one.slot, one.start_s, one.end_s, color, title, name)
+    title = f"{name}, {charts.duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
+    return charts.Bar(one.slot, one.start_s, one.end_s, color, title, name)
 
 
-def _zoom(history: RunHistory) -> Sequence[StepWindow]:
+def _zoom(history: journal.RunHistory) -> Sequence[slots.StepWindow]:
     """A few adjacent steps in the later half, in which the drafter held slots longest."""
     held = {record.step: record.drafter_slot_s for record in history.records}
     windows, half = history.windows, len(history.windows) // 2
@@ -201,16 +197,16 @@ def _trace_section(trace: Sequence[SpanRecord]) -> str:
     """
     rows = waterfall_rows(trace)
     if not rows:
-        return empty("no trace was written")
+        return charts.empty("no trace was written")
     origin, labels, bars = min(span.start_ns for span, _, _ in rows), [], []
     for i, (span, count, depth) in enumerate(rows):
         many = f" ×{count}" if count > 1 else ""
         labels.append(f"{'  ' * depth}{span.name}{many}  ·  {span.service}")
         began_s, ended_s = (span.start_ns - origin) / 1e9, (span.end_ns - origin) / 1e9
         title = ", ".join(f"{key}={value}" for key, value in list(span.attributes.items())[:8])
-        bars.append(Bar(i, began_s, ended_s, _SERVICES.get(span.service, "c5"), title))
+        bars.append(charts.Bar(i, began_s, ended_s, _SERVICES.get(span.service, "c5"), title))
     named = [(name.replace("_", " "), color) for name, color in _SERVICES.items()]
-    return legend(named) + waterfall(labels, bars, label="one RL step as a trace")
+    return charts.legend(named) + charts.waterfall(labels, bars, label="one RL step as a trace")
 
 
 def waterfall_rows(trace: Sequence[SpanRecord]) -> list[tuple[SpanRecord, int, int]]:

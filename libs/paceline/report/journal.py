@@ -19,8 +19,7 @@ from redis.asyncio import Redis
 from paceline.errors import DataLoss
 from paceline.messages import versions_from_proto
 from paceline.report.slots import SlotInterval, StepWindow, slot_intervals, step_windows
-from paceline.streams.journal_line import unpack_entry
-from paceline.streams.journal_pages import journal_lines
+from paceline.streams.journal import journal_lines, unpack_entry
 from paceline.trajectory import VersionSet
 from paceline.v1 import trajectory_pb2 as pb
 from paceline.v1.coordinator_pb2 import StepRecord

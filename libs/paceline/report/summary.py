@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.report.figures import MISMATCH
-from paceline.report.journal import ACCURACY, PROBE, RunHistory
-from paceline.report.machine import machine_in_words, versions
-from paceline.report.slots import slot_seconds
-from paceline.report.solved import total_unscored
+from paceline.report import figures, journal, machine, slots, solved
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
-from paceline.streams.journal_line import IdleCause, SlotUse
+from paceline.streams.journal import IdleCause, SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 Summary = dict[str, Any]
@@ -26,7 +22,7 @@ _SERVICES = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
 
 def summarize(
     run_id: str,
-    history: RunHistory,
+    history: journal.RunHistory,
     ledger: LedgerCount,
     spans: SpanReport,
     pids: Mapping[str, int],
@@ -36,7 +32,7 @@ def summarize(
     records = history.records
     rollout_s = sum(record.rollout_s for record in records)
     step_s = sum(record.step_s for record in records)
-    held = slot_seconds(history.intervals, history.windows, history.slots)
+    held = slots.slot_seconds(history.intervals, history.windows, history.slots)
     tail = records[-20:]
     trace_id = spans.trace[0].trace_id if spans.trace else (records[-1].trace_id if records else "")
     return {
@@ -51,7 +47,7 @@ def summarize(
         "tokens_per_s_last": ratio(
             sum(r.response_tokens for r in tail), sum(r.rollout_s for r in tail)
         ),
-        **_ends("accept_len", history.evaluated(PROBE)),
+        **_ends("accept_len", history.evaluated(journal.PROBE)),
         "accept_len_live_last": mean(
             [record.accept_length for record in tail if record.accept_length]
         ),
@@ -70,7 +66,7 @@ def summarize(
         "trajectories_open": ledger.open,
         "trajectories_lost": ledger.lost,
         "mismatch_last": _mismatch(records[-WINDOW:]),
-        "samples_unscored": total_unscored(records),
+        "samples_unscored": solved.total_unscored(records),
         "near_ties": sum(record.near_ties for record in records),
         "steps_with_near_ties": sum(record.near_ties > 0 for record in records),
         "pids": {
@@ -80,8 +76,8 @@ def summarize(
         },
         "trace_id": trace_id,
         "sha256": _hashes(config),
-        "machine": machine_in_words(),
-        "versions": versions(),
+        "machine": machine.machine_in_words(),
+        "versions": machine.versions(),
     }
 
 
@@ -98,13 +94,14 @@ def ratio(part: float, whole: float) -> float | None:
 def _mismatch(records: Sequence[StepRecord]) -> dict[str, float | None]:
     """Means over the steps that measured a figure; None if no step did."""
     return {
-        name: mean([one.policy[name] for one in records if name in one.policy]) for name in MISMATCH
+        name: mean([one.policy[name] for one in records if name in one.policy])
+        for name in figures.MISMATCH
     }
 
 
-def _heldout(history: RunHistory) -> Summary:
+def _heldout(history: journal.RunHistory) -> Summary:
     return {
-        **_ends("accuracy", history.evaluated(ACCURACY)),
+        **_ends("accuracy", history.evaluated(journal.ACCURACY)),
         "pass_name": history.widest_pass or None,
         **_ends("pass", history.evaluated(history.widest_pass)),
     }
@@ -148,7 +145,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _drafter(history: RunHistory, held_s: float) -> Summary:
+def _drafter(history: journal.RunHistory, held_s: float) -> Summary:
     """Results of the drafter's training in its slots."""
     steps = sum(record.drafter_steps for record in history.records)
     first = sorted(history.first_steps_s)

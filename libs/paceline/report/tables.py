@@ -13,7 +13,7 @@ from paceline.report.figures import AUDIT_GAP
 from paceline.report.journal import Ruling, RunHistory
 from paceline.report.spans import Edge
 from paceline.report.summary import Summary
-from paceline.streams.journal_line import IdleCause
+from paceline.streams.journal import IdleCause
 from paceline.v1.coordinator_pb2 import StepRecord
 
 _VERSIONS, _RULINGS = 12, 20

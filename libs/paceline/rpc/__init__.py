@@ -5,9 +5,8 @@ The package covers transport, security, errors and fencing, and no service.
 
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
 from paceline.rpc.epochs import EPOCHS, EpochGuard, Track, check_run, leased
-from paceline.rpc.malloc import set_malloc_thresholds
 from paceline.rpc.security import check_events, names_loopback, scope_of
-from paceline.rpc.server import MESSAGE_CAP, MOST_TASK_BYTES, Server
+from paceline.rpc.server import MESSAGE_CAP, MOST_TASK_BYTES, Server, set_malloc_thresholds
 from paceline.rpc.status import error_from_rpc, rpc_errors
 
 __all__ = [

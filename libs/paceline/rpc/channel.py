@@ -22,9 +22,8 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from paceline.addresses import proxied
 from paceline.config import SecurityConfig
 from paceline.errors import Unavailable
+from paceline.rpc import server, status
 from paceline.rpc.security import AUTHORIZATION, channel_credentials, check_security
-from paceline.rpc.server import MESSAGE_CAP
-from paceline.rpc.status import error_from_rpc
 from paceline.telemetry import inject, mark_failed, names, tracer
 from paceline.v1 import coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
 
@@ -87,7 +86,7 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
                             return
                 except grpc.aio.AioRpcError as error:
                     if error.code() != grpc.StatusCode.UNAVAILABLE:
-                        raise error_from_rpc(error) from error
+                        raise status.error_from_rpc(error) from error
                 await peer.wait_for_state_change(grpc.ChannelConnectivity.READY)
     except TimeoutError as error:
         raise Unavailable(
@@ -113,7 +112,7 @@ async def responses(call: Any) -> AsyncGenerator[Any]:
 def _options(address: str) -> list[tuple[str, Any]]:
     return [
         ("grpc.enable_http_proxy", int(proxied(address))),
-        ("grpc.max_receive_message_length", MESSAGE_CAP),
+        ("grpc.max_receive_message_length", server.MESSAGE_CAP),
         ("grpc.keepalive_time_ms", 15_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

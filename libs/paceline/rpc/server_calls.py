@@ -22,7 +22,6 @@ from paceline.errors import (
     MissingCapability,
     PacelineError,
 )
-from paceline.rpc.metrics import REFUSED
 from paceline.rpc.security import check_token
 from paceline.rpc.status import MALFORMED, REFUSALS, code_of, error_from_rpc, status_of
 from paceline.telemetry import (
@@ -33,6 +32,15 @@ from paceline.telemetry import (
     names,
     span,
 )
+from paceline.telemetry.metrics import Counter
+
+REFUSED = Counter(
+    "paceline.rpc.refused",
+    "{call}",
+    ("reason",),
+    "gRPC calls without a valid token, or with an epoch that no lease has",
+)
+
 
 HEALTH = "/grpc.health.v1.Health/"
 _FACTORIES = {

@@ -23,28 +23,13 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
+from paceline.models import loading, products
 from paceline.models.config import ModelConfig, parse_config, read_count
 from paceline.models.inner_layers import check_inner_layers, dflash_inner_layers
-from paceline.models.loading import layer_shapes
-from paceline.models.products import Linear, linear
-from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
-from paceline.speculators.layer_net import (
-    Attention,
-    LayerNet,
-    RmsNorm,
-    SwiGlu,
-    drafter_shape,
-    inner_of,
-    layer_config_json,
-    open_config,
-    reset_weights,
-    rotary_angles,
-)
+from paceline.speculators import kinds, layer_net, net, packed
 from paceline.speculators.losses import Targets, target_losses
-from paceline.speculators.net import Objective, check_fit
-from paceline.speculators.packed import PackedRow, Stretch, block_attention, stretches
 
-KIND = SPECULATORS["dflash"]
+KIND = kinds.SPECULATORS["dflash"]
 (ARCHITECTURE,) = KIND.architectures
 LARGEST_BLOCK = 64
 
@@ -96,8 +81,8 @@ def parse_dflash(raw: Mapping[str, Any], target: ModelConfig) -> DflashShape:
     """The shape in a config.json. Raises InvalidInput with the key that does not match the target
     or requests an unsupported variant.
     """
-    own = open_config(raw, KIND, "dflash_config", _VARIANTS)
-    check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
+    own = layer_net.open_config(raw, KIND, "dflash_config", _VARIANTS)
+    net.check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
     if own.get("num_target_layers", target.num_layers) != target.num_layers:
         raise InvalidInput(
             "num_target_layers of drafter and target differ",
@@ -110,7 +95,7 @@ def parse_dflash(raw: Mapping[str, Any], target: ModelConfig) -> DflashShape:
     config = parse_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
     return DflashShape(
         replace(config, max_position_embeddings=target.max_position_embeddings),
-        inner_of(raw, KIND, target, "target_layer_ids"),
+        layer_net.inner_of(raw, KIND, target, "target_layer_ids"),
         read_count(own, "block_size", least=2, most=LARGEST_BLOCK),
         mask,
         target.num_layers,
@@ -167,10 +152,10 @@ class DflashLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGlu(config)
+        self.input_layernorm = layer_net.RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layer_net.Attention(config, config.hidden_size)
+        self.post_attention_layernorm = layer_net.RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layer_net.SwiGlu(config)
 
     def forward(
         self,
@@ -178,12 +163,12 @@ class DflashLayer(nn.Module):
         context: Tensor,
         of_blocks: Angles,
         of_context: Angles,
-        parts: list[Stretch],
+        parts: list[packed.Stretch],
     ) -> Tensor:
         """x [N, B, H] -> same shape; context [1, T, H]."""
         attention, normed = self.self_attn, self.input_layernorm(x)
         keys, values = attention.keys_values(context, *of_context)
-        out = block_attention(
+        out = packed.block_attention(
             attention.queries(normed, *of_blocks),
             attention.keys_values(normed, *of_blocks),
             (keys[0], values[0]),
@@ -193,10 +178,10 @@ class DflashLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DflashNet(LayerNet):
+class DflashNet(layer_net.LayerNet):
     """The drafter's network: see DraftNet."""
 
-    kind: ClassVar[SpeculatorKind] = KIND
+    kind: ClassVar[kinds.SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = DflashOptions
 
     def __init__(self, shape: DflashShape, options: DflashOptions, *, seed: int = 0) -> None:
@@ -205,11 +190,11 @@ class DflashNet(LayerNet):
         self.depth, self.ahead = shape.config.num_layers, shape.block_size
         self.inner = shape.inner
         hidden, eps = shape.config.hidden_size, shape.config.rms_norm_eps
-        self.fc = Linear(len(shape.inner) * hidden, hidden, bias=False)
-        self.hidden_norm = RmsNorm(hidden, eps)
+        self.fc = products.Linear(len(shape.inner) * hidden, hidden, bias=False)
+        self.hidden_norm = layer_net.RmsNorm(hidden, eps)
         self.layers = nn.ModuleList(DflashLayer(shape.config) for _ in range(self.depth))
-        self.norm = RmsNorm(hidden, eps)
-        reset_weights(self, seed)
+        self.norm = layer_net.RmsNorm(hidden, eps)
+        layer_net.reset_weights(self, seed)
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
@@ -224,7 +209,7 @@ class DflashNet(LayerNet):
         check_mask(mask, target)
         check_inner_layers(options.inner_layers, target.num_layers)
         shape = DflashShape(
-            drafter_shape(target, "qwen3", options.layers),
+            layer_net.drafter_shape(target, "qwen3", options.layers),
             options.inner_layers or dflash_inner_layers({}, target.num_layers),
             options.block_size,
             mask,
@@ -275,7 +260,7 @@ class DflashNet(LayerNet):
         }
         for index in range(self.depth):
             prefix = f"layers.{index}."
-            shapes |= layer_shapes(self.config, prefix)
+            shapes |= loading.layer_shapes(self.config, prefix)
             shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
         return shapes
 
@@ -283,7 +268,7 @@ class DflashNet(LayerNet):
         """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than
         the layer that receives it.
         """
-        return layer_config_json(self.config, ARCHITECTURE) | {
+        return layer_net.layer_config_json(self.config, ARCHITECTURE) | {
             "num_hidden_layers": self.depth,
             "layer_types": ["full_attention"] * self.depth,
             "num_target_layers": self.shape.target_layers,
@@ -296,7 +281,7 @@ class DflashNet(LayerNet):
 
     # ---- learning
 
-    def forward(self, row: PackedRow) -> Objective:
+    def forward(self, row: packed.PackedRow) -> net.Objective:
         """See DraftNet.forward: sum over blocks and drafts k of exp(-(k - 1) / gamma) times the
         draft's cross-entropy (Chen et al. 2026, section on training).
 
@@ -312,9 +297,9 @@ class DflashNet(LayerNet):
         sums = losses.new_zeros(self.drafts).index_add(0, drafts, losses.detach())
         terms = {f"loss_{draft}": one for draft, one in enumerate(sums)}
         terms["correct"] = right[drafts == 0].sum()
-        return Objective((weights * losses).sum(), losses.new_tensor(len(anchors)), terms)
+        return net.Objective((weights * losses).sum(), losses.new_tensor(len(anchors)), terms)
 
-    def anchors(self, row: PackedRow) -> Tensor:
+    def anchors(self, row: packed.PackedRow) -> Tensor:
         """int64 [N], ascending: positions of the learned blocks. They are all drafting targets of
         the row, or a random choice of blocks_per_row. The row's own tokens seed the choice, so a
         repeated step learns the same.
@@ -327,7 +312,7 @@ class DflashNet(LayerNet):
         chosen = torch.randperm(len(found), generator=seed)[:most].sort().values
         return found[chosen.to(found.device)]
 
-    def _taught(self, row: PackedRow, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _taught(self, row: packed.PackedRow, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Three int64 [M]: block, position in draft_tokens of the drafted token, and number of the
         draft (0 for the first).
         """
@@ -342,7 +327,9 @@ class DflashNet(LayerNet):
             drafts.append(torch.full_like(here, draft))
         return torch.cat(blocks), torch.cat(places), torch.cat(drafts)
 
-    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+    def chain_states(
+        self, row: packed.PackedRow, steps: int
+    ) -> Iterator[tuple[int, slice, Tensor]]:
         """See DraftNet.chain_states; at most B - 1 steps. A block reads none of its drafts, so no
         token is forced.
         """
@@ -352,7 +339,7 @@ class DflashNet(LayerNet):
             for step, states in enumerate(self.states(row, part)[:, :steps].unbind(1)):
                 yield step, at, states
 
-    def states(self, row: PackedRow, anchors: Tensor) -> Tensor:
+    def states(self, row: packed.PackedRow, anchors: Tensor) -> Tensor:
         """[N, B - 1, H]: lm_head's inputs at the MASKs of the blocks at anchors int64 [N]."""
         context = self.hidden_norm(self.fc(self.states_read(row)))[None]
         size, first = self.shape.block_size, row.positions[anchors] + 1
@@ -360,13 +347,13 @@ class DflashNet(LayerNet):
         tokens[:, 0] = row.next_tokens[anchors]
         positions = first[:, None] + torch.arange(size, device=first.device)
         x = functional.embedding(tokens, self.embed).to(context.dtype)
-        of_blocks = rotary_angles(self.config, positions)
-        of_context = rotary_angles(self.config, row.positions[None])
-        parts = stretches(row.mask()[anchors])
+        of_blocks = layer_net.rotary_angles(self.config, positions)
+        of_context = layer_net.rotary_angles(self.config, row.positions[None])
+        parts = packed.stretches(row.mask()[anchors])
         for layer in self.layers:
             x = layer(x, context, of_blocks, of_context, parts)
         return self.norm(x[:, 1:])
 
     def logits(self, states: Tensor) -> Tensor:
         """lm_head of states [..., H] -> [..., V]."""
-        return linear(states, self.head.to(states.dtype))
+        return products.linear(states, self.head.to(states.dtype))

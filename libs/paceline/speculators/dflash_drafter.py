@@ -15,27 +15,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import ConfigError
-from paceline.models.cache import cache_rows
+from paceline.models import cache, loading, products
 from paceline.models.decoder import (
     Layout,
     layer_forward,
     make_block,
     rotate_heads,
 )
-from paceline.models.loading import fuse_layer
-from paceline.models.products import linear
-from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.dflash import DflashNet
-from paceline.speculators.layer_drafter import CachedDrafter
-from paceline.speculators.net_drafter import Beam, grow_tree, logprobs
+from paceline.speculators import base, dflash, layer_drafter, net_drafter
 
 
-class DflashDrafter(CachedDrafter[DflashNet]):
+class DflashDrafter(layer_drafter.CachedDrafter[dflash.DflashNet]):
     """The speculator "dflash"."""
 
-    net = DflashNet
+    net = dflash.DflashNet
 
-    def __init__(self, setup: SpeculatorSetup) -> None:
+    def __init__(self, setup: base.SpeculatorSetup) -> None:
         """Raises the errors of CachedDrafter, and ConfigError when an arm drafts more tokens than a
         block has.
         """
@@ -47,14 +42,14 @@ class DflashDrafter(CachedDrafter[DflashNet]):
                 allowed=f"1 to {self._net.drafts} (block_size - 1)",
             )
 
-    def _fuse(self, net: DflashNet) -> None:
+    def _fuse(self, net: dflash.DflashNet) -> None:
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
         self._fc, self._hidden_norm, self._norm = (
             tensors[f"{name}.weight"].to(self._device, self._dtype)
             for name in ("fc", "hidden_norm", "norm")
         )
         self._stack = tuple(
-            fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
+            loading.fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
             for prefix in (f"layers.{index}." for index in range(self._config.num_layers))
         )
         heads, projections, norms = self._config.num_heads, [], []
@@ -66,7 +61,7 @@ class DflashDrafter(CachedDrafter[DflashNet]):
         self._context = torch.cat(projections)  # to keys and values of all layers
         self._key_norms = torch.stack(norms)
 
-    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+    def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
         """The most likely token at each position, or a tree of the most likely tokens; at most B -
         1 levels. See Speculator.propose.
         """
@@ -75,9 +70,9 @@ class DflashDrafter(CachedDrafter[DflashNet]):
         if lacking > 0:
             self._feed(batch, batch.slots, batch.lengths, lacking)
         shape = replace(shape, steps=min(shape.steps, self._net.drafts))
-        logits = linear(self._block_states(batch, shape.steps), self._target.head)
+        logits = products.linear(self._block_states(batch, shape.steps), self._target.head)
         if shape.topk > 1:
-            return _tree(logprobs(logits), shape)
+            return _tree(net_drafter.logprobs(logits), shape)
         if batch.sampler is not None:
             return self._chain(batch, shape, logits[:, 0], lambda step, tokens: logits[:, step])
         shares, tokens = torch.softmax(logits.float(), dim=-1).max(dim=-1)
@@ -86,9 +81,9 @@ class DflashDrafter(CachedDrafter[DflashNet]):
             # The first level below the floor is still returned, as in drafters that stop there.
             kept = 1 + int((scores[:, :-1] >= shape.floor).any(0).sum())
             tokens, scores = tokens[:, :kept], scores[:, :kept]
-        return Drafts(tokens, scores)
+        return base.Drafts(tokens, scores)
 
-    def _block_states(self, batch: DraftBatch, steps: int) -> Tensor:
+    def _block_states(self, batch: base.DraftBatch, steps: int) -> Tensor:
         """[B, steps, H]: the head's inputs at the first MASKs of every sequence's block."""
         net, device = self._net, self._device
         size, count = net.shape.block_size, len(batch.slots)
@@ -99,7 +94,7 @@ class DflashDrafter(CachedDrafter[DflashNet]):
             self._config,
             self._rotation,
             self._cache,
-            cache_rows(batch.slots),
+            cache.cache_rows(batch.slots),
             bases[:, None] + torch.arange(size, device=device),
             length,
             Layout(visible=seen[:, None].expand(count, size, length)),
@@ -112,13 +107,13 @@ class DflashDrafter(CachedDrafter[DflashNet]):
         return self._normed(x.view(count, size, -1)[:, 1 : steps + 1], self._norm)
 
     def _feed(
-        self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
+        self, batch: base.DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> Tensor:
         """See CachedDrafter; returns the context [B R, H] of the given rows."""
         config = self._config
         known = self._known_rows(batch, slots, lengths, rows)
-        context = self._normed(linear(known.states, self._fc), self._hidden_norm)
-        projected = linear(context, self._context).view(len(context), len(self._stack), -1)
+        context = self._normed(products.linear(known.states, self._fc), self._hidden_norm)
+        projected = products.linear(context, self._context).view(len(context), len(self._stack), -1)
         width = config.num_kv_heads * config.head_dim
         rotation = self._rotation[known.positions.flatten()][:, None, None]
         keys = projected[..., :width].unflatten(-1, (config.num_kv_heads, -1))
@@ -129,10 +124,10 @@ class DflashDrafter(CachedDrafter[DflashNet]):
         return context
 
 
-def _tree(levels: Tensor, shape: DraftShape) -> Drafts:
+def _tree(levels: Tensor, shape: base.DraftShape) -> base.Drafts:
     """EAGLE-2's tree of log-probs [B, steps, V], which are equal under all nodes of a level."""
 
-    def expand(beam: Beam) -> Tensor:
+    def expand(beam: net_drafter.Beam) -> Tensor:
         return levels[:, beam.level, None].expand(-1, beam.tokens.shape[1], -1)
 
-    return grow_tree(levels[:, 0], expand, shape)
+    return net_drafter.grow_tree(levels[:, 0], expand, shape)

@@ -20,29 +20,13 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
+from paceline.models import decoder, loading, products
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, architecture, parse_config
-from paceline.models.decoder import project_inputs
-from paceline.models.loading import fuse_layer, layer_shapes
-from paceline.models.products import Linear, added, linear
-from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
-from paceline.speculators.layer_drafter import LayerDrafter
-from paceline.speculators.layer_net import (
-    Attention,
-    ChainKeys,
-    LayerNet,
-    RmsNorm,
-    SwiGlu,
-    check_one_layer,
-    layer_config_json,
-    reset_weights,
-    rotary_angles,
-)
-from paceline.speculators.losses import eagle_loss
+from paceline.speculators import kinds, layer_drafter, layer_net, losses, packed
 from paceline.speculators.net import Objective
-from paceline.speculators.packed import PackedRow
 
-KIND = SPECULATORS["eagle"]
+KIND = kinds.SPECULATORS["eagle"]
 ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 """Family of the target -> architecture of its drafter."""
 
@@ -64,22 +48,27 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config, config.hidden_size)
-        self.mlp = SwiGlu(config)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layer_net.Attention(config, config.hidden_size)
+        self.mlp = layer_net.SwiGlu(config)
+        self.post_attention_layernorm = layer_net.RmsNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        chain: layer_net.ChainKeys | None,
     ) -> Tensor:
         """x [B, T, H] -> same shape; see layer_net.py, Attention.forward, for the rest."""
         x = x + self.self_attn(x, cos, sin, mask, chain)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class EagleNet(LayerNet):
+class EagleNet(layer_net.LayerNet):
     """The drafter's network: see DraftNet."""
 
-    kind: ClassVar[SpeculatorKind] = KIND
+    kind: ClassVar[kinds.SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = EagleOptions
 
     def __init__(
@@ -88,7 +77,9 @@ class EagleNet(LayerNet):
         super().__init__()
         self.config = config
         self.options = options or EagleOptions()
-        self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias)
+        self.fc = products.Linear(
+            2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias
+        )
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.reset(seed)
 
@@ -111,7 +102,7 @@ class EagleNet(LayerNet):
                 seen=name,
                 allowed=allowed,
             )
-        check_one_layer(raw, target)
+        layer_net.check_one_layer(raw, target)
         options = options.model_copy(update={"fc_bias": bool(raw.get("fc_bias", False))})
         like = next(name for name, family in TARGETS.items() if family == target.family)
         return cls(parse_config({**raw, "architectures": [like]}), options)
@@ -130,11 +121,11 @@ class EagleNet(LayerNet):
         fc: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
         if self.options.fc_bias:
             fc["fc.bias"] = (hidden,)
-        return fc | layer_shapes(self.config, "layers.0.")
+        return fc | loading.layer_shapes(self.config, "layers.0.")
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
-        described = layer_config_json(self.config, ARCHITECTURES[self.config.family])
+        described = layer_net.layer_config_json(self.config, ARCHITECTURES[self.config.family])
         return described | {"fc_bias": self.options.fc_bias}
 
     @torch.no_grad()
@@ -142,15 +133,15 @@ class EagleNet(LayerNet):
         """New weights: fc near "the next state equals this one", all other matrices normal(0,
         0.02).
         """
-        reset_weights(self, seed)
+        layer_net.reset_weights(self, seed)
         self.fc.weight[:, self.config.hidden_size :] += torch.eye(self.config.hidden_size)
 
-    def forward(self, row: PackedRow) -> Objective:
+    def forward(self, row: packed.PackedRow) -> Objective:
         """See DraftNet.forward and losses.eagle_loss."""
         features = self.features(
             self._last(row), row.next_tokens[None], row.positions[None], row.mask()[None]
         )
-        return eagle_loss(
+        return losses.eagle_loss(
             features[0],
             row.next_states,
             self.head,
@@ -159,7 +150,9 @@ class EagleNet(LayerNet):
             token_weight=self.options.token_weight,
         )
 
-    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+    def chain_states(
+        self, row: packed.PackedRow, steps: int
+    ) -> Iterator[tuple[int, slice, Tensor]]:
         """See DraftNet.chain_states."""
         chain = chain_features(
             self,
@@ -172,7 +165,7 @@ class EagleNet(LayerNet):
         for step, features in enumerate(chain):
             yield step, slice(0, len(row)), features[0]
 
-    def _last(self, row: PackedRow) -> Tensor:
+    def _last(self, row: packed.PackedRow) -> Tensor:
         """The last hidden state [1, T, H] of captured rows."""
         return row.states[None, :, -self.config.hidden_size :]
 
@@ -182,7 +175,7 @@ class EagleNet(LayerNet):
         next_tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        chain: ChainKeys | None = None,
+        chain: layer_net.ChainKeys | None = None,
     ) -> Tensor:
         """Predicted features: row t predicts h_{t+1}.
 
@@ -193,11 +186,11 @@ class EagleNet(LayerNet):
         embedded = functional.embedding(next_tokens, self.embed).to(hidden.dtype)
         x = self.fc(torch.cat((embedded, hidden), dim=-1))
         seen = None if mask is None else mask[:, None]
-        return self.layers[0](x, *rotary_angles(self.config, positions), seen, chain)
+        return self.layers[0](x, *layer_net.rotary_angles(self.config, positions), seen, chain)
 
     def logits(self, features: Tensor) -> Tensor:
         """lm_head of features [..., H] -> [..., V]."""
-        return linear(features, self.head.to(features.dtype))
+        return products.linear(features, self.head.to(features.dtype))
 
 
 def chain_features(
@@ -218,7 +211,7 @@ def chain_features(
     as in its forward. Yields `steps` tensors [B, T, H]. The last i rows of step i have no true
     token (id 0 instead) and no meaning.
     """
-    chain = ChainKeys()
+    chain = layer_net.ChainKeys()
     features, tokens = hidden, next_tokens
     for step in range(steps):
         features = net.features(features, tokens, positions + step, mask, chain)
@@ -226,7 +219,7 @@ def chain_features(
         tokens = functional.pad(tokens[:, 1:], (0, 1))
 
 
-class EagleDrafter(LayerDrafter[EagleNet]):
+class EagleDrafter(layer_drafter.LayerDrafter[EagleNet]):
     """The speculator "eagle"."""
 
     net = EagleNet
@@ -236,17 +229,17 @@ class EagleDrafter(LayerDrafter[EagleNet]):
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
         fc = tensors["fc.weight"].to(device, self._dtype)
         bias = net.fc.bias.detach().to(device, self._dtype) if net.fc.bias is not None else None
-        self._layer = fuse_layer(net.config, tensors, "layers.0.", self._dtype, device)
+        self._layer = loading.fuse_layer(net.config, tensors, "layers.0.", self._dtype, device)
         # The half of fc that reads the state, and its other half applied to every embedding.
         self._fc_hidden = fc[:, hidden:].contiguous()
-        self._token_table = linear(self._target.embed, fc[:, :hidden], bias)
+        self._token_table = products.linear(self._target.embed, fc[:, :hidden], bias)
 
     def _true_features(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        x = added(self._token_table.index_select(0, tokens), features, self._fc_hidden)
-        return x, project_inputs(self._layer, x, self._config.rms_norm_eps)
+        x = products.added(self._token_table.index_select(0, tokens), features, self._fc_hidden)
+        return x, decoder.project_inputs(self._layer, x, self._config.rms_norm_eps)
 
     def _logits(self, features: Tensor) -> Tensor:
-        return linear(features, self._target.head)
+        return products.linear(features, self._target.head)

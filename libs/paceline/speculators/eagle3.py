@@ -22,38 +22,14 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
+from paceline.models import decoder, loading, products
 from paceline.models.config import ModelConfig, parse_config
-from paceline.models.decoder import project
 from paceline.models.inner_layers import INNER_STATES, inner_layers
-from paceline.models.loading import check_tensors, fuse_layer, layer_shapes
-from paceline.models.products import Linear, linear
-from paceline.speculators.draft_vocabulary import (
-    check_maps,
-    frequent_tokens,
-    over_tokens,
-    token_maps,
-)
-from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
-from paceline.speculators.layer_drafter import LayerDrafter
-from paceline.speculators.layer_net import (
-    Attention,
-    ChainKeys,
-    LayerNet,
-    RmsNorm,
-    SwiGlu,
-    check_one_layer,
-    drafter_shape,
-    inner_of,
-    layer_config_json,
-    open_config,
-    reset_weights,
-    rotary_angles,
-)
+from paceline.speculators import draft_vocabulary, kinds, layer_drafter, layer_net, packed
 from paceline.speculators.losses import draft_losses, teacher_of
 from paceline.speculators.net import Objective
-from paceline.speculators.packed import PackedRow
 
-KIND = SPECULATORS["eagle3"]
+KIND = kinds.SPECULATORS["eagle3"]
 (ARCHITECTURE,) = KIND.architectures
 MAP_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
 """The draft vocabulary's two tensors; all other tensors are weights."""
@@ -71,8 +47,8 @@ def parse_eagle3(
     """The layer's shape, the inner states and the draft vocabulary's size of a config.json. Raises
     InvalidInput with the key that does not match the target or requests an unsupported variant.
     """
-    own = open_config(raw, KIND, "eagle_config", _VARIANTS)
-    check_one_layer(raw, target)
+    own = layer_net.open_config(raw, KIND, "eagle_config", _VARIANTS)
+    layer_net.check_one_layer(raw, target)
     if own.get("use_aux_hidden_state") is False:
         raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
     if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
@@ -90,7 +66,7 @@ def parse_eagle3(
     config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
     return (
         replace(config, max_position_embeddings=target.max_position_embeddings),
-        inner_of(raw, KIND, target, "eagle_aux_hidden_state_layer_ids"),
+        layer_net.inner_of(raw, KIND, target, "eagle_aux_hidden_state_layer_ids"),
         size,
     )
 
@@ -127,11 +103,11 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = RmsNorm(width, eps)
-        self.hidden_norm = RmsNorm(width, eps)
-        self.self_attn = Attention(config, 2 * width)
-        self.post_attention_layernorm = RmsNorm(width, eps)
-        self.mlp = SwiGlu(config)
+        self.input_layernorm = layer_net.RmsNorm(width, eps)
+        self.hidden_norm = layer_net.RmsNorm(width, eps)
+        self.self_attn = layer_net.Attention(config, 2 * width)
+        self.post_attention_layernorm = layer_net.RmsNorm(width, eps)
+        self.mlp = layer_net.SwiGlu(config)
 
     def forward(
         self,
@@ -140,7 +116,7 @@ class Eagle3Layer(nn.Module):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None,
-        chain: ChainKeys | None,
+        chain: layer_net.ChainKeys | None,
     ) -> Tensor:
         """embedded, hidden [B, T, H] -> [B, T, H]; see Attention.forward for the rest."""
         normed = self.hidden_norm(hidden)
@@ -150,13 +126,13 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Net(LayerNet):
+class Eagle3Net(layer_net.LayerNet):
     """The drafter's network: see DraftNet.
 
     Sharded as one part, since every step of a chain runs all of it.
     """
 
-    kind: ClassVar[SpeculatorKind] = KIND
+    kind: ClassVar[kinds.SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = Eagle3Options
 
     d2t: Tensor
@@ -180,16 +156,16 @@ class Eagle3Net(LayerNet):
         self.config, self.inner = config, inner
         self.options = options or Eagle3Options()
         hidden = config.hidden_size
-        self.fc = Linear(INNER_STATES * hidden, hidden, bias=False)
+        self.fc = products.Linear(INNER_STATES * hidden, hidden, bias=False)
         self.midlayer = Eagle3Layer(config, self.options.norm_before_residual)
-        self.norm = RmsNorm(hidden, config.rms_norm_eps)
-        self.lm_head = Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
-        d2t, t2d = token_maps(
+        self.norm = layer_net.RmsNorm(hidden, config.rms_norm_eps)
+        self.lm_head = products.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
+        d2t, t2d = draft_vocabulary.token_maps(
             torch.arange(draft_vocab_size or config.vocab_size), config.vocab_size
         )
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
-        reset_weights(self, seed)
+        layer_net.reset_weights(self, seed)
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
@@ -198,7 +174,7 @@ class Eagle3Net(LayerNet):
         """
         assert isinstance(options, Eagle3Options)
         inner = inner_layers(target.num_layers, options.inner_layers)
-        return cls(drafter_shape(target, "llama", 1), inner, options, seed=seed)
+        return cls(layer_net.drafter_shape(target, "llama", 1), inner, options, seed=seed)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
@@ -231,19 +207,21 @@ class Eagle3Net(LayerNet):
                 "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
             )
 
-        chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(
-            self.d2t.device
+        chosen = draft_vocabulary.frequent_tokens(
+            counts, self.options.draft_vocab_size or vocab_size
+        ).to(self.d2t.device)
+        head = products.Linear(self.config.hidden_size, len(chosen), bias=False).to(
+            self.lm_head.weight
         )
-        head = Linear(self.config.hidden_size, len(chosen), bias=False).to(self.lm_head.weight)
         head.weight.copy_(self.lm_head.weight[chosen])
         self.lm_head = head
-        self.d2t, self.t2d = token_maps(chosen, vocab_size)
+        self.d2t, self.t2d = draft_vocabulary.token_maps(chosen, vocab_size)
 
     # ---- checkpoints
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See DraftNet.shapes; the names are those of SGLang's loader."""
-        hidden, shapes = self.config.hidden_size, layer_shapes(self.config, "midlayer.")
+        hidden, shapes = self.config.hidden_size, loading.layer_shapes(self.config, "midlayer.")
         for name in "qkv":
             weight = f"midlayer.self_attn.{name}_proj.weight"
             shapes[weight] = (shapes[weight][0], 2 * hidden)
@@ -261,7 +239,7 @@ class Eagle3Net(LayerNet):
         """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than
         the layer that receives it.
         """
-        return layer_config_json(self.config, ARCHITECTURE) | {
+        return layer_net.layer_config_json(self.config, ARCHITECTURE) | {
             "draft_vocab_size": len(self.d2t),
             "norm_before_residual": self.options.norm_before_residual,
             "eagle_config": {
@@ -280,12 +258,12 @@ class Eagle3Net(LayerNet):
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """See DraftNet.check; d2t and t2d must agree."""
-        check_tensors(tensors, self.shapes(), MAP_DTYPES)
-        check_maps(tensors["d2t"], tensors["t2d"])
+        loading.check_tensors(tensors, self.shapes(), MAP_DTYPES)
+        draft_vocabulary.check_maps(tensors["d2t"], tensors["t2d"])
 
     # ---- learning
 
-    def forward(self, row: PackedRow) -> Objective:
+    def forward(self, row: packed.PackedRow) -> Objective:
         """See DraftNet.forward: the training-time test, sum over steps i of ttt_decay^i loss_i.
 
         Step i at position t is for the draft of token t + 2 + i. It counts if that token is a
@@ -308,23 +286,27 @@ class Eagle3Net(LayerNet):
 
         return Objective(loss, row.valid.sum(), terms)
 
-    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+    def chain_states(
+        self, row: packed.PackedRow, steps: int
+    ) -> Iterator[tuple[int, slice, Tensor]]:
         """See DraftNet.chain_states."""
         for step, (features, _, _) in enumerate(self.unroll(row, steps)):
             yield step, slice(0, len(row)), features
 
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """See DraftNet.draft_logits."""
-        return over_tokens(self.logits(states), self.token_ids, self.config.vocab_size)
+        return draft_vocabulary.over_tokens(
+            self.logits(states), self.token_ids, self.config.vocab_size
+        )
 
-    def unroll(self, row: PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def unroll(self, row: packed.PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """A draft chain from every position, teacher-forced. Yields features [T, H] and
         PackedRow.ahead per step.
 
         As in the engine's drafter, a step sees the true rows up to its own row, and its own earlier
         steps.
         """
-        features, chain, mask = self.fc(self.states_read(row)), ChainKeys(), row.mask()
+        features, chain, mask = self.fc(self.states_read(row)), layer_net.ChainKeys(), row.mask()
         for step in range(steps):
             there, inside = row.ahead(step)
             features = self.features(
@@ -338,7 +320,7 @@ class Eagle3Net(LayerNet):
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        chain: ChainKeys | None = None,
+        chain: layer_net.ChainKeys | None = None,
     ) -> Tensor:
         """The layer's output [T, H] before the final norm.
 
@@ -348,7 +330,7 @@ class Eagle3Net(LayerNet):
         """
         embedded = functional.embedding(tokens, self.embed).to(features.dtype)
         seen = None if mask is None else mask[None, None]
-        cos, sin = rotary_angles(self.config, positions[None])
+        cos, sin = layer_net.rotary_angles(self.config, positions[None])
         return self.midlayer(embedded[None], features[None], cos, sin, seen, chain)[0]
 
     def logits(self, features: Tensor) -> Tensor:
@@ -356,7 +338,7 @@ class Eagle3Net(LayerNet):
         return self.lm_head(self.norm(features))
 
 
-class Eagle3Drafter(LayerDrafter[Eagle3Net]):
+class Eagle3Drafter(layer_drafter.LayerDrafter[Eagle3Net]):
     """The speculator "eagle3"."""
 
     net = Eagle3Net
@@ -368,13 +350,15 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
             for name in ("fc", "midlayer.hidden_norm", "norm", "lm_head")
         )
         # Its input_norm is that of the embedding.
-        self._layer = fuse_layer(net.config, tensors, "midlayer.", self._dtype, self._device)
+        self._layer = loading.fuse_layer(
+            net.config, tensors, "midlayer.", self._dtype, self._device
+        )
         self._norm_before_residual = net.options.norm_before_residual
         # The tokens of draft ids; None: the draft vocabulary is the target's.
         self._drafted = None if net.t2d.all() else net.token_ids.to(self._device)
 
     def _true_features(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._fc)
+        return products.linear(hidden, self._fc)
 
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         assert self._layer.input_norm is not None
@@ -384,14 +368,18 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
         normed = self._normed(features, self._hidden_norm)
         residual = normed if self._norm_before_residual else features
         inputs = torch.cat((embedded, normed), dim=-1)
-        return residual, project(inputs, self._layer.qkv, self._layer.qkv_bias)
+        return residual, decoder.project(inputs, self._layer.qkv, self._layer.qkv_bias)
 
     def _logits(self, features: Tensor) -> Tensor:
-        return linear(self._normed(features, self._norm), self._head)
+        return products.linear(self._normed(features, self._norm), self._head)
 
     def _token_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self._drafted is None else self._drafted[draft_ids]
 
     def _over_tokens(self, logits: Tensor) -> Tensor:
         ids = self._drafted
-        return logits if ids is None else over_tokens(logits, ids, self._config.vocab_size)
+        return (
+            logits
+            if ids is None
+            else draft_vocabulary.over_tokens(logits, ids, self._config.vocab_size)
+        )

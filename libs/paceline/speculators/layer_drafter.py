@@ -17,28 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import WeightsError
-from paceline.models.cache import StaticCache, cache_rows
-from paceline.models.decoder import (
-    Block,
-    LayerWeights,
-    Layout,
-    attend,
-    finish_layer,
-    make_block,
-    store,
-    tree_visible,
-)
-from paceline.models.rope import rotation_table
-from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.layer_net import LayerNet
-from paceline.speculators.net_drafter import Beam, NetDrafter, grow_tree, logprobs
+from paceline.models import cache, decoder, records
+from paceline.speculators import base, layer_net, net_drafter
 
 LAG_ROWS = 8
 """A slot that lacks more rows than this catches up separately, so that other slots do not compute
 padding for it.
 """
 
-Net = TypeVar("Net", bound=LayerNet)
+Net = TypeVar("Net", bound=layer_net.LayerNet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +40,10 @@ class KnownRows:
     """[B R, .]: the states that the drafter reads."""
 
 
-class CachedDrafter(NetDrafter[Net]):
+class CachedDrafter(net_drafter.NetDrafter[Net]):
     """A speculator with a KV cache (see speculators/base.py for the methods)."""
 
-    def __init__(self, setup: SpeculatorSetup) -> None:
+    def __init__(self, setup: base.SpeculatorSetup) -> None:
         """Raises the errors of DraftNet.read and fresh, and DataLoss if the engine lacks the states
         that the drafter reads.
         """
@@ -64,7 +51,7 @@ class CachedDrafter(NetDrafter[Net]):
         self._layers = setup.layers
         self._config = config = self._net.config
         capacity = setup.capacity + self._net.ahead
-        self._cache = StaticCache(
+        self._cache = cache.StaticCache(
             config,
             layers=self._net.depth,
             slots=setup.slots,
@@ -72,7 +59,9 @@ class CachedDrafter(NetDrafter[Net]):
             dtype=setup.dtype,
             device=self._device,
         )
-        self._rotation = rotation_table(config.rope, config.head_dim, capacity).to(self._device)
+        self._rotation = records.rotation_table(config.rope, config.head_dim, capacity).to(
+            self._device
+        )
         self._valid = [0] * setup.slots
         self._serve(self._net)
 
@@ -84,7 +73,7 @@ class CachedDrafter(NetDrafter[Net]):
 
     @abstractmethod
     def _feed(
-        self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
+        self, batch: base.DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> object:
         """Fills the cache at rows n - 1 - rows .. n - 2 of every slot from true states; n is the
         slot's length.
@@ -132,7 +121,7 @@ class CachedDrafter(NetDrafter[Net]):
         self._valid[destination] = self._valid[source]
         self._valid[source] = 0
 
-    def catch_up(self, batch: DraftBatch) -> None:
+    def catch_up(self, batch: base.DraftBatch) -> None:
         """Fills the missing rows of slots that lack more than LAG_ROWS rows."""
         late = [
             (slot, n)
@@ -148,7 +137,7 @@ class CachedDrafter(NetDrafter[Net]):
         return max(n - 1 - self._valid[slot] for slot, n in zip(slots, lengths, strict=True))
 
     def _known_rows(
-        self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
+        self, batch: base.DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> KnownRows:
         """Rows n - 1 - rows .. n - 2 of every slot. From now on they count as filled.
 
@@ -168,7 +157,7 @@ class CachedDrafter(NetDrafter[Net]):
 class LayerDrafter(CachedDrafter[Net]):
     """A speculator of one layer (see speculators/base.py for the methods)."""
 
-    _layer: LayerWeights
+    _layer: decoder.LayerWeights
     """The serving version's layer, set by `_fuse`."""
 
     # ---- defined by each drafter
@@ -189,7 +178,7 @@ class LayerDrafter(CachedDrafter[Net]):
 
     # ---- drafting
 
-    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+    def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
         """The most likely chain or tree; see Speculator.propose."""
         self.catch_up(batch)
         lacking = self._lacking(batch.slots, batch.lengths)
@@ -206,7 +195,7 @@ class LayerDrafter(CachedDrafter[Net]):
 
         return self._chain(batch, shape, self._logits(features), advance)
 
-    def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
+    def _advance(self, tokens: Tensor, features: Tensor, block: decoder.Block) -> Tensor:
         """One forward of the layer: the next features [N, H] from token ids int64 [N] and features
         [N, H].
         """
@@ -215,21 +204,23 @@ class LayerDrafter(CachedDrafter[Net]):
 
     def _store(self, qkv: Tensor, rotation: Tensor, cells: Tensor) -> Tensor:
         """Writes keys and values to the cache; returns queries [N, Nq, D]."""
-        return store(self._config, self._layer, qkv, self._cache, 0, rotation, cells)
+        return decoder.store(self._config, self._layer, qkv, self._cache, 0, rotation, cells)
 
-    def _leave(self, x: Tensor, queries: Tensor, block: Block) -> Tensor:
+    def _leave(self, x: Tensor, queries: Tensor, block: decoder.Block) -> Tensor:
         """Features [N, H] from the layer's residual [N, H] and queries [N, Nq, D]."""
-        attended = attend(self._config, queries, self._cache, 0, block)
-        return finish_layer(self._layer, x, attended, self._config.rms_norm_eps)
+        attended = decoder.attend(self._config, queries, self._cache, 0, block)
+        return decoder.finish_layer(self._layer, x, attended, self._config.rms_norm_eps)
 
-    def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
+    def _tree(
+        self, batch: base.DraftBatch, features: Tensor, shape: base.DraftShape
+    ) -> base.Drafts:
         """EAGLE-2's tree. A beam's rows are cached after the rows of earlier beams."""
         count = len(batch.slots)
         bases = torch.tensor(batch.lengths, device=self._device) - 1
         known = features[:, None]
         seen = torch.zeros(count, 1, 0, dtype=torch.bool, device=self._device)
 
-        def expand(beam: Beam) -> Tensor:
+        def expand(beam: net_drafter.Beam) -> Tensor:
             nonlocal known, seen
             width = beam.tokens.shape[1]
             rows = torch.arange(count, device=self._device)[:, None]
@@ -242,12 +233,14 @@ class LayerDrafter(CachedDrafter[Net]):
             known = self._advance(tokens, known[rows, beam.sources].flatten(0, 1), block).view(
                 count, width, -1
             )
-            return logprobs(self._logits(known))
+            return net_drafter.logprobs(self._logits(known))
 
-        drafts = grow_tree(logprobs(self._logits(features)), expand, shape)
+        drafts = net_drafter.grow_tree(net_drafter.logprobs(self._logits(features)), expand, shape)
         return replace(drafts, tokens=self._token_ids(drafts.tokens))
 
-    def _beam_block(self, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:
+    def _beam_block(
+        self, batch: base.DraftBatch, bases: Tensor, beam: net_drafter.Beam, seen: Tensor
+    ) -> decoder.Block:
         """One row for each node of a beam; seen bool [B, k, W]: drafted rows visible to each node,
         including its own.
         """
@@ -255,12 +248,12 @@ class LayerDrafter(CachedDrafter[Net]):
         length = max(batch.lengths) - 1 + drafted
         stored = bases[:, None] + torch.arange(drafted - width, drafted, device=self._device)
         positions = (bases + beam.level - 1)[:, None].expand_as(stored)
-        layout = Layout(stored, tree_visible(bases, seen, length))
-        return make_block(
+        layout = decoder.Layout(stored, decoder.tree_visible(bases, seen, length))
+        return decoder.make_block(
             self._config,
             self._rotation,
             self._cache,
-            cache_rows(batch.slots),
+            cache.cache_rows(batch.slots),
             positions,
             length,
             layout,
@@ -268,7 +261,7 @@ class LayerDrafter(CachedDrafter[Net]):
         )
 
     def _feed(
-        self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
+        self, batch: base.DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> tuple[Tensor, Tensor]:
         """See CachedDrafter; returns the residual [B, H] and the queries [B, Nq, D] of row n - 2.
         The outputs of earlier rows are not needed.
@@ -281,7 +274,7 @@ class LayerDrafter(CachedDrafter[Net]):
         queries = self._store(qkv, rotation, cells)
         return x[rows - 1 :: rows], queries[rows - 1 :: rows]
 
-    def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
+    def _chain_blocks(self, batch: base.DraftBatch, steps: int) -> list[decoder.Block]:
         """Blocks of one token each at positions n - 2, n - 1, ..., planned together, since small
         operations dominate.
         """
@@ -290,11 +283,11 @@ class LayerDrafter(CachedDrafter[Net]):
             -2, steps - 2, device=device
         )
         positions.clamp_(min=0)
-        whole = make_block(
+        whole = decoder.make_block(
             self._config,
             self._rotation,
             self._cache,
-            cache_rows(batch.slots),
+            cache.cache_rows(batch.slots),
             positions,
             length,
             masked=True,

@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ConfigError, DataLoss, InvalidInput
+from paceline.models import products, records
 from paceline.models.config import ModelConfig, architecture
-from paceline.models.products import Linear
-from paceline.models.rope import inverse_frequencies, rotate_halves
-from paceline.speculators.base import CaptureSpec
-from paceline.speculators.kinds import SpeculatorKind
+from paceline.speculators import base, kinds, packed
 from paceline.speculators.net import DraftNet, check_fit
-from paceline.speculators.packed import PackedRow, packed_attention
 
 
 class LayerNet(DraftNet):
@@ -37,14 +34,14 @@ class LayerNet(DraftNet):
     """Positions that it may write after the engine's longest sequence with drafts."""
 
     @property
-    def capture(self) -> CaptureSpec:
+    def capture(self) -> base.CaptureSpec:
         """See DraftNet.capture; the last state is the learning target at least."""
-        return CaptureSpec(self.inner)
+        return base.CaptureSpec(self.inner)
 
     @property
-    def reads(self) -> CaptureSpec:
+    def reads(self) -> base.CaptureSpec:
         """The states that it drafts from."""
-        return CaptureSpec(self.inner, last=not self.inner)
+        return base.CaptureSpec(self.inner, last=not self.inner)
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
@@ -66,7 +63,7 @@ class LayerNet(DraftNet):
             "ahead": self.ahead,
         }
 
-    def states_read(self, row: PackedRow) -> Tensor:
+    def states_read(self, row: packed.PackedRow) -> Tensor:
         """The states [T, .] that it reads, from captured rows.
 
         Raises DataLoss when the rows lack one.
@@ -117,10 +114,10 @@ class Attention(nn.Module):
         self.config = config
         hidden, dim = config.hidden_size, config.head_dim
         kv_width, bias = config.num_kv_heads * dim, config.qkv_bias
-        self.q_proj = Linear(width, config.num_heads * dim, bias=bias)
-        self.k_proj = Linear(width, kv_width, bias=bias)
-        self.v_proj = Linear(width, kv_width, bias=bias)
-        self.o_proj = Linear(config.num_heads * dim, hidden, bias=config.output_bias)
+        self.q_proj = products.Linear(width, config.num_heads * dim, bias=bias)
+        self.k_proj = products.Linear(width, kv_width, bias=bias)
+        self.v_proj = products.Linear(width, kv_width, bias=bias)
+        self.o_proj = products.Linear(config.num_heads * dim, hidden, bias=config.output_bias)
         if config.qk_norm:
             self.q_norm = RmsNorm(dim, config.rms_norm_eps)
             self.k_norm = RmsNorm(dim, config.rms_norm_eps)
@@ -143,7 +140,7 @@ class Attention(nn.Module):
                 queries, keys, values, is_causal=True, enable_gqa=True
             )
         else:
-            out = packed_attention(queries, keys, values, mask)
+            out = packed.packed_attention(queries, keys, values, mask)
 
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -152,7 +149,7 @@ class Attention(nn.Module):
         queries = self.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
         if self.config.qk_norm:
             queries = self.q_norm(queries)
-        return rotate_halves(queries.transpose(1, 2), cos, sin).to(x.dtype)
+        return records.rotate_halves(queries.transpose(1, 2), cos, sin).to(x.dtype)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, [B, kv_heads, T, head_dim] each, of x [B, T, C]."""
@@ -162,7 +159,7 @@ class Attention(nn.Module):
         )
         if self.config.qk_norm:
             keys = self.k_norm(keys)
-        keys = rotate_halves(keys.transpose(1, 2), cos, sin).to(x.dtype)
+        keys = records.rotate_halves(keys.transpose(1, 2), cos, sin).to(x.dtype)
         return keys, values.transpose(1, 2)
 
 
@@ -194,9 +191,9 @@ class SwiGlu(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = products.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = products.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = products.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H] -> same shape."""
@@ -205,7 +202,7 @@ class SwiGlu(nn.Module):
 
 def rotary_angles(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [B, 1, T, head_dim / 2] of positions int64 [B, T]."""
-    angles = positions[:, None, :, None].float() * inverse_frequencies(
+    angles = positions[:, None, :, None].float() * records.inverse_frequencies(
         config.rope, config.head_dim
     ).to(positions.device)
     return angles.cos(), angles.sin()
@@ -269,7 +266,7 @@ def check_one_layer(raw: Mapping[str, Any], target: ModelConfig) -> None:
 
 
 def open_config(
-    raw: Mapping[str, Any], kind: SpeculatorKind, section: str, variants: Sequence[str]
+    raw: Mapping[str, Any], kind: kinds.SpeculatorKind, section: str, variants: Sequence[str]
 ) -> dict[str, Any]:
     """A checkpoint's config.json with the keys of its `section` at the top. Raises InvalidInput for
     another architecture, and for a switch among `variants` that is on.
@@ -289,7 +286,7 @@ def open_config(
 
 
 def inner_of(
-    raw: Mapping[str, Any], kind: SpeculatorKind, target: ModelConfig, key: str
+    raw: Mapping[str, Any], kind: kinds.SpeculatorKind, target: ModelConfig, key: str
 ) -> tuple[int, ...]:
     """The target layers that a checkpoint names under `key` by their outputs. Raises ConfigError
     with the key.

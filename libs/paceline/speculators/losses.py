@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from paceline.speculators.net import Objective
-from paceline.speculators.packed import PackedRow
+from paceline.speculators import net, packed
 
 Targets = Literal["drawn", "distribution"]
 """What a draft learns: the policy's token, or the distribution it was drawn from."""
@@ -25,7 +24,7 @@ def eagle_loss(
     *,
     feature_weight: float = 1.0,
     token_weight: float = 0.1,
-) -> Objective:
+) -> net.Objective:
     """EAGLE-1 objective (Li et al. 2024, section 3.3), summed over the valid positions.
 
     loss_t = feature_weight * mean_H SmoothL1(f_t - h_{t+1})
@@ -40,7 +39,7 @@ def eagle_loss(
     log_q = torch.log_softmax(predicted_logits.float(), dim=-1)
     token = -(torch.softmax(target_logits.float(), dim=-1) * log_q).sum()
     correct = (predicted_logits.argmax(-1) == target_logits.argmax(-1)).sum()
-    return Objective(
+    return net.Objective(
         loss=feature_weight * feature + token_weight * token,
         positions=valid.sum(),
         terms={"feature": feature.detach(), "token": token.detach(), "correct": correct},
@@ -81,7 +80,7 @@ def draft_losses(
 
 def target_losses(
     logits: Float[Tensor, "M V"],
-    row: PackedRow,
+    row: packed.PackedRow,
     head: Float[Tensor, "V H"],
     places: Int[Tensor, " M"],
     targets: Targets,

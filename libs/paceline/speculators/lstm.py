@@ -28,29 +28,19 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models.config import MAX_COUNT, ModelConfig, read_count, read_flag
-from paceline.models.products import Linear
-from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
+from paceline.models import config, products
+from paceline.speculators import kinds, recurrent
 from paceline.speculators.net import check_fit
-from paceline.speculators.recurrent import (
-    BiasedNorm,
-    RecurrentDrafter,
-    RecurrentNet,
-    RecurrentOptions,
-    State,
-    StepWeights,
-    biased_norm,
-)
 
 GATES = ("forget", "input", "output", "cell")
 """The order in which the gates' sums are concatenated."""
 Method = Literal["sum_lstm", "sum_rnn"]
 
-KIND = SPECULATORS["lstm"]
+KIND = kinds.SPECULATORS["lstm"]
 (ARCHITECTURE,) = KIND.architectures
 
 
-class LstmOptions(RecurrentOptions):
+class LstmOptions(recurrent.RecurrentOptions):
     """Settings of an LSTM drafter."""
 
     n_predict: int = Field(default=5, ge=1, description="drafts at most; sum_lstm: 2 or more")
@@ -69,15 +59,15 @@ class LstmOptions(RecurrentOptions):
         return self
 
 
-class LstmNet(RecurrentNet):
+class LstmNet(recurrent.RecurrentNet):
     """The drafter's network, of either method: see DraftNet."""
 
-    kind: ClassVar[SpeculatorKind] = KIND
+    kind: ClassVar[kinds.SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = LstmOptions
     options: LstmOptions
 
     @classmethod
-    def build(cls, target: ModelConfig, options: RecurrentOptions) -> Self:
+    def build(cls, target: config.ModelConfig, options: recurrent.RecurrentOptions) -> Self:
         """See RecurrentNet.build."""
         assert isinstance(options, LstmOptions)
         net = (GatedNet if options.method == "sum_lstm" else StackedNet)(target, options)
@@ -89,11 +79,11 @@ class LstmNet(RecurrentNet):
         return 1 / math.sqrt(min(parameter.shape))
 
     @classmethod
-    def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+    def read_shape(cls, raw: Mapping[str, Any], target: config.ModelConfig) -> dict[str, Any]:
         """See RecurrentNet.read_shape."""
         check_fit(raw, {"vocab_size": target.vocab_size, "input_hidden_dim": target.hidden_size})
         method = raw.get("method", "sum_rnn")
-        tie_weights = read_flag(raw, "tie_weights")
+        tie_weights = config.read_flag(raw, "tie_weights")
         gated = method == "sum_lstm"
         if method not in get_args(Method):
             raise InvalidInput("method is no LSTM drafter's", seen=method, allowed=get_args(Method))
@@ -105,11 +95,11 @@ class LstmNet(RecurrentNet):
             )
         return {
             "method": method,
-            "n_predict": read_count(raw, "n_predict", least=2 if gated else 1),
+            "n_predict": config.read_count(raw, "n_predict", least=2 if gated else 1),
             "inner_dim": _width(raw),
             "tie_weights": tie_weights,
-            "tie_lstm_embs": read_flag(raw, "tie_lstm_embs"),
-            "scale_input": read_flag(raw, "scale_input"),
+            "tie_lstm_embs": config.read_flag(raw, "tie_lstm_embs"),
+            "scale_input": config.read_flag(raw, "scale_input"),
         }
 
     def config_json(self) -> dict[str, Any]:
@@ -142,7 +132,7 @@ class LstmNet(RecurrentNet):
 class GatedNet(LstmNet):
     """Method sum_lstm."""
 
-    def __init__(self, target: ModelConfig, options: LstmOptions) -> None:
+    def __init__(self, target: config.ModelConfig, options: LstmOptions) -> None:
         super().__init__(target, options)
         self.embedded = GATES[:1] if options.tie_lstm_embs else GATES
         for gate in self.embedded:
@@ -152,15 +142,15 @@ class GatedNet(LstmNet):
             self.add_module(
                 f"{gate}_proj",
                 nn.ModuleList(
-                    Linear(size, self.width, bias=False)
+                    products.Linear(size, self.width, bias=False)
                     for size in (target.hidden_size, self.width)
                 ),
             )
-        self.cell_ln = nn.ModuleList([BiasedNorm(self.width)])
-        self.state_ln = nn.ModuleList([BiasedNorm(self.width)])
+        self.cell_ln = nn.ModuleList([recurrent.BiasedNorm(self.width)])
+        self.state_ln = nn.ModuleList([recurrent.BiasedNorm(self.width)])
         self.add_heads(1)
 
-    def step_weights(self) -> list[StepWeights]:
+    def step_weights(self) -> list[recurrent.StepWeights]:
         """See RecurrentNet.step_weights; the gates' projections are stacked."""
         embeds = tuple(self.get_parameter(f"{gate}_emb.0.weight") for gate in self.embedded)
         norms = (self.norm_pair("cell_ln.0"), self.norm_pair("state_ln.0"))
@@ -170,21 +160,25 @@ class GatedNet(LstmNet):
             for own in range(2)
         )
         return [
-            StepWeights(later if step else first, embeds, norms, head)
+            recurrent.StepWeights(later if step else first, embeds, norms, head)
             for step in range(self.options.n_predict)
         ]
 
-    def start(self, hidden: Tensor) -> State:
+    def start(self, hidden: Tensor) -> recurrent.State:
         """See RecurrentNet.start; the second part is c."""
         return (*super().start(hidden), hidden.new_zeros(len(hidden), self.width))
 
-    def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
+    def cell(
+        self, sums: Tensor, state: recurrent.State, weights: recurrent.StepWeights
+    ) -> recurrent.State:
         """See RecurrentNet.cell."""
         gates, candidate = sums.split((3 * self.width, self.width), dim=-1)
         forget, take, out = torch.sigmoid(gates).chunk(3, dim=-1)
         cell_norm, state_norm = weights.norms
-        memory = forget * state[1] + take * functional.gelu(biased_norm(candidate, *cell_norm))
-        return out * functional.gelu(biased_norm(memory, *state_norm)), memory
+        memory = forget * state[1] + take * functional.gelu(
+            recurrent.biased_norm(candidate, *cell_norm)
+        )
+        return out * functional.gelu(recurrent.biased_norm(memory, *state_norm)), memory
 
     def aliases(self) -> dict[str, str]:
         """See RecurrentNet.aliases."""
@@ -197,11 +191,11 @@ class GatedNet(LstmNet):
 class StackedNet(LstmNet):
     """Method sum_rnn."""
 
-    def __init__(self, target: ModelConfig, options: LstmOptions) -> None:
+    def __init__(self, target: config.ModelConfig, options: LstmOptions) -> None:
         super().__init__(target, options)
         self.add_matrices(options.tie_weights, nn.Sequential)
 
-    def step_weights(self) -> list[StepWeights]:
+    def step_weights(self) -> list[recurrent.StepWeights]:
         """See RecurrentNet.step_weights."""
         return self.matrices_by_step(self.options.tie_weights, ".0")
 
@@ -212,8 +206,8 @@ def _width(raw: Mapping[str, Any]) -> int:
     """
     given = raw.get("inner_dim", "(none)")
     text = str(given) if type(given) in (int, str) else ""
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_COUNT):
-        raise InvalidInput("inner_dim is no width", seen=given, allowed=f"1 to {MAX_COUNT}")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= config.MAX_COUNT):
+        raise InvalidInput("inner_dim is no width", seen=given, allowed=f"1 to {config.MAX_COUNT}")
     for key in ("proj_dim", "emb_dim"):
         other = raw.get(key, "(none)")
         if type(other) not in (int, str) or str(other) != text:
@@ -221,7 +215,7 @@ def _width(raw: Mapping[str, Any]) -> int:
     return int(text)
 
 
-class LstmDrafter(RecurrentDrafter):
+class LstmDrafter(recurrent.RecurrentDrafter):
     """The speculator "lstm"."""
 
     net = LstmNet

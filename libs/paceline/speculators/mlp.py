@@ -16,27 +16,21 @@ from torch import Tensor
 
 from paceline.config import Config
 from paceline.models.config import ModelConfig, read_count, read_flag
-from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
+from paceline.speculators import kinds, recurrent
 from paceline.speculators.net import check_fit
-from paceline.speculators.recurrent import (
-    RecurrentDrafter,
-    RecurrentNet,
-    RecurrentOptions,
-    StepWeights,
-)
 
-KIND = SPECULATORS["mlp"]
+KIND = kinds.SPECULATORS["mlp"]
 (ARCHITECTURE,) = KIND.architectures
 
 
-class MlpNet(RecurrentNet):
+class MlpNet(recurrent.RecurrentNet):
     """The drafter's network: see DraftNet."""
 
-    kind: ClassVar[SpeculatorKind] = KIND
-    Options: ClassVar[type[Config]] = RecurrentOptions
-    options: RecurrentOptions
+    kind: ClassVar[kinds.SpeculatorKind] = KIND
+    Options: ClassVar[type[Config]] = recurrent.RecurrentOptions
+    options: recurrent.RecurrentOptions
 
-    def __init__(self, target: ModelConfig, options: RecurrentOptions) -> None:
+    def __init__(self, target: ModelConfig, options: recurrent.RecurrentOptions) -> None:
         super().__init__(target, options)
         # The loaders tie no tensors if there is only one draft.
         self.tied = options.tie_weights and options.n_predict > 1
@@ -46,7 +40,7 @@ class MlpNet(RecurrentNet):
         """See RecurrentNet.spread: 1 / sqrt(D)."""
         return 1 / math.sqrt(self.width)
 
-    def step_weights(self) -> list[StepWeights]:
+    def step_weights(self) -> list[recurrent.StepWeights]:
         """See RecurrentNet.step_weights."""
         return self.matrices_by_step(self.tied, "")
 
@@ -86,7 +80,7 @@ class MlpNet(RecurrentNet):
         return tied | {f"proj.{step}.weight": "proj.1.weight" for step in later[1:]}
 
 
-class MlpDrafter(RecurrentDrafter):
+class MlpDrafter(recurrent.RecurrentDrafter):
     """The speculator "mlp"."""
 
     net = MlpNet

@@ -15,17 +15,9 @@ from torch import Tensor, nn
 
 from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput, WeightsError
-from paceline.models.config import ModelConfig, read_config_json
-from paceline.models.loading import check_tensors, read_tensors
+from paceline.models import config, loading
 from paceline.plugins import import_object
-from paceline.speculators.base import CaptureSpec, Speculator, SpeculatorSetup
-from paceline.speculators.kinds import (
-    SPECULATORS,
-    SpeculatorKind,
-    find_kind,
-    kind_of_checkpoint,
-)
-from paceline.speculators.packed import PackedRow
+from paceline.speculators import base, kinds, packed
 
 HEADS = frozenset({"head", "lm_head"})
 """Modules with weights that map states to tokens."""
@@ -53,7 +45,7 @@ class DraftNet(nn.Module, ABC):
     Names and shapes of the state dict are the checkpoint file's.
     """
 
-    kind: ClassVar[SpeculatorKind]
+    kind: ClassVar[kinds.SpeculatorKind]
     """The entry that names this class."""
     Options: ClassVar[type[Config]]
     """Settings of its shape and loss, with the names of a trainer's configuration."""
@@ -69,7 +61,7 @@ class DraftNet(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: config.ModelConfig, options: Config, seed: int) -> Self:
         """An untrained network for a target."""
 
     @classmethod
@@ -88,7 +80,7 @@ class DraftNet(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+    def parse(cls, raw: Mapping[str, Any], target: config.ModelConfig, options: Config) -> Self:
         """A network of the shape in a checkpoint's config.json, without its weights.
 
         Raises InvalidInput naming the key that does not match the target.
@@ -100,7 +92,7 @@ class DraftNet(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def capture(self) -> CaptureSpec:
+    def capture(self) -> base.CaptureSpec:
         """Its inputs from the target."""
 
     def shards(self) -> tuple[nn.Module, ...]:
@@ -122,13 +114,15 @@ class DraftNet(nn.Module, ABC):
     # ---- learning
 
     @abstractmethod
-    def forward(self, row: PackedRow) -> Objective:
+    def forward(self, row: packed.PackedRow) -> Objective:
         """Loss over the valid positions of a row. The only entry point while the network is
         sharded.
         """
 
     @abstractmethod
-    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+    def chain_states(
+        self, row: packed.PackedRow, steps: int
+    ) -> Iterator[tuple[int, slice, Tensor]]:
         """Yields (step, N positions, states [N, S] for `draft_logits`), computed on demand.
 
         Steps count from 0 and ascend at every position; a network may end before `steps`.
@@ -140,7 +134,7 @@ class DraftNet(nn.Module, ABC):
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """Logits [N, V] of draft step + 1, -inf for tokens that it cannot draft."""
 
-    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+    def chain_logits(self, row: packed.PackedRow, steps: int) -> list[Tensor]:
         """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens that it cannot
         draft; see chain_states.
         """
@@ -173,7 +167,7 @@ class DraftNet(nn.Module, ABC):
         """Raises WeightsError for tensors, under this network's names, that differ from its own
         set.
         """
-        check_tensors(tensors, self.shapes())
+        loading.check_tensors(tensors, self.shapes())
 
     def export_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Tensors to push or save, detached, on the CPU; dtype None keeps their dtypes. The network
@@ -206,16 +200,18 @@ class DraftNet(nn.Module, ABC):
         (directory / "config.json").write_text(json.dumps(self.config_json(), indent=2) + "\n")
 
     @classmethod
-    def read(cls, directory: Path, target: ModelConfig, options: Config | None = None) -> Self:
+    def read(
+        cls, directory: Path, target: config.ModelConfig, options: Config | None = None
+    ) -> Self:
         """The network of a checkpoint directory, checked against its target.
 
         Raises InvalidInput (no checkpoint, or a config.json that does not match), WeightsError or
         DataLoss, each naming the directory.
         """
-        raw = read_config_json(directory)
+        raw = config.read_config_json(directory)
         try:
             net = cls.parse(raw, target, options or cls.Options())
-            net.load_tensors(read_tensors(directory))
+            net.load_tensors(loading.read_tensors(directory))
         except (InvalidInput, WeightsError) as error:
             raise error.within(f"drafter {directory}") from error
         return net
@@ -232,7 +228,7 @@ def check_fit(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             )
 
 
-def net_of(kind: SpeculatorKind) -> type[DraftNet]:
+def net_of(kind: kinds.SpeculatorKind) -> type[DraftNet]:
     """The network of a kind.
 
     Raises ConfigError for a kind without weights, and for a network of another kind.
@@ -254,22 +250,22 @@ def trained_net(name: str) -> type[DraftNet]:
 
     Raises ConfigError for a speculator without weights.
     """
-    return net_of(find_kind(name))
+    return net_of(kinds.find_kind(name))
 
 
-def build_drafter(kind: SpeculatorKind, setup: SpeculatorSetup) -> Speculator:
+def build_drafter(kind: kinds.SpeculatorKind, setup: base.SpeculatorSetup) -> base.Speculator:
     """The embedded engine's drafter. Raises the errors of the drafter's class."""
     drafter = import_object(kind.drafter) if isinstance(kind.drafter, str) else kind.drafter
-    built: Speculator = drafter(setup)
+    built: base.Speculator = drafter(setup)
     return built
 
 
 def read_drafter(
-    directory: Path, target: ModelConfig, own: Iterable[SpeculatorKind] = ()
+    directory: Path, target: config.ModelConfig, own: Iterable[kinds.SpeculatorKind] = ()
 ) -> DraftNet:
     """The network of a checkpoint directory, of any kind; `own`: kinds besides the table's.
 
     Raises InvalidInput, WeightsError or DataLoss, each naming the directory.
     """
-    kind = kind_of_checkpoint(directory, [*SPECULATORS.values(), *own])
+    kind = kinds.kind_of_checkpoint(directory, [*kinds.SPECULATORS.values(), *own])
     return net_of(kind).read(directory, target)

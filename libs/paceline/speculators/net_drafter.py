@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import read_tensors
+from paceline.models import decoder, loading
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.net import DraftNet
 
@@ -120,7 +119,7 @@ class NetDrafter(ABC, Generic[Net]):
         """See Speculator.capture."""
         return self._net.capture
 
-    def bind(self, target: DecoderWeights) -> None:
+    def bind(self, target: decoder.DecoderWeights) -> None:
         """Uses embed_tokens and lm_head of this target."""
         self._target = target
         self._serve(self._net)
@@ -133,7 +132,7 @@ class NetDrafter(ABC, Generic[Net]):
         if (directory / "config.json").is_file():
             return self.net.read(directory, self._target.config)
         net = self._net.twin()
-        net.load_tensors(read_tensors(directory))
+        net.load_tensors(loading.read_tensors(directory))
         return net
 
     def commit_state(self, state: object) -> None:

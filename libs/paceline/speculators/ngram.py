@@ -22,18 +22,7 @@ from torch import Tensor
 
 from paceline.errors import MissingCapability
 from paceline.models.decoder import DecoderWeights
-from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
-from paceline.speculators.ngram_answers import (
-    ANSWER_CONTEXTS,
-    ANSWERS_FIRST,
-    AnswerStore,
-    ContextTable,
-    KeptAnswers,
-    PromptAnswers,
-    answer_prior,
-    likeliest,
-    prompt_key,
-)
+from paceline.speculators import base, ngram_answers
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +32,9 @@ class ReadSequence:
     tokens: list[int] = field(default_factory=list)
     prompt: int = 0  # number of prompt tokens
     key: bytes = b""  # of the prompt; empty: answers are not counted
-    answers: PromptAnswers | None = None  # counts with this answer as far as it was read
+    answers: ngram_answers.PromptAnswers | None = (
+        None  # counts with this answer as far as it was read
+    )
 
 
 class NgramSpeculator:
@@ -51,14 +42,14 @@ class NgramSpeculator:
 
     name = "ngram"
     trainable = False
-    capture = CaptureSpec(last=False)
+    capture = base.CaptureSpec(last=False)
 
-    def __init__(self, setup: SpeculatorSetup) -> None:
+    def __init__(self, setup: base.SpeculatorSetup) -> None:
         self._read = [ReadSequence() for _ in range(setup.slots)]
         self._versions = setup.answer_versions
         self.flush()
 
-    def catch_up(self, batch: DraftBatch) -> None:
+    def catch_up(self, batch: base.DraftBatch) -> None:
         """Reads the tokens since the last call."""
         known = batch.token_ids.cpu().numpy()
         prompts = batch.prompts or [0] * len(batch.slots)
@@ -74,14 +65,14 @@ class NgramSpeculator:
     def _count_answer(self, one: ReadSequence, prompt: int, start: int, version: int) -> None:
         """Counts a sequence's tokens from index `start` on among the answers to its prompt."""
         if not one.key:
-            one.prompt, one.key = prompt, prompt_key(one.tokens[:prompt])
+            one.prompt, one.key = prompt, ngram_answers.prompt_key(one.tokens[:prompt])
             self._answers.begin(one.key)
         answers = self._answers.counted(one.key, one.tokens, one.prompt, version)
         if answers is not one.answers:
             one.answers, start = answers, prompt
         answers.contexts.learn(one.tokens, max(start, prompt))
 
-    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+    def propose(self, batch: base.DraftBatch, shape: base.DraftShape) -> base.Drafts:
         """The most frequent continuations; -1 without one."""
         self.catch_up(batch)
         rows, nodes = len(batch.slots), shape.drafts
@@ -93,11 +84,11 @@ class NgramSpeculator:
                 tokens[row, node], scores[row, node], parents[row, node] = token, score, parent
         return _drafts(tokens, scores, None if shape.topk == 1 else parents, batch.token_ids.device)
 
-    def _grow(self, one: ReadSequence, shape: DraftShape) -> Iterator[tuple[int, float, int]]:
+    def _grow(self, one: ReadSequence, shape: base.DraftShape) -> Iterator[tuple[int, float, int]]:
         """(token, score, parent) of the likeliest nodes within the shape, best first, hence parents
         first.
         """
-        longest = ANSWER_CONTEXTS[0]
+        longest = ngram_answers.ANSWER_CONTEXTS[0]
         # (-score, age, token, parent, context): the older node wins a tie.
         heap: list[tuple[float, int, int, int, tuple[int, ...]]] = []
         node, age, context, score, level = 0, 0, tuple(one.tokens[-longest:]), 1.0, 0
@@ -116,17 +107,17 @@ class NgramSpeculator:
             yield token, score, parent
 
     def _next(
-        self, answers: PromptAnswers | None, context: tuple[int, ...], topk: int
+        self, answers: ngram_answers.PromptAnswers | None, context: tuple[int, ...], topk: int
     ) -> list[tuple[int, float]]:
         """The likeliest tokens after a context, with their probabilities."""
         own, size = ({}, 0) if answers is None else answers.contexts.follow(context)
-        if size < ANSWERS_FIRST:
+        if size < ngram_answers.ANSWERS_FIRST:
             counts, length = self._table.follow(context)
             if length > size:
-                return likeliest(counts, topk)
-        return likeliest(own, topk, answer_prior(size)) if own else []
+                return ngram_answers.likeliest(counts, topk)
+        return ngram_answers.likeliest(own, topk, ngram_answers.answer_prior(size)) if own else []
 
-    def ended(self, batch: DraftBatch) -> None:
+    def ended(self, batch: base.DraftBatch) -> None:
         """Counts the tokens since the last call, and keeps the answers."""
         self.catch_up(batch)
         for slot in batch.slots:
@@ -136,8 +127,8 @@ class NgramSpeculator:
 
     def flush(self) -> None:
         """Clears the table and all answers."""
-        self._table = ContextTable()
-        self._answers = AnswerStore(KeptAnswers(self._versions))
+        self._table = ngram_answers.ContextTable()
+        self._answers = ngram_answers.AnswerStore(ngram_answers.KeptAnswers(self._versions))
         for one in self._read:
             one.key, one.answers = b"", None
 
@@ -171,8 +162,8 @@ def _drafts(
     scores: npt.NDArray[np.float32],
     parents: npt.NDArray[np.int64] | None,
     device: torch.device,
-) -> Drafts:
+) -> base.Drafts:
     def given(values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    return Drafts(given(tokens), given(scores), None if parents is None else given(parents))
+    return base.Drafts(given(tokens), given(scores), None if parents is None else given(parents))

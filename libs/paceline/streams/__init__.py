@@ -6,11 +6,17 @@ Names within a run: "trajectories" (group "policy"), "features" (group "drafter"
 
 from paceline.streams.base import Depth, Entry, Stream
 from paceline.streams.connection import connect, run_key
-from paceline.streams.features import FeatureBatch, decode_features, encode_features
+from paceline.streams.entries import (
+    FeatureBatch,
+    decode_features,
+    decode_trajectory,
+    encode_features,
+    encode_trajectory,
+    trajectory_key,
+)
 from paceline.streams.ledger import NOTED, Ledger, LedgerCount
 from paceline.streams.open_sessions import OpenSessions, api_key_hash
 from paceline.streams.redis_stream import RedisStream
-from paceline.streams.trajectories import decode_trajectory, encode_trajectory, trajectory_key
 
 __all__ = [
     "NOTED",

@@ -1,23 +1,118 @@
-"""Connections to Redis: the one place for protocol, timeouts, retries and key names."""
+"""Connections to Redis: the one place for URLs, protocol, timeouts, retries and key names.
+
+redis://[user:password@]host:port/db          rediss:// with TLS; unix:///path?db=0
+
+Options of redis-py, such as ssl_ca_certs, follow a "?".
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paceline.addresses import spelled
 from paceline.config.shared import RUN_ID
-from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
-from paceline.streams.outage import BACKOFF_CAP_S, OUTAGE_ERRORS, OUTAGE_S, Cancellable
-from paceline.streams.redis_url import parse_redis_url
+from paceline.errors import ConfigError, InvalidInput, ResourceExhausted, Unavailable
+
+ALLOWED = "redis://host:port/db, rediss://host:port/db, unix:///path?db=0"
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """Address and connection settings of one server."""
+
+    host: str
+    settings: dict[str, Any] = field(repr=False)  # of a connection, as redis-py names them
+    tls: bool
+    socket: bool
+
+    @property
+    def has_password(self) -> bool:
+        """Whether the server authenticates its clients."""
+        return "password" in self.settings or "ssl_certfile" in self.settings
+
+
+def shown(url: str) -> str:
+    """A URL without its password and options."""
+    return re.sub(r"//.*@", "//", url).partition("?")[0]
+
+
+def parse_redis_url(url: str) -> RedisUrl:
+    """Address and settings of a URL.
+
+    Raises ConfigError for a malformed URL, a cluster or Sentinels: a run's keys are written
+    together, so they need one server.
+    """
+    scheme = urlsplit(url).scheme
+    if "+" in scheme:
+        raise ConfigError(
+            "a run keeps its keys on one Redis server; clusters and Sentinels are not supported",
+            seen=shown(url),
+            allowed=ALLOWED,
+        )
+    try:
+        settings: dict[str, Any] = dict(parse_url(url))
+    except ValueError as error:
+        raise ConfigError(f"not a Redis URL: {error}", seen=shown(url), allowed=ALLOWED) from error
+    host = settings.get("host", "localhost")
+    return RedisUrl(host, settings, scheme == "rediss", scheme == "unix")
+
+
+OUTAGE_S = 10.0
+"""Seconds a server may stay away before a call fails with Unavailable."""
+
+OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
+BACKOFF_CAP_S = 0.25
+
+
+class Outage:
+    """Paces the retries of one call while the server is away, up to a deadline."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._began_s: float | None = None
+        self._pause_s = 0.01
+
+    async def pause(self, error: BaseException) -> None:
+        """Waits before the next try. Raises `error` when the server has been away for too long."""
+        now = asyncio.get_running_loop().time()
+        if self._began_s is None:
+            self._began_s = now
+        if now - self._began_s > self._limit_s:
+            raise error
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(self._pause_s * 2, BACKOFF_CAP_S)
+
+
+class Cancellable(AbstractConnection):
+    """A connection that never loses a cancellation.
+
+    The client sends with asyncio.wait_for. Before Python 3.12 that call loses a cancellation that
+    arrives with the last byte, so the caller would continue.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        await super().send_packed_command(*args, **kwargs)
+        if task is not None and task.cancelling() > before:
+            await self.disconnect(nowait=True)  # the answer has no reader any more
+            raise asyncio.CancelledError
+
 
 REDIS_FULL = "REDIS_FULL"
 _FULL = {

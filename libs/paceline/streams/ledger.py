@@ -15,10 +15,7 @@ from typing import Any
 
 import redis.asyncio
 
-from paceline.streams import scripts
-from paceline.streams.base import entry_bytes
-from paceline.streams.connection import redis_errors, run_key
-from paceline.streams.redis_stream import flat
+from paceline.streams import base, connection, redis_stream, scripts
 from paceline.trajectory import Trajectory, tokens_hash
 
 NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
@@ -51,8 +48,8 @@ class Ledger:
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
         self._client: Any = client
-        self._stream = run_key(run_id, "trajectories")
-        self._ledger = run_key(run_id, "ledger")
+        self._stream = connection.run_key(run_id, "trajectories")
+        self._ledger = connection.run_key(run_id, "ledger")
         self._undecided, self._fates, self._totals, self._steps = (
             f"{self._ledger}:{name}" for name in ("undecided", "fates", "totals", "steps")
         )
@@ -73,9 +70,9 @@ class Ledger:
         branch = str(trajectory.key)
         record = json.dumps({**_record(trajectory), "final": True})
         keys = [self._stream, f"{self._stream}:sizes", self._ledger, self._undecided, self._fates]
-        size = entry_bytes(fields, payload)
-        args = [branch, record, trajectory.step, size, *flat(fields, payload)]
-        with redis_errors(self._client, f"append branch {branch}"):
+        size = base.entry_bytes(fields, payload)
+        args = [branch, record, trajectory.step, size, *redis_stream.flat(fields, payload)]
+        with connection.redis_errors(self._client, f"append branch {branch}"):
             return bool(
                 await self._append_final(keys=[*keys, self._totals, self._steps], args=args)
             )
@@ -86,7 +83,7 @@ class Ledger:
         """
         record = json.dumps({**_record(trajectory), "final": False, "reason": reason})
         args: list[Any] = [str(trajectory.key), record, trajectory.step, reason]
-        with redis_errors(self._client, f"record branch {trajectory.key}"):
+        with connection.redis_errors(self._client, f"record branch {trajectory.key}"):
             await self._note(keys=[self._ledger, self._totals, self._steps], args=args)
 
     async def mark_trained(self, keys: Sequence[str], step: int) -> None:
@@ -112,7 +109,9 @@ class Ledger:
         """
         stay, found = 0, PAGE
         keys = [self._ledger, self._undecided, self._fates, self._totals, self._steps]
-        with redis_errors(self._client, f"compact the ledger through step {through_step}"):
+        with connection.redis_errors(
+            self._client, f"compact the ledger through step {through_step}"
+        ):
             while through_step >= 0 and found == PAGE:
                 found, more = await self._compact(keys=keys, args=[through_step, stay, PAGE])
                 stay += more
@@ -121,7 +120,7 @@ class Ledger:
         """Counts branches by fate at one instant, from Redis alone. The time grows with the number
         of branches without a fate.
         """
-        with redis_errors(self._client, "count the ledger"):
+        with connection.redis_errors(self._client, "count the ledger"):
             still_open, lost, *reply = await self._count(
                 keys=[self._stream, self._undecided, self._totals]
             )
@@ -139,13 +138,13 @@ class Ledger:
 
     async def get(self, key: str) -> dict[str, Any] | None:
         """The record of one branch; None for a branch that is not in the ledger."""
-        with redis_errors(self._client, f"read branch {key}"):
+        with connection.redis_errors(self._client, f"read branch {key}"):
             raw = await self._client.hget(self._ledger, key)
         return None if raw is None else json.loads(raw)
 
     async def finals(self, step: int) -> list[dict[str, Any]]:
         """Records of the final branches of one RL step, sorted by (task_index, sample_index)."""
-        with redis_errors(self._client, f"read finals of step {step}"):
+        with connection.redis_errors(self._client, f"read finals of step {step}"):
             branches = await self._client.zrangebyscore(self._steps, step, step)
             raw = await self._client.hmget(self._ledger, branches) if branches else []
         records = [json.loads(value) for value in raw if value is not None]
@@ -154,7 +153,7 @@ class Ledger:
 
     async def _give_fates(self, fates: Mapping[str, str]) -> None:
         pairs = [part for pair in fates.items() for part in pair]
-        with redis_errors(self._client, "mark branches"):
+        with connection.redis_errors(self._client, "mark branches"):
             for first in range(0, len(pairs), 2 * PAGE):
                 await self._mark(
                     keys=[self._undecided, self._fates, self._totals],

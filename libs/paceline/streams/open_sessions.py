@@ -21,9 +21,7 @@ from typing import Any
 import redis.asyncio
 
 from paceline.errors import InvalidInput, PacelineError
-from paceline.streams import scripts
-from paceline.streams.connection import redis_errors, run_key
-from paceline.streams.ledger import NOTED
+from paceline.streams import connection, ledger, scripts
 from paceline.telemetry import get_logger
 from paceline.trajectory import BranchKey
 
@@ -74,10 +72,10 @@ class OpenSessions:
         self._run_id = run_id
         # mark of this process; a record with another mark was left open by an earlier process
         self._mark = writer + uuid.uuid4().hex
-        self._open = run_key(run_id, "sessions:open")
-        self._lost = run_key(run_id, "sessions:lost")
-        self._lost_keys = run_key(run_id, "sessions:lost:keys")
-        self._lost_at = run_key(run_id, "sessions:lost:at")
+        self._open = connection.run_key(run_id, "sessions:open")
+        self._lost = connection.run_key(run_id, "sessions:lost")
+        self._lost_keys = connection.run_key(run_id, "sessions:lost:keys")
+        self._lost_at = connection.run_key(run_id, "sessions:lost:at")
         self._take: Any = None if client is None else client.register_script(scripts.TAKE_LOST)
         # session -> value to set; None: to remove
         self._waiting: OrderedDict[str, str | None] = OrderedDict()
@@ -166,16 +164,16 @@ class OpenSessions:
             return []
         keys = [
             self._open,
-            run_key(self._run_id, "ledger"),
+            connection.run_key(self._run_id, "ledger"),
             self._lost,
             self._lost_keys,
             self._lost_at,
-            run_key(self._run_id, "ledger:totals"),
-            run_key(self._run_id, "ledger:steps"),
+            connection.run_key(self._run_id, "ledger:totals"),
+            connection.run_key(self._run_id, "ledger:steps"),
         ]
         limits = [LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
         args = [self._mark, time.time(), *limits, self._writer]
-        with redis_errors(self._client, "take over lost sessions"):
+        with connection.redis_errors(self._client, "take over lost sessions"):
             taken = await self._take(keys=keys, args=args)
         return [json.loads(record) for record in taken]
 
@@ -183,7 +181,7 @@ class OpenSessions:
         """The record of a lost session by the hash of its API key; None if there is none."""
         if self._client is None:
             return None
-        with redis_errors(self._client, "look for a lost session"):
+        with connection.redis_errors(self._client, "look for a lost session"):
             session_id = await self._client.hget(self._lost_keys, key_hash)
         return None if session_id is None else await self.lost_session(session_id.decode())
 
@@ -191,7 +189,7 @@ class OpenSessions:
         """The record of a lost session by its id; None if there is none."""
         if self._client is None:
             return None
-        with redis_errors(self._client, "look for a lost session"):
+        with connection.redis_errors(self._client, "look for a lost session"):
             value = await self._client.hget(self._lost, session_id)
         return None if value is None else json.loads(value.split(b"\n", 2)[2])
 
@@ -204,7 +202,7 @@ class OpenSessions:
             )
 
         told = {**record, "session_id": session_id, "opened_at_s": time.time()}
-        note = {name: record[name] for name in NOTED if name in record}
+        note = {name: record[name] for name in ledger.NOTED if name in record}
         note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}
         note |= {"final": False, "reason": LOST_REASON, "at_s": told["opened_at_s"]}
         try:
@@ -259,7 +257,7 @@ class OpenSessions:
         gone = [session_id for session_id, value in batch.items() if value is None]
         self._written.update(values)
         try:
-            with redis_errors(self._client, "write open sessions"):
+            with connection.redis_errors(self._client, "write open sessions"):
                 async with self._client.pipeline(transaction=True) as pipe:
                     if values:
                         pipe.hset(self._open, mapping=values)

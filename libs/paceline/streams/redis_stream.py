@@ -16,8 +16,7 @@ from redis.exceptions import ResponseError
 from paceline.errors import ResourceExhausted
 from paceline.streams import scripts
 from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
-from paceline.streams.connection import blocking_twin, redis_errors
-from paceline.streams.outage import OUTAGE_ERRORS, OUTAGE_S, Outage
+from paceline.streams.connection import OUTAGE_ERRORS, OUTAGE_S, Outage, blocking_twin, redis_errors
 
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000

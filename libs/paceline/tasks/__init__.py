@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from paceline.tasks.columns import USUAL, Columns
-from paceline.tasks.cursor import TaskCursor
 from paceline.tasks.file import TaskFile, open_tasks, read_tasks
-from paceline.tasks.task import MAX_SAMPLES, Task, TaskFileError, write_tasks
+from paceline.tasks.task import MAX_SAMPLES, Task, TaskCursor, TaskFileError, write_tasks
 
 __all__ = [
     "MAX_SAMPLES",

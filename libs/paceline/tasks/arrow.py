@@ -19,8 +19,7 @@ from typing import Any
 import pyarrow
 from pyarrow import ipc, parquet
 
-from paceline.tasks.rows import Record
-from paceline.tasks.task import TaskFileError
+from paceline.tasks.task import Record, TaskFileError
 
 BATCH = 1024
 """Rows converted to Python objects at once."""

@@ -17,8 +17,7 @@ import numpy as np
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
-from paceline.tasks.rows import JsonLines, Rows
-from paceline.tasks.task import Task, TaskFileError
+from paceline.tasks.task import JsonLines, Rows, Task, TaskFileError
 
 ALLOWED = ".jsonl, .parquet (several: *.parquet), or a directory of datasets.Dataset.save_to_disk"
 Keep = Callable[[Task], bool]

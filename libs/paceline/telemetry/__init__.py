@@ -1,14 +1,6 @@
 """Records traces, metrics and logs of a process and carries the trace context on the wire."""
 
 from paceline.telemetry import names
-from paceline.telemetry.context import (
-    current_trace_id,
-    extract,
-    extract_frame,
-    extract_metadata,
-    inject,
-    inject_frame,
-)
 from paceline.telemetry.log import get_logger
 from paceline.telemetry.setup import (
     PROMETHEUS_TYPE,
@@ -19,6 +11,12 @@ from paceline.telemetry.setup import (
 )
 from paceline.telemetry.trace import (
     Attributes,
+    current_trace_id,
+    extract,
+    extract_frame,
+    extract_metadata,
+    inject,
+    inject_frame,
     link_current,
     mark_failed,
     open_span,

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    TraceFlags,
+    Tracer,
+    TracerProvider,
+    get_current_span,
+    use_span,
+)
+from opentelemetry.util.types import Attributes
 
 from paceline.addresses import proxied
 from paceline.config.shared import TelemetryConfig
 from paceline.errors import NotFound
-from paceline.telemetry.log import configure_log
-from paceline.telemetry.metrics import use_meter
-from paceline.telemetry.trace import use_tracer
-from paceline.telemetry.unexported import UnexportedSpans, new_span_id, new_trace_id
+from paceline.telemetry import log, metrics, trace
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
@@ -22,6 +36,93 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
     from prometheus_client import CollectorRegistry
+
+
+Ended = Callable[[str, int], None]
+"""Receives the name of a finished span, and its end in ns since the epoch."""
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+def new_trace_id() -> int:
+    """A random id from the operating system: seeding `random` for a run must not give two processes
+    the same ids.
+    """
+    return int.from_bytes(os.urandom(16)) or 1  # 0 is not a valid id
+
+
+def new_span_id() -> int:
+    """A random id from the operating system."""
+    return int.from_bytes(os.urandom(8)) or 1
+
+
+class UnexportedSpans(TracerProvider):
+    """Provides spans for a process that exports none; `ended` receives each span at its end."""
+
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+
+    def get_tracer(
+        self,
+        instrumenting_module_name: str,
+        instrumenting_library_version: str | None = None,
+        schema_url: str | None = None,
+        attributes: Attributes = None,
+    ) -> Tracer:
+        return _Tracer(self._ended)
+
+    def shutdown(self) -> None:
+        """Has no effect, since nothing is queued."""
+
+
+class _Tracer(Tracer):
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+
+    def start_span(
+        self,
+        name: str,
+        context: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        start_time: int | None = None,
+        record_exception: bool = True,
+        set_status_on_exception: bool = True,
+    ) -> Span:
+        parent = get_current_span(context).get_span_context()
+        if parent.is_valid:  # the parent's sampling decision holds for its spans here
+            trace_id, flags, state = parent.trace_id, parent.trace_flags, parent.trace_state
+            found = SpanContext(trace_id, new_span_id(), False, flags, state)
+        else:
+            found = SpanContext(new_trace_id(), new_span_id(), False, _SAMPLED)
+        return _Span(found, name, self._ended)
+
+    @contextmanager
+    def start_as_current_span(  # type: ignore[override]  # returns what it keeps private
+        self,
+        name: str,
+        context: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        start_time: int | None = None,
+        record_exception: bool = True,
+        set_status_on_exception: bool = True,
+        end_on_exit: bool = True,
+    ) -> Iterator[Span]:
+        with use_span(self.start_span(name, context), end_on_exit=end_on_exit) as opened:
+            yield opened
+
+
+class _Span(NonRecordingSpan):
+    def __init__(self, context: SpanContext, name: str, ended: Ended) -> None:
+        super().__init__(context)
+        self._name = name
+        self._ended = ended
+
+    def end(self, end_time: int | None = None) -> None:
+        self._ended(self._name, end_time or time.time_ns())
+
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of `prometheus_page`."""
@@ -56,8 +157,8 @@ def setup(service: str, config: TelemetryConfig) -> None:
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
     logs = _logs(service, config, resource)
     _Running.providers = (_traces(service, config, resource), _metrics(config, resource), logs)
-    use_tracer(_Running.providers[0])
-    use_meter(_Running.providers[1])
+    trace.use_tracer(_Running.providers[0])
+    metrics.use_meter(_Running.providers[1])
 
 
 def shutdown() -> None:
@@ -74,8 +175,8 @@ def shutdown() -> None:
     providers, exporters = _Running.providers, _Running.exporters
     _Running.providers = _Running.registry = None
     _Running.exporters = ()
-    use_tracer(NoOpTracerProvider())
-    use_meter(NoOpMeterProvider())
+    trace.use_tracer(NoOpTracerProvider())
+    metrics.use_meter(NoOpMeterProvider())
     stops = [provider.shutdown for provider in providers if provider is not None]
     if not exporters:
         for stop in stops:
@@ -112,16 +213,16 @@ def prometheus_page() -> bytes:
 def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerProvider | None:
     """Logs to stderr, and to an OTLP endpoint if there is one."""
     if not _otlp_wanted("LOGS"):
-        configure_log(service, config.log_level, config.log_json)
+        log.configure_log(service, config.log_level, config.log_json)
         return None
     from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
 
-    from paceline.telemetry.log_export import exporting, otlp_logs
+    from paceline.telemetry.exporters import exporting, otlp_logs
 
     exporter = OTLPLogExporter(channel_options=_channel_options("LOGS"))
     _Running.exporters += (exporter,)
     provider = otlp_logs(resource, exporter)
-    configure_log(service, config.log_level, config.log_json, exporting(provider))
+    log.configure_log(service, config.log_level, config.log_json, exporting(provider))
     return provider
 
 
@@ -153,7 +254,7 @@ def _traces(
     provider = TracerProvider(resource=resource, id_generator=SystemIds())
     provider.add_span_processor(Last())
     if config.spans_dir:
-        from paceline.telemetry.span_file import span_file_processor
+        from paceline.telemetry.exporters import span_file_processor
 
         path = Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl"
         provider.add_span_processor(span_file_processor(path, service))

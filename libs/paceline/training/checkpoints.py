@@ -3,7 +3,7 @@
 `<directory>/<prefix><number>/` holds
     shards/*.safetensors   tensors (shards.py), a file per rank
     state.json             everything else
-    manifest.json          the sha256 of each file (file_hashes.py)
+    manifest.json          the sha256 of each file (whole_files.py)
 and the files written by `export`. Any number of ranks can load it. A checkpoint is written under
 another name and renamed once all of it is on disk.
 """
@@ -28,10 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
-from paceline.file_hashes import check_hashes, read_hashes, write_hashes
 from paceline.training.process import from_all_ranks
 from paceline.training.shards import local_of, read_each, read_shards, tensors_of, write_shard
-from paceline.whole_files import sync_path
+from paceline.whole_files import check_hashes, read_hashes, sync_path, write_hashes
 
 PREFIX = "checkpoint-"
 SHARDS, STATE = "shards", "state.json"

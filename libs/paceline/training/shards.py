@@ -1,4 +1,4 @@
-"""Writes and reads sharded tensors as safetensors files, one per rank, for any number of ranks.
+"""Writes and reads sharded tensors and Hugging Face directories, and moves pieces between ranks.
 
 FSDP2 shards tensors by rows. Each file has its rank's rows of a sharded tensor; the header's
 metadata holds the first row and the total number of rows under `rows`. Other tensors are whole in
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +21,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.errors import DataLoss
-from paceline.tensors import NamedTensor, from_numpy, safetensors_header
+from paceline.errors import ConfigError, DataLoss
+from paceline.models.reading import TEMPLATE_FOLDER
+from paceline.tensors import NamedTensor, TensorLayout, from_numpy, safetensors_header
 from paceline.training.process import from_all_ranks
 from paceline.whole_files import write_parts
 
@@ -245,3 +247,54 @@ def _row_pieces(tensor: DTensor, dtype: torch.dtype) -> Iterator[tuple[int, slic
 
 def _rows_of_piece(tensor: Tensor, dtype: torch.dtype) -> int:
     return max(1, PIECE_BYTES * len(tensor) // max(1, tensor.numel() * dtype.itemsize))
+
+
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
+
+
+def load_causal_lm(directory: Path, dtype: torch.dtype) -> Any:
+    """The transformers module of a directory, on the CPU. Raises ConfigError if it has no model."""
+    from transformers import AutoModelForCausalLM  # takes seconds to import, and only ranks need it
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation="sdpa",
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no model can be loaded from {directory}: {error}", seen=directory
+        ) from error
+
+
+def write_causal_lm(
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+    start: Path,
+    directory: Path,
+) -> None:
+    """Writes fp32 weights with the other files of the start model.
+
+    `weights` are in the order of `shapes`; at most one of the tensors is in memory at a time.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in start.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(path, directory / path.name)
+    templates = start / TEMPLATE_FOLDER
+    if templates.is_dir():
+        shutil.copytree(templates, directory / TEMPLATE_FOLDER, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    described = json.dumps({**config, "dtype": "float32"}, indent=2)
+    (directory / "config.json").write_text(described, encoding="utf-8")
+    layouts = [TensorLayout(name, "F32", tuple(shape)) for name, shape in shapes.items()]
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(safetensors_header(layouts, {"format": "pt"}))
+        for (name, tensor), layout in zip(weights, layouts, strict=True):
+            one = named_tensor(name, tensor.contiguous())
+            assert one.layout == layout, f"{one.layout} is written in the place of {layout}"
+            file.write(one.view)

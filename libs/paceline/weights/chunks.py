@@ -1,12 +1,22 @@
-"""Places of chunks in a version's stream, and names of contents by their checksums."""
+"""Chunks of a version's stream: their places and checksums, and memory and threads for them.
+
+Appending n bytes multiplies the CRC, a polynomial over GF(2), by x^(8n) modulo the CRC-32
+polynomial.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import NamedTuple
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, ResourceExhausted
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 
 
@@ -51,3 +61,108 @@ def content_hash(checksums: Iterable[int]) -> str:
 def packed(checksums: Iterable[int]) -> bytes:
     """CRC-32s in sequence, each a little-endian u32."""
     return b"".join(crc.to_bytes(4, "little") for crc in checksums)
+
+
+_POLYNOMIAL = 0xEDB88320  # reflected: the highest bit is x^0
+_ONE = 1 << 31
+
+
+def joined_crc32(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32 (zlib's) of two adjacent ranges, the second with `second_bytes` bytes."""
+    return _product(_power(second_bytes), first) ^ second
+
+
+def _product(one: int, other: int) -> int:
+    result = 0
+    while one:
+        if one & _ONE:
+            result ^= other
+        one = one << 1 & 0xFFFFFFFF
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return result
+
+
+def _squares() -> tuple[int, ...]:
+    found = [_ONE >> 8]
+    while len(found) < 64:
+        found.append(_product(found[-1], found[-1]))
+    return tuple(found)
+
+
+_SQUARES = _squares()
+"""x^(8 * 2^k) modulo the polynomial, by k."""
+
+
+@lru_cache(maxsize=4096)
+def _power(nbytes: int) -> int:
+    """x^(8 nbytes) modulo the polynomial."""
+    result = _ONE
+    for bit in range(nbytes.bit_length()):
+        if nbytes >> bit & 1:
+            result = _product(result, _SQUARES[bit])
+    return result
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+MOST_THREADS = 4
+"""Threads of one push. Beyond a few, memory is the limit, and engines may need the other cores."""
+
+
+def in_threads(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
+    """Results in the order of the items, with at most two items per thread in progress. Raises the
+    errors of `work`.
+    """
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    under_way: deque[Future[B]] = deque()
+    with ThreadPoolExecutor(threads, "weights") as pool:
+        for item in items:
+            under_way.append(pool.submit(work, item))
+            if len(under_way) >= 2 * threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+
+
+_MEMINFO = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def allocate(nbytes: int) -> memoryview:
+    """Zeroed memory in a mapping of its own, so it returns to the system when dropped. Uses huge
+    pages if offered.
+
+    Raises ResourceExhausted.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=flags)
+    except OSError as error:
+        raise ResourceExhausted("no memory for a version", seen=nbytes) from error
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def available_bytes() -> int:
+    """Bytes that the system could provide without swapping, within this container's limit if there
+    is one. A very large number if the system does not report it.
+    """
+    system = _field(_MEMINFO, "MemAvailable:")
+    found = system << 10 if system is not None else 1 << 62
+    try:
+        limit = int((_GROUP / "memory.max").read_text())
+        used = int((_GROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit, or "max"
+        return found
+    cached = _field(_GROUP / "memory.stat", "inactive_file") or 0
+    return max(0, min(found, limit - used + cached))
+
+
+def _field(path: Path, name: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(one.split()[1]) for one in lines if one.startswith(name)), None)

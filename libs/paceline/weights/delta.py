@@ -23,9 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from paceline.errors import DataLoss
+from paceline.errors import DataLoss, NotFound, WeightsError
 from paceline.tensors import NUMPY_CODES, NamedTensor
-from paceline.weights.threads import in_threads
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights import chunks, shares
+from paceline.weights.manifest import check_finite, layouts, target_name, views, whole_of
+from paceline.weights.spool import Spool
 
 HEAD = struct.Struct("<4sI")
 """Magic, records."""
@@ -95,7 +98,7 @@ def encode_delta(
     places = [(index, 0) for index in range(len(new))] if places is None else places
     records: list[bytes] = []
     size, changed = HEAD.size, 0
-    for count, record in in_threads(_encoded, _pieces(old, new, places, piece)):
+    for count, record in chunks.in_threads(_encoded, _pieces(old, new, places, piece)):
         if count:
             records.append(record)
             size, changed = size + len(record), changed + count
@@ -115,7 +118,7 @@ def apply_delta(
     Raises DataLoss for a stream that is no delta of such tensors. Until then, only `tensors` and
     memory for a few pieces have been used.
     """
-    return in_threads(_applied, _records(memoryview(stream), tensors))
+    return chunks.in_threads(_applied, _records(memoryview(stream), tensors))
 
 
 def sampled_changes(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> tuple[float, int]:
@@ -288,3 +291,86 @@ def _decompressed(frame: memoryview, nbytes: int, name: str) -> bytes:
 
 def _refused(what: str, seen: object, allowed: object) -> DataLoss:
     return DataLoss(what, reason=DELTA_DAMAGED, seen=seen, allowed=allowed)
+
+
+DELTA_BASE = "DELTA_BASE"
+"""Error reason of a delta without its base in the spool."""
+
+
+def check_base(spool: Spool, manifest: Manifest) -> None:
+    """Raises WeightsError with reason DELTA_BASE unless the spool has the base of a delta, with the
+    content and tensors that the delta requires.
+    """
+    target, version = manifest.target, manifest.base_version
+    try:
+        held = spool.manifest(target, version)
+    except DataLoss as error:
+        raise _not_here(spool, manifest, str(error)) from error
+    if held is None:
+        raise _not_here(spool, manifest, "not here")
+    if held.content_hash != manifest.delta.base_hash:
+        raise _not_here(spool, manifest, f"content {held.content_hash[:16]}")
+    if layouts(held) != layouts(manifest):
+        raise _not_here(spool, manifest, "other tensors")
+
+
+def rebuilt(spool: Spool, manifest: Manifest, stream: memoryview) -> memoryview:
+    """The content of the version behind a delta, in memory of its own, checked.
+
+    Raises WeightsError with reason DELTA_BASE when the base is absent or damaged; DataLoss with
+    reason DELTA_DAMAGED when the delta cannot be applied or yields another content than the
+    manifest's; WeightsError when a number is not finite.
+    """
+    check_base(spool, manifest)
+    content = spool.room_for(manifest.total_bytes)
+    try:
+        spool.read_content(manifest.target, manifest.base_version, content)
+        check_finite(apply_delta(stream, views(manifest, content)))
+        _check_result(manifest, content)
+    except (DataLoss, NotFound) as error:
+        _check_spooled_base(spool, manifest)
+        raise error
+    return content
+
+
+def _check_result(manifest: Manifest, content: memoryview) -> None:
+    whole = whole_of(manifest)
+    seen = shares.checksums_of(whole, views(whole, content))
+    about = f"delta to {target_name(whole.target)} version {whole.version}"
+    for spec, crc in zip(whole.tensors, seen.tensors, strict=True):
+        if crc != spec.crc32:
+            raise DataLoss(
+                f"{about} gives another {spec.name}",
+                reason=DELTA_DAMAGED,
+                seen=f"{crc:#010x}",
+                allowed=f"{spec.crc32:#010x}",
+            )
+    if seen.content_hash != whole.content_hash:
+        raise DataLoss(
+            f"{about} gives other content",
+            reason=DELTA_DAMAGED,
+            seen=seen.content_hash,
+            allowed=whole.content_hash,
+        )
+
+
+def _check_spooled_base(spool: Spool, manifest: Manifest) -> None:
+    """Checks the base's files. If they are damaged, raises for the base and records the damage in
+    the spool.
+    """
+    try:
+        spool.check(manifest.target, manifest.base_version)
+    except DataLoss as error:
+        raise _not_here(spool, manifest, str(error)) from error
+
+
+def _not_here(spool: Spool, manifest: Manifest, fault: str) -> WeightsError:
+    name = target_name(manifest.target)
+    here = sorted(version for target, version in spool.spooled() if target == manifest.target)
+    return WeightsError(
+        f"base of a delta, {name} version {manifest.base_version} with content "
+        f"{manifest.delta.base_hash[:16]}, cannot be used",
+        reason=DELTA_BASE,
+        seen=fault,
+        allowed=f"{name} versions {here}",
+    )

@@ -16,12 +16,10 @@ import grpc
 from paceline.errors import Unavailable, WeightsError
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weights import committed_sets, push
 from paceline.weights.assembly import Assembly
 from paceline.weights.chunks import ChunkPart, chunk_span
-from paceline.weights.committed_sets import Part
 from paceline.weights.manifest import target_name
-from paceline.weights.push import abort_version, push_deadline_s
-from paceline.weights.sending import Sending
 from paceline.weights.spool import Spool
 
 
@@ -31,7 +29,7 @@ class Forward:
     def __init__(self, channel: grpc.aio.Channel, spool: Spool) -> None:
         self._channel = channel
         self._spool = spool
-        self._running: dict[Part, tuple[pb.Manifest, asyncio.Task[None]]] = {}
+        self._running: dict[committed_sets.Part, tuple[pb.Manifest, asyncio.Task[None]]] = {}
 
     async def send(
         self, context: CommandContext, manifest: pb.Manifest, assembly: Assembly | None
@@ -51,7 +49,7 @@ class Forward:
         if assembly is None:
             await self.finish(part)
 
-    async def finish(self, part: Part) -> None:
+    async def finish(self, part: committed_sets.Part) -> None:
         """Returns when the next gateway has the version. Raises its errors, and Unavailable when
         another push has replaced the version.
         """
@@ -65,10 +63,10 @@ class Forward:
             raise Unavailable("another push replaced the version on its way", seen=part[1])
         task.result()
 
-    async def abort(self, context: CommandContext, part: Part) -> None:
+    async def abort(self, context: CommandContext, part: committed_sets.Part) -> None:
         """Drops a version at the next gateway too. Raises its errors."""
         self._stop(part)
-        await abort_version(self._channel, context, *part)
+        await push.abort_version(self._channel, context, *part)
 
     async def close(self) -> None:
         """Stops all sending and closes the channel."""
@@ -76,15 +74,15 @@ class Forward:
             self._stop(part)
         await self._channel.close()
 
-    def _stop(self, part: Part) -> None:
+    def _stop(self, part: committed_sets.Part) -> None:
         if (running := self._running.pop(part, None)) is not None:
             running[1].cancel()
 
     async def _send(
         self, context: CommandContext, manifest: pb.Manifest, assembly: Assembly | None
     ) -> None:
-        ends_s = time.monotonic() + push_deadline_s(manifest.total_bytes)
-        sending = Sending(self._channel, manifest, context, ends_s)
+        ends_s = time.monotonic() + push.push_deadline_s(manifest.total_bytes)
+        sending = push.Sending(self._channel, manifest, context, ends_s)
         wanted = await sending.prepare()
         if wanted.complete:
             return

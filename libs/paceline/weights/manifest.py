@@ -1,12 +1,24 @@
-"""The parts of a version: the layout of its content, and the checks of a received manifest."""
+"""The parts of a version: the layout of its content, and the checks of its manifest and files.
+
+The module has no imports, so that readers of a file do not import the code for pushes.
+
+The header of model.safetensors holds the content's hash (CRC-32 by chunk, see content_hash) and the
+sha256 of manifest.json. The rest of the header follows from the manifest.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
 
-from paceline.errors import InvalidInput, WeightsError
-from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout, is_finite
+from google.protobuf import json_format
+
+from paceline.errors import DataLoss, InvalidInput, WeightsError
+from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout, is_finite, safetensors_header
 from paceline.v1.engine_pb2 import WeightTarget
 from paceline.v1.weights_pb2 import (
     WEIGHT_ENCODING_FULL,
@@ -15,8 +27,15 @@ from paceline.v1.weights_pb2 import (
     TensorSpec,
     WeightEncoding,
 )
-from paceline.weight_documents import DOCUMENTS
-from paceline.weights.threads import in_threads
+from paceline.weights.chunks import content_hash, in_threads
+
+CONFIG, ACCEPTANCE, ADAPTERS = "config", "acceptance", "adapters"
+DOCUMENTS = {CONFIG: "config.json", ACCEPTANCE: "acceptance.json", ADAPTERS: "adapters.json"}
+"""File name by metadata key of a manifest. Each value is the text of a JSON object, which becomes
+that file. `config` describes the tensors. `acceptance` describes which drafts of a drafter are
+accepted. `adapters` identifies the base weights of a policy's adapters.
+"""
+
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
 """Word for each accepted encoding, used in reports and metrics."""
@@ -237,3 +256,64 @@ def layouts(manifest: Manifest) -> list[TensorLayout]:
 def _encoding_name(encoding: int) -> str:
     known = encoding in WeightEncoding.values()
     return str(WeightEncoding.Name(encoding)) if known else str(encoding)
+
+
+TENSORS, MANIFEST = "model.safetensors", "manifest.json"
+
+
+def header_of(manifest: Manifest, text: bytes, content: str) -> bytes:
+    """The header of model.safetensors. `text`: manifest.json; `content`: hash of the stream."""
+    described = {key: value for key, value in manifest.metadata.items() if key not in DOCUMENTS}
+    bound = {"format": "pt", "content": content, "manifest": hashlib.sha256(text).hexdigest()}
+    return safetensors_header(layouts(manifest), {**described, **bound})
+
+
+def hash_of(manifest: Manifest, stream: memoryview | bytes | bytearray) -> str:
+    """content_hash of the whole stream."""
+    view, step = memoryview(stream), manifest.chunk_bytes
+    return content_hash(zlib.crc32(view[at : at + step]) for at in range(0, len(view), step))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises DataLoss when manifest.json is absent or invalid."""
+    path = directory / MANIFEST
+    try:
+        manifest = json_format.Parse(path.read_bytes(), Manifest())
+        check_manifest(manifest, max_bytes=manifest.total_bytes)
+    except (OSError, ValueError, json_format.ParseError, InvalidInput) as error:
+        raise DataLoss(f"{path} is not a manifest", seen=str(error)[:120]) from error
+    return manifest
+
+
+def check_spooled(directory: Path) -> None:
+    """Reads a version's files; about 1 s per GB. Raises DataLoss with the name of a
+    damaged file.
+    """
+    manifest = read_manifest(directory)
+    path = directory / TENSORS
+    try:
+        with path.open("rb") as file:
+            header = file.read(max(path.stat().st_size - manifest.total_bytes, 0))
+            content = content_hash(_checksums(file, manifest.chunk_bytes))
+        documents = {
+            key: (directory / name).read_bytes()
+            for key, name in DOCUMENTS.items()
+            if key in manifest.metadata
+        }
+        text = (directory / MANIFEST).read_bytes()
+    except OSError as error:
+        raise DataLoss(f"{directory} cannot be read", seen=str(error)[:120]) from error
+    if header != header_of(manifest, text, content):
+        raise DataLoss(
+            f"{path} is damaged, or {MANIFEST} beside it",
+            seen=content,
+            allowed=manifest.content_hash,
+        )
+    for key, found in documents.items():
+        if found != manifest.metadata[key].encode():
+            raise DataLoss(f"{directory / DOCUMENTS[key]} is damaged", seen="another text")
+
+
+def _checksums(file: BinaryIO, chunk_bytes: int) -> Iterator[int]:
+    while data := file.read(chunk_bytes):
+        yield zlib.crc32(data)

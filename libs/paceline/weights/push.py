@@ -1,4 +1,4 @@
-"""Sends weights: Prepare, Push, Commit and Abort as a client.
+"""Sends weights as a client (Prepare, Push, Commit and Abort), and reads served weights.
 
 The module sets deadlines and keeps no state between calls.
 """
@@ -6,17 +6,19 @@ The module sets deadlines and keeps no state between calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import grpc
 
-from paceline.errors import DataLoss, WeightsError
+from paceline.errors import DataLoss, InvalidInput, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
-from paceline.rpc import rpc_errors
+from paceline.rpc import responses, rpc_errors
 from paceline.telemetry import get_logger
 from paceline.tensors import NamedTensor
 from paceline.trajectory import VersionSet
@@ -24,12 +26,112 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights.chunks import ChunkPart
+from paceline.weights.assembly import Assembly
+from paceline.weights.chunks import ChunkPart, allocate
 from paceline.weights.delta import DELTA_DAMAGED
-from paceline.weights.handover import ScratchFile, is_here
+from paceline.weights.handover import HANDOVER, ScratchFile, is_here
 from paceline.weights.manifest import ENCODING_NAMES, target_name
-from paceline.weights.sending import Sending
 from paceline.weights.shares import cut_tensors
+from paceline.weights.wire import SERVICE_NAME, PushChunk, encode_push
+
+RANGES_A_CALL = 1 << 16
+"""Ranges per call for a handed-over file; the message stays far below the servers' cap."""
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Sends one version to one receiver, until a time of the monotonic clock. Each call raises the
+    receiver's PacelineErrors.
+    """
+
+    channel: grpc.aio.Channel
+    manifest: pb.Manifest
+    context: CommandContext
+    ends_s: float
+
+    async def prepare(self) -> pb.PrepareResponse:
+        """Announces the version; returns the wanted chunks."""
+        request = pb.PrepareRequest(context=self.context, manifest=self.manifest)
+        with rpc_errors():
+            response: pb.PrepareResponse = await self._stub.Prepare(request, timeout=self._left_s)
+        return response
+
+    async def stream(
+        self, parts: Iterable[ChunkPart] | AsyncIterable[ChunkPart]
+    ) -> pb.PushResponse:
+        """Sends at least one part by the network."""
+        push: Any = self.channel.stream_unary(
+            f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
+        )
+        with rpc_errors():
+            response: pb.PushResponse = await push(self._messages(parts), timeout=self._left_s)
+        return response
+
+    async def hand_over(
+        self, parts: Sequence[ChunkPart], file: ScratchFile, directory: str
+    ) -> pb.PushResponse | None:
+        """Hands over the file with at least one part; the file has a name in the receiver's
+        directory meanwhile. Returns None if the file cannot have a name there, or if the receiver
+        refuses it.
+        """
+        received = 0
+        try:
+            with file.named(directory) as name:
+                for at in range(0, len(parts), RANGES_A_CALL):
+                    request = self._take_request(name, parts[at : at + RANGES_A_CALL])
+                    with rpc_errors():
+                        response = await self._stub.Take(request, timeout=self._left_s)
+                    received += response.taken.bytes_received
+        except (OSError, InvalidInput) as error:
+            if isinstance(error, InvalidInput) and error.reason != HANDOVER:
+                raise
+            _log.warning("not_handed_over", error=str(error))
+            return None
+        taken: pb.PushResponse = response.taken
+        taken.bytes_received = received
+        return taken
+
+    @property
+    def _stub(self) -> Any:
+        return WeightServiceStub(self.channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def _left_s(self) -> float:
+        return self.ends_s - time.monotonic()
+
+    async def _messages(
+        self, parts: Iterable[ChunkPart] | AsyncIterable[ChunkPart]
+    ) -> AsyncIterator[bytes]:
+        target, version = self.manifest.target, self.manifest.version
+        first: CommandContext | None = self.context
+        each = parts if isinstance(parts, AsyncIterable) else _in_turn(parts)
+        async for index, offset, data, crc, _ in each:
+            yield encode_push(PushChunk(target, version, index, crc, data, first, offset))
+            first = None
+
+    def _take_request(self, name: str, parts: Iterable[ChunkPart]) -> pb.TakeRequest:
+        return pb.TakeRequest(
+            context=self.context,
+            target=self.manifest.target,
+            version=self.manifest.version,
+            file=name,
+            ranges=(
+                pb.FileRange(
+                    start=one.chunk * self.manifest.chunk_bytes + one.offset,
+                    position=one.position,
+                    nbytes=len(one.data),
+                    crc32=one.crc32,
+                )
+                for one in parts
+            ),
+        )
+
+
+async def _in_turn(parts: Iterable[ChunkPart]) -> AsyncIterator[ChunkPart]:
+    for part in parts:
+        yield part
+
 
 BASE_DEADLINE_S = 30.0
 SLOWEST_BYTES_PER_S = 20e6
@@ -40,7 +142,6 @@ COMMAND_DEADLINE_S = 60.0
 DAMAGED_TRIES = 3
 Cut = Callable[[Iterable[int]], Iterable[ChunkPart]]
 """The sender's parts of each wanted chunk, in ascending order."""
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +297,49 @@ async def abort_version(
     request = pb.AbortRequest(context=context, target=target, version=version)  # type: ignore[arg-type]
     with rpc_errors():
         await stub.Abort(request, timeout=deadline_s)
+
+
+async def pull_weights(
+    channel: grpc.aio.Channel,
+    target: int,
+    wanted: Callable[[pb.Manifest], bool],
+    *,
+    deadline_s: float,
+    directory: Path | None = None,
+) -> list[NamedTensor] | None:
+    """The serving tensors in stream order; None unless `wanted` accepts their manifest. They are in
+    an unnamed file of the directory, or in memory.
+
+    Raises DataLoss when the bytes do not match the manifest, InvalidInput for an unacceptable
+    manifest, and the errors of the call.
+    """
+
+    def allocated(nbytes: int) -> memoryview:
+        return allocate(nbytes) if directory is None else ScratchFile(nbytes, directory).memory
+
+    stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
+    call = stub.Pull(pb.PullRequest(target=target), timeout=deadline_s)  # type: ignore[arg-type]
+    assembly: Assembly | None = None
+    with rpc_errors():
+        async with aclosing(responses(call)) as stream:
+            async for response in stream:
+                if assembly is not None:
+                    assembly.place(_chunk(response.chunk))
+                elif wanted(response.manifest):
+                    assembly = Assembly(response.manifest, allocated)
+                else:
+                    return None
+    if assembly is None or not assembly.complete:
+        raise DataLoss("what serves did not come whole", seen="end of stream")
+    assembly.check_content()
+    return assembly.tensors()
+
+
+def _chunk(message: pb.PushRequest) -> PushChunk:
+    return PushChunk(
+        message.target,
+        message.version,
+        message.chunk_index,
+        message.crc32,
+        memoryview(message.data),
+    )

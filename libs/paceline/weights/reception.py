@@ -18,14 +18,13 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
-from paceline.weights.assembly import Assembly
+from paceline.weights.assembly import Assembly, take_ranges
 from paceline.weights.committed_sets import Part, part_version
+from paceline.weights.delta import check_base, rebuilt
 from paceline.weights.handover import HANDOVER, HandoverDirectory
 from paceline.weights.manifest import target_name, whole_of
 from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
-from paceline.weights.rebuild import check_base, rebuilt
 from paceline.weights.spool import Spool
-from paceline.weights.taking import take_ranges
 
 _log = get_logger(__name__)
 

@@ -17,8 +17,8 @@ from paceline.errors import PacelineError, WeightsError
 from paceline.telemetry import get_logger
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.announcing import delta_manifest
 from paceline.weights.delta import (
+    DELTA_BASE,
     DELTA_DAMAGED,
     MOST_SHARE,
     encode_delta,
@@ -28,8 +28,14 @@ from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import layouts, target_name
 from paceline.weights.metrics import DELTAS_LEFT
 from paceline.weights.push import DAMAGED_TRIES, PushReport, push_deadline_s, push_stream
-from paceline.weights.rebuild import DELTA_BASE
-from paceline.weights.shares import ALONE, Announced, CheckedRange, Senders, cut_ranges
+from paceline.weights.shares import (
+    ALONE,
+    Announced,
+    CheckedRange,
+    Senders,
+    cut_ranges,
+    delta_manifest,
+)
 
 Deltas = Literal["auto", "always", "never"]
 MOST_BYTES = 1 / 16

@@ -21,16 +21,12 @@ from paceline.v1.engine_pb2 import (
     PauseMode,
 )
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
+from paceline.weights import chunks, committed_sets, metrics, reception, wire
 from paceline.weights.assembly import Assembly
-from paceline.weights.chunks import chunk_count
-from paceline.weights.committed_sets import Part, part_version
 from paceline.weights.forward import Forward
 from paceline.weights.handover import HandoverDirectory
 from paceline.weights.manifest import ENCODING_NAMES, check_manifest, target_name
-from paceline.weights.metrics import RECEIVED_BYTES
-from paceline.weights.reception import Reception, WeightHooks
 from paceline.weights.spool import Spool
-from paceline.weights.wire import PushChunk
 
 T = TypeVar("T")
 
@@ -46,7 +42,7 @@ class WeightServicer(WeightServiceServicer):
         self,
         spool: Spool,
         guard: EpochGuard,
-        hooks: WeightHooks,
+        hooks: reception.WeightHooks,
         *,
         targets: tuple[int, ...] = (WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER),
         max_bytes: int = 0,
@@ -58,7 +54,7 @@ class WeightServicer(WeightServiceServicer):
         """
         self._forward = forward
         directory = HandoverDirectory(handover) if handover else None
-        self.reception = Reception(spool, hooks, targets, directory)
+        self.reception = reception.Reception(spool, hooks, targets, directory)
         self._spool = spool
         self._guard = guard
         self._targets = targets
@@ -95,7 +91,7 @@ class WeightServicer(WeightServiceServicer):
             return answer
 
     async def Push(
-        self, request_iterator: AsyncIterator[PushChunk], context: Any
+        self, request_iterator: AsyncIterator[wire.PushChunk], context: Any
     ) -> pb.PushResponse:
         """Receives the chunks of one version; returns when it is spooled and loaded beside the
         serving one.
@@ -103,8 +99,8 @@ class WeightServicer(WeightServiceServicer):
         with self.reception.working("receives weights"):
             return await self._push(request_iterator)
 
-    async def _push(self, request_iterator: AsyncIterator[PushChunk]) -> pb.PushResponse:
-        part: Part | None = None
+    async def _push(self, request_iterator: AsyncIterator[wire.PushChunk]) -> pb.PushResponse:
+        part: committed_sets.Part | None = None
         assembly: Assembly | None = None
         received = 0
         try:
@@ -130,20 +126,20 @@ class WeightServicer(WeightServiceServicer):
     async def Take(self, request: pb.TakeRequest, context: Any) -> pb.TakeResponse:
         """Takes ranges of a file of a sender on this host, as Push takes chunks."""
         self._guard.check(request.context, _track_of(request.target))
-        part: Part = (request.target, request.version)
+        part: committed_sets.Part = (request.target, request.version)
         assembly = self.reception.receiving(part)
         with self.reception.working("receives weights"):
             received = await self.reception.take(request)
             _count(received, assembly, "file")
             return pb.TakeResponse(taken=await self._finish(part, received))
 
-    async def _finish(self, part: Part, received: int) -> pb.PushResponse:
+    async def _finish(self, part: committed_sets.Part, received: int) -> pb.PushResponse:
         answer = await self._whole(self.reception.finish(part, received))
         if self._forward is not None and not answer.missing_chunks:
             await self._forward.finish(part)
         return answer
 
-    def _check_first(self, chunk: PushChunk) -> None:
+    def _check_first(self, chunk: wire.PushChunk) -> None:
         if chunk.context is None:
             raise InvalidInput(
                 "the first chunk of a push carries no context", seen="absent", allowed="present"
@@ -184,14 +180,14 @@ class WeightServicer(WeightServiceServicer):
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
         """The manifest of the serving version, then its chunks."""
-        part = (request.target, part_version(self.serving, request.target))
+        part = (request.target, committed_sets.part_version(self.serving, request.target))
         target_name(part[0])
         manifest = self._spool.manifest(*part)
         if manifest is None:
             yield pb.PullResponse(manifest=pb.Manifest(target=request.target, version=part[1]))
             return
         yield pb.PullResponse(manifest=manifest)
-        for index in range(chunk_count(manifest)):
+        for index in range(chunks.chunk_count(manifest)):
             data = await asyncio.to_thread(self._spool.read_chunk, manifest, index)
             chunk = pb.PushRequest(
                 target=part[0],
@@ -233,7 +229,7 @@ class WeightServicer(WeightServiceServicer):
 def _count(received: int, assembly: Assembly, way: str) -> None:
     encoding = ENCODING_NAMES[assembly.manifest.encoding]
     target = target_name(assembly.manifest.target)
-    RECEIVED_BYTES.record(received, target=target, encoding=encoding, way=way)
+    metrics.RECEIVED_BYTES.record(received, target=target, encoding=encoding, way=way)
 
 
 def _track_of(target: int) -> Track:

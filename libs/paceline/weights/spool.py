@@ -3,7 +3,7 @@ has a single writer.
 
 Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them if
 the manifest's metadata has one, and `<dir>/versions.json` (committed_sets.py). Files are checked
-against their hashes (integrity.py) before they are loaded. Every write uses a temporary name, is
+against their hashes (manifest.py) before they are loaded. Every write uses a temporary name, is
 synced and renamed, so a kill leaves either the old state or the new one. The receiver's epochs.json
 is beside them (paceline.rpc.epochs).
 """
@@ -23,22 +23,22 @@ from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted,
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weight_documents import DOCUMENTS
-from paceline.weights.chunks import chunk_span
+from paceline.weights.chunks import allocate, available_bytes, chunk_span, in_threads
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.handover import ScratchFile
-from paceline.weights.integrity import (
+from paceline.weights.manifest import (
+    DOCUMENTS,
     MANIFEST,
+    TARGET_NAMES,
     TENSORS,
+    check_manifest,
     check_spooled,
     hash_of,
     header_of,
     read_manifest,
+    target_name,
 )
-from paceline.weights.manifest import TARGET_NAMES, check_manifest, target_name
-from paceline.weights.memory import allocate, available_bytes
 from paceline.weights.metrics import VERSIONS_DAMAGED
-from paceline.weights.threads import in_threads
 from paceline.whole_files import DISK_FULL, TEMPORARY, sync_path, write_synced, writing
 
 _log = get_logger(__name__)

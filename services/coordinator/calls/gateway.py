@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.errors import (
-    ConfigError,
-    FailedPrecondition,
-    InvalidInput,
-    MissingCapability,
-    NotFound,
-    PacelineError,
-)
+from paceline import errors
 from paceline.messages import versions_from_proto
 from paceline.report.solved import accuracy, pass_figures
-from paceline.services.coordinator.calls.base import WORKER_LOST, Calls
-from paceline.services.coordinator.calls.checkpoints import keep_if_best
+from paceline.services.coordinator.calls import base, gateways, policy_trainer, quarantine, slots
 from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
@@ -25,32 +17,28 @@ from paceline.services.coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
-from paceline.services.coordinator.calls.gateways import TaskCalls, ask_all
-from paceline.services.coordinator.calls.quarantine import withhold
-from paceline.services.coordinator.calls.slots import resume
-from paceline.services.coordinator.calls.weights import mend, versions_at_gateways
-from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine import commands, events, rollout, state
 from paceline.services.coordinator.machine.events import PASSED, Event, Figure
-from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.settings import KEPT, RunSettings, Schedule
-from paceline.services.coordinator.machine.state import Evaluation, Service
 from paceline.v1 import rollout_pb2
 
 _QUERY_DEADLINE_S = 30.0
 
 
-async def run_started(calls: Calls) -> events.RunStarted:
+async def run_started(calls: base.Calls) -> events.RunStarted:
     """The RunStarted event, with the workers of all gateways and the set that gateway 0 serves.
     Raises FailedPrecondition without workers.
     """
     settings = await _settings(calls)
-    served = (await versions_at_gateways(calls, _QUERY_DEADLINE_S))[0]
+    served = (await policy_trainer.versions_at_gateways(calls, _QUERY_DEADLINE_S))[0]
     if not settings.workers:
-        raise FailedPrecondition("the gateway has no engine workers", seen=0, allowed="1 or more")
+        raise errors.FailedPrecondition(
+            "the gateway has no engine workers", seen=0, allowed="1 or more"
+        )
     return events.RunStarted(calls.now(), settings, versions_from_proto(served.versions))
 
 
-async def run_resumed(calls: Calls) -> events.Resumed:
+async def run_resumed(calls: base.Calls) -> events.Resumed:
     """The Resumed event. Raises ConfigError when a setting fixed for the run (KEPT) has changed."""
     began, now = calls.state().settings, await _settings(calls)
     changed = [name for name in KEPT if getattr(now, name) != getattr(began, name)]
@@ -60,56 +48,58 @@ async def run_resumed(calls: Calls) -> events.Resumed:
             for settings in (now, began)
         )
         message = f"run {calls.config.run.id} has begun with other settings"
-        raise ConfigError(message, seen=seen, allowed=f"{kept}, or a run.id of its own")
+        raise errors.ConfigError(message, seen=seen, allowed=f"{kept}, or a run.id of its own")
     return events.Resumed(calls.now(), calls.config.steps)
 
 
-async def _settings(calls: Calls) -> RunSettings:
+async def _settings(calls: base.Calls) -> RunSettings:
     """The machine's settings from the present configuration and the gateways' workers. Raises
     ConfigError when the gateways have different numbers of workers.
     """
     request = rollout_pb2.GetStatusRequest()
     found = [
         len(status.workers)
-        for status in await ask_all(calls, "GetStatus", request, _QUERY_DEADLINE_S)
+        for status in await gateways.ask_all(calls, "GetStatus", request, _QUERY_DEADLINE_S)
     ]
     if len({*found}) > 1:
-        raise ConfigError("all gateways have equally many workers", seen=found, allowed=found[:1])
+        raise errors.ConfigError(
+            "all gateways have equally many workers", seen=found, allowed=found[:1]
+        )
     settings = calls.config.machine_settings(sum(found))
     leasable = found[0] if len(found) > 1 else 0
     return replace(settings, leasable_workers=leasable, tasks=calls.source.described)
 
 
-async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
+async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
     """Emits ShareDone for each worker, then TasksFinished; WorkerLost when a worker died. In the
     schedule fully_async it also emits GroupClosed for each group.
     """
 
-    def worker_lost(error: PacelineError) -> Event | None:
-        if error.reason != WORKER_LOST:
+    def worker_lost(error: errors.PacelineError) -> Event | None:
+        if error.reason != base.WORKER_LOST:
             return None
         worker = int(error.seen) if error.seen and error.seen.isdecimal() else 0
         return events.WorkerLost(calls.now(), command.epoch, worker)
 
     deadline_s = calls.config.step_deadline_s
-    with calls.reported(Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
+    with calls.reported(state.Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
         request = calls.source.step_request(
             command.step,
             command.epoch,
             command.round,
-            tuple(bits(command.places)),
+            tuple(rollout.bits(command.places)),
             capture=command.capture,
         )
     places = {task.group_id: task.task_index for task in request.tasks}
     samples = calls.samples.setdefault(command.step, FinishedSamples(request))
     with calls.reported(
-        Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
+        state.Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
     ):
         async with calls.handing_over:
-            await mend(calls, command)
-            await withhold(calls, calls.learner_context())
-            await resume(calls, command)
-            running = TaskCalls(calls, request)
+            await policy_trainer.mend(calls, command)
+            await quarantine.withhold(calls, calls.learner_context())
+            await slots.resume(calls, command)
+            running = gateways.TaskCalls(calls, request)
             await running.begin()
         async for name, answer in running.news():
             match name:
@@ -135,7 +125,7 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
 
 
 def _group_closed(
-    calls: Calls,
+    calls: base.Calls,
     command: commands.RunTasks,
     places: Mapping[str, int],
     group: rollout_pb2.ClosedGroup,
@@ -150,28 +140,28 @@ def _group_closed(
     )
 
 
-async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
+async def evaluate(calls: base.Calls, command: commands.Evaluate) -> None:
     """Emits EvaluationDone, without a value when the engine does not support the probe's arm."""
 
-    def not_made(error: PacelineError) -> Event | None:
-        cannot = isinstance(error, InvalidInput | MissingCapability | NotFound)
-        if command.kind is not Evaluation.PROBE or not cannot:
+    def not_made(error: errors.PacelineError) -> Event | None:
+        cannot = isinstance(error, errors.InvalidInput | errors.MissingCapability | errors.NotFound)
+        if command.kind is not state.Evaluation.PROBE or not cannot:
             return None
         reason: dict[str, Figure] = {"reason": str(error)}
         return events.EvaluationDone(calls.now(), command.epoch, command.kind, None, reason)
 
     deadline_s = calls.config.step_deadline_s
-    with calls.reported(Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
+    with calls.reported(state.Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
         request = calls.source.evaluation_request(command.kind, command.step, command.epoch)
     samples = FinishedSamples(request)
     with calls.reported(
-        Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
+        state.Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
     ):
         async with calls.handing_over:
-            await mend(calls, command)
-            await withhold(calls, calls.learner_context())
-            await resume(calls, command)
-        running = TaskCalls(calls, request)
+            await policy_trainer.mend(calls, command)
+            await quarantine.withhold(calls, calls.learner_context())
+            await slots.resume(calls, command)
+        running = gateways.TaskCalls(calls, request)
         await running.begin()
         async for name, answer in running.news():
             match name:
@@ -180,22 +170,22 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
                 case "finished":
                     done = _evaluation_done(calls, command, samples, answer)
                     if (
-                        command.kind is Evaluation.ACCURACY
+                        command.kind is state.Evaluation.ACCURACY
                         and command.step
                         and done.value is not None
                     ):
-                        await keep_if_best(calls, command, done.value)
+                        await slots.keep_if_best(calls, command, done.value)
                     calls.emit(done)
 
 
 def _evaluation_done(
-    calls: Calls,
+    calls: base.Calls,
     command: commands.Evaluate,
     samples: FinishedSamples,
     finished: rollout_pb2.TasksFinished,
 ) -> events.EvaluationDone:
     settings, passed = calls.config.evaluation, None
-    if command.kind is Evaluation.PROBE:
+    if command.kind is state.Evaluation.PROBE:
         value = accept_length(finished.speculation) or None
     else:
         value = accuracy(samples.ordered, settings.solved_above)

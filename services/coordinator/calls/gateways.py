@@ -15,8 +15,7 @@ from paceline.local.services import GATEWAY, gateway_name
 from paceline.messages import merge_arms, stats_from_proto, stats_to_proto
 from paceline.rpc import rpc_errors
 from paceline.rpc.progress import LONGEST_S, while_moving
-from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
-from paceline.services.coordinator.calls.peers import each
+from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, accepted, answers, each
 from paceline.trajectory import SpeculationStats
 from paceline.v1.progress_pb2 import Part
 from paceline.v1.rollout_pb2 import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from paceline.errors import PacelineError
 from paceline.local.news import tell_supervisor
-from paceline.services.coordinator.calls.base import Calls
-from paceline.services.coordinator.calls.gateways import ask_all
+from paceline.services.coordinator.calls import base, gateways
 from paceline.services.coordinator.machine import commands, events
 from paceline.telemetry import get_logger
 from paceline.trajectory import PLAIN_PATH
@@ -16,7 +15,7 @@ from paceline.v1.trajectory_pb2 import CommandContext
 _DEADLINE_S = 30.0
 
 
-def found(calls: Calls, epoch: int, stepped: PolicyStepped) -> None:
+def found(calls: base.Calls, epoch: int, stepped: PolicyStepped) -> None:
     """Logs and reports the paths beyond their bounds, if any, and emits PathsBeyondBound."""
     if not stepped.beyond:
         return
@@ -42,7 +41,7 @@ def found(calls: Calls, epoch: int, stepped: PolicyStepped) -> None:
     calls.emit(events.PathsBeyondBound(calls.now(), epoch, paths, details))
 
 
-async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
+async def quarantine(calls: base.Calls, command: commands.Quarantine) -> None:
     """Applies the quarantine at once if the gateway answers; otherwise the next rollouts start with
     it.
     """
@@ -53,12 +52,12 @@ async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
         log.error("the quarantine waits for the next rollouts", error=str(error))
 
 
-async def withhold(calls: Calls, context: CommandContext) -> None:
+async def withhold(calls: base.Calls, context: CommandContext) -> None:
     """Stops all gateways from using the quarantined paths. Raises errors of the call."""
     paths = calls.state().quarantined
     if not paths:
         return
     request = QuarantineRequest(context=context, paths=paths)
-    answers = await ask_all(calls, "Quarantine", request, _DEADLINE_S)
+    answers = await gateways.ask_all(calls, "Quarantine", request, _DEADLINE_S)
     if unmet := sorted({path for answer in answers for path in answer.unmet}):
         get_logger("coordinator").error("paths_stay", paths=unmet)

@@ -1,17 +1,18 @@
-"""Calls the gateway when slots change hands: workers free their memory or allocate it again."""
+"""Calls about slots: memory of workers, final checkpoints, and reclaims for waiting callers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
-from paceline.rpc import leased, rpc_errors
-from paceline.services.coordinator.calls.base import Calls, no_event
+from paceline.rpc import leased, responses, rpc_errors
+from paceline.rpc.progress import while_moving
+from paceline.services.coordinator.calls.base import STILL_S, Calls, Peers, each, no_event
 from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
-from paceline.services.coordinator.calls.peers import Peers, each
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import StepCommand
 from paceline.services.coordinator.machine.events import Event
@@ -20,7 +21,7 @@ from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Phase, Service
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
-from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
+from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse, SaveDrafterCheckpointRequest
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
 RESUME_DEADLINE_S = 300.0
@@ -141,3 +142,87 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
         await resume(calls, command)
     except PacelineError as error:
         log.error("workers stay lent out until the run is resumed", error=str(error))
+
+
+OPTIONAL_STILL_S = 60.0
+"""Seconds without progress of an optional service after which the run ends without its answer."""
+
+
+async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
+    """Emits CheckpointsSaved with the paths. It has no paths if nothing was trained or an optional
+    service does not answer.
+    """
+    try:
+        await resume(calls, command)  # agents may send requests after the run
+    except PacelineError as error:
+        get_logger("coordinator").warning("workers stay lent out", error=str(error))
+    paths = {"policy": "", "drafter": ""}
+    context = calls.context(command)
+    if command.step:
+        policy = SavePolicyCheckpointRequest(context=context)
+        deadline_s = patient(STILL_S)
+        with calls.reported(Service.POLICY_TRAINER, "close", command, deadline_s=deadline_s):
+            paths["policy"] = (await calls.peers.save_policy(policy, deadline_s)).path
+    if command.step and calls.config.drafter_enabled:
+        drafter = SaveDrafterCheckpointRequest(context=context)
+        trainer, still_s = calls.peers.channels[Service.DRAFTER_TRAINER], patient(OPTIONAL_STILL_S)
+        try:
+            with rpc_errors():
+                async with while_moving(trainer, still_s) as timeout:
+                    saved = await calls.peers.drafter.SaveDrafterCheckpoint(
+                        drafter, timeout=timeout
+                    )
+            paths["drafter"] = saved.path
+        except PacelineError as error:
+            calls.went_without(Service.DRAFTER_TRAINER, "close", error)
+
+    calls.emit(events.CheckpointsSaved(calls.now(), command.epoch, paths))
+
+
+async def keep_if_best(calls: Calls, command: commands.Evaluate, evaluation: float) -> None:
+    """Keeps the policy's checkpoint if no earlier evaluation was better. If the trainer does not
+    answer, only the checkpoint is missing: the evaluation is still recorded.
+    """
+    request = SavePolicyCheckpointRequest(context=calls.context(command), evaluation=evaluation)
+    try:
+        await calls.peers.save_policy(request, patient(STILL_S))
+    except PacelineError as error:
+        get_logger("coordinator").warning("best checkpoint not kept", error=str(error))
+
+
+_PAUSE_S = 1.0
+"""Seconds between two calls, so that a gateway that rejects calls is not flooded."""
+
+
+async def listen(calls: Calls) -> None:
+    """Subscribes to all gateways for ever, across their restarts."""
+    await asyncio.gather(*(_listen_on(calls, one) for one in calls.peers.rollouts))
+
+
+async def _listen_on(calls: Calls, rollout: Any) -> None:
+    while True:
+        try:
+            await _listen(calls, rollout)
+        except PacelineError as error:
+            get_logger("coordinator").debug("the gateway is not heard", error=str(error))
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _listen(calls: Calls, rollout: Any) -> None:
+    request = rollout_pb2.WatchTrafficRequest()
+    with rpc_errors():
+        call = rollout.WatchTraffic(request, wait_for_ready=True)
+        async with aclosing(responses(call)) as news:
+            async for waiting in news:
+                await _reclaim(calls, waiting)
+
+
+async def _reclaim(calls: Calls, waiting: rollout_pb2.WatchTrafficResponse) -> None:
+    """Serves callers that wait for lent workers: ends the drafter's lease, or resumes workers
+    without a holder at once.
+    """
+    state = calls.state()
+    if state.lease is None:
+        await give_back(calls, state.step, waiting.epoch)
+    elif state.lease.epoch == waiting.epoch:
+        calls.emit(events.TrafficWaits(calls.now(), waiting.epoch, waiting.requests))

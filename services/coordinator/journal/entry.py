@@ -1,19 +1,22 @@
-"""Builds the journal's entries, one per transition, and reads them."""
+"""Builds the journal's entries, one per transition, and the facts for subscribers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from paceline.errors import DataLoss
+from paceline.messages import versions_to_proto
+from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.slots import Holder, Slot, WorkerState
-from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.state import Phase, State
 from paceline.services.coordinator.machine.step import EVENTS
 from paceline.tagged_json import from_object, to_object
+from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2 import StepRecord
 
 VERSION = 6
@@ -140,3 +143,62 @@ def _record(found: Any) -> StepRecord | None:
     ) as error:
         seen = str(found)[:200]
         raise DataLoss(f"a step's record does not decode: {error}", seen=seen) from error
+
+
+def fact_of(
+    run_id: str,
+    before: State,
+    event: Event,
+    after: State,
+    issued: Sequence[commands.Command],
+    changed: Sequence[SlotRange],
+    record: pb.StepRecord | None,
+    samples: int,
+) -> pb.Fact | None:
+    """All changes by a transition, unnumbered; None without any.
+
+    `changed`: the transition's `changed_slots`. `samples`: samples requested by a step, if any.
+    """
+    fact = pb.Fact(slots=_ranges(after, changed))
+    step = before.step
+    if isinstance(event, events.StepBegan) and after.rollouts.step > before.rollouts.step:
+        step = event.step
+        fact.step_began.samples = samples
+        fact.step_began.SetInParent()
+    if after.versions != before.versions:
+        fact.version_committed.versions.CopyFrom(versions_to_proto(after.versions))
+    if after.lost != before.lost:
+        fact.services_away.services.extend(sorted(after.lost))
+        fact.services_away.SetInParent()
+    if (after.phase is Phase.PAUSED) != (before.phase is Phase.PAUSED):
+        fact.paused = after.phase is Phase.PAUSED
+    if record is not None:
+        fact.step_finished.record.CopyFrom(record)
+    for command in issued:
+        if isinstance(command, commands.FinishRun):
+            fact.run_finished.failure = command.failure
+            fact.run_finished.SetInParent()
+    if not fact.ByteSize():
+        return None
+    context = fact.context
+    context.run_id, context.step, context.epoch = run_id, step, after.epoch
+    fact.at_s = event.at_s
+    return fact
+
+
+def all_slots(state: State) -> list[pb.SlotRange]:
+    """All slots in the wire's form."""
+    return _ranges(state, slot_ranges(state, range(len(state.slots))))
+
+
+def _ranges(state: State, ranges: Iterable[SlotRange]) -> list[pb.SlotRange]:
+    return [
+        pb.SlotRange(
+            first=first,
+            count=count,
+            holder=f"HOLDER_{holder.upper()}",
+            epoch=epoch,
+            worker_state=f"WORKER_STATE_{(state.worker_on(first) or 'UNSPECIFIED').upper()}",
+        )
+        for first, count, holder, epoch in ranges
+    ]

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import InternalError
-from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine import events, rollout
 from paceline.services.coordinator.machine.events import Event
-from paceline.services.coordinator.machine.rollout import bits, draw_of
 from paceline.services.coordinator.machine.state import DrawnStep, Portion, State
 from paceline.v1.rollout_pb2 import ClosedGroup
 
@@ -54,12 +53,12 @@ class ClosedGroups:
     def observe(self, before: State, event: Event, after: State) -> None:
         """Processes one transition; late events of restarted rollouts change nothing."""
         if isinstance(event, events.GroupClosed) and after is not before:
-            if (draw := draw_of(before, event.epoch)) is not None:
+            if (draw := rollout.draw_of(before, event.epoch)) is not None:
                 left_out = event.equal_rewards and _leaves_out(before)
                 group = KnownGroup(event.index, event.group_id, event.sessions, left_out)
                 self._steps.setdefault(draw.step, {})[group.group_id] = group
         elif isinstance(event, events.TasksFinished):
-            if (draw := draw_of(before, event.epoch)) is not None:
+            if (draw := rollout.draw_of(before, event.epoch)) is not None:
                 self._finished(draw, event, _leaves_out(before))
         elif after.step > before.step:
             left = {draw.step for draw in after.rollouts.draws}
@@ -73,7 +72,7 @@ class ClosedGroups:
         chosen: list[KnownGroup] = []
         for portion in batch:
             known = self._steps.get(portion.step)
-            wanted = None if portion.groups is None else set(bits(portion.groups))
+            wanted = None if portion.groups is None else set(rollout.bits(portion.groups))
             found = list((known or {}).values())
             if wanted is not None:
                 found = [group for group in found if group.place in wanted]
@@ -90,7 +89,7 @@ class ClosedGroups:
         """Records a call's groups in the order of their places."""
         found = event.details.get(FIGURE)
         told = found if isinstance(found, Mapping) else {}
-        places = bits(draw.places) if draw.round else range(len(told))
+        places = rollout.bits(draw.places) if draw.round else range(len(told))
         known = self._steps.setdefault(draw.step, {})
         if not draw.round:
             known.clear()  # agents may have brought other groups to an earlier call

@@ -7,29 +7,106 @@ entries; paceline.report reads all entries.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, get_type_hints
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from paceline.errors import DataLoss, FailedPrecondition
-from paceline.services.coordinator.journal.entry import JournalEntry
-from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
-from paceline.streams import run_key, scripts
-from paceline.streams.connection import redis_errors
-from paceline.streams.journal_line import pack_entry, unpack_entry
-from paceline.streams.journal_pages import (
-    ARCHIVE,
-    ENTRY,
-    JOURNAL,
-    entry_number,
-    journal_lines,
-    journal_page,
-    packed,
+from paceline.services.coordinator.journal.entry import VERSION, JournalEntry
+from paceline.services.coordinator.journal.groups import KnownGroup
+from paceline.services.coordinator.journal.records import Carried
+from paceline.services.coordinator.machine.slots import (
+    Holder,
+    Slot,
+    WorkerState,
+    slot_row,
+    worker_row,
 )
+from paceline.services.coordinator.machine.state import State
+from paceline.streams import connection, journal, run_key, scripts
+from paceline.tagged_json import from_object, to_object
 from paceline.v1.coordinator_pb2 import StepRecord
+
+_ROWS = ("slots", "workers")
+_REST: Any = make_dataclass(
+    "Rest", [(name, hint) for name, hint in get_type_hints(State).items() if name not in _ROWS]
+)
+"""The state without its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run after the first `entries` entries of its journal. The last entry closed a step."""
+
+    entries: int
+    at_s: float  # of the last entry
+    traceparents: dict[str, str]  # of the open steps and of the step just closed
+    state: State
+    records: Carried
+    groups: dict[str, tuple[KnownGroup, ...]]  # ClosedGroups.kept
+    watched: tuple[int, float] | None  # AcceptanceWatch.last
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """The part of a snapshot outside the state."""
+
+    v: int
+    entries: int
+    at_s: float
+    traceparents: dict[str, str]
+    records: Carried
+    groups: dict[str, tuple[KnownGroup, ...]]
+    watched: tuple[int, float] | None
+    slots: tuple[tuple[Holder, int], ...]
+    workers: tuple[WorkerState, ...]
+
+
+def pack_snapshot(snapshot: Snapshot) -> bytes:
+    """One line of JSON."""
+    state = snapshot.state
+    beside = _Beside(
+        VERSION,
+        snapshot.entries,
+        snapshot.at_s,
+        snapshot.traceparents,
+        snapshot.records,
+        snapshot.groups,
+        snapshot.watched,
+        tuple((slot.holder, slot.epoch) for slot in state.slots),
+        tuple(state.workers),
+    )
+    rest = _REST(**{one.name: getattr(state, one.name) for one in fields(_REST)})
+    values = {"beside": to_object(beside), "state": to_object(rest)}
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def unpack_snapshot(line: bytes) -> Snapshot:
+    """Restores a snapshot from `pack_snapshot`'s output. Raises DataLoss for any other input."""
+    try:
+        values = json.loads(line)
+        beside = from_object(_Beside, values["beside"])
+        rest = from_object(_REST, values["state"], "State")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataLoss(f"a snapshot does not decode: {error}", seen=line[:80]) from error
+
+    if beside.v != VERSION:
+        raise DataLoss("a snapshot has another version", seen=beside.v, allowed=VERSION)
+    state = State(
+        slots=slot_row(Slot(holder, epoch) for holder, epoch in beside.slots),
+        workers=worker_row(beside.workers),
+        **vars(rest),
+    )
+    return Snapshot(
+        *(beside.entries, beside.at_s, beside.traceparents, state),
+        *(beside.records, beside.groups, beside.watched),
+    )
+
 
 TOGETHER = 256
 """Most entries of one append: some 50 KB, for which Redis serves no other client."""
@@ -46,7 +123,10 @@ class Journal:
         self._run_id = run_id
         self._append = client.register_script(scripts.JOURNAL)
         self._save = client.register_script(scripts.SNAPSHOT)
-        self._key, self._archive = run_key(run_id, JOURNAL), run_key(run_id, ARCHIVE)
+        self._key, self._archive = (
+            run_key(run_id, journal.JOURNAL),
+            run_key(run_id, journal.ARCHIVE),
+        )
         self._snapshot, self._steps = f"{self._key}:snapshot", f"{self._key}:steps"
         self.count = 0
         """Number of entries read or written."""
@@ -60,7 +140,7 @@ class Journal:
         Raises DataLoss when the snapshot is undecodable or covers more than the archive has. A
         replay of all entries then leads to the same state.
         """
-        with redis_errors(self._client, "reading the snapshot"):
+        with connection.redis_errors(self._client, "reading the snapshot"):
             line: Any = await self._client.get(self._snapshot)
         if line is None:
             return None
@@ -89,17 +169,17 @@ class Journal:
         """
         lines: list[bytes] = []
         after, last = 0, snapshot.entries
-        while page := await journal_page(self._client, self._run_id, after, last):
-            lines += [fields[ENTRY] for _, fields in page]
-            after = entry_number(page[-1][0])
+        while page := await journal.journal_page(self._client, self._run_id, after, last):
+            lines += [fields[journal.ENTRY] for _, fields in page]
+            after = journal.entry_number(page[-1][0])
         # Since the previous snapshot, its last step may have been evaluated, and rollouts of other
         # steps may have ended.
         first = max(0, self._kept - 1 - snapshot.state.settings.max_policy_lag)
         end = snapshot.state.step
-        args: list[Any] = [last, packed(lines), pack_snapshot(snapshot)]
+        args: list[Any] = [last, journal.packed(lines), pack_snapshot(snapshot)]
         for one in finished[first:end]:
             args += [one.step, one.SerializeToString()]
-        with redis_errors(self._client, "writing the snapshot"):
+        with connection.redis_errors(self._client, "writing the snapshot"):
             try:
                 keys = [self._key, self._archive, self._snapshot, self._steps]
                 await self._save(keys=keys, args=args)
@@ -116,10 +196,10 @@ class Journal:
 
         Raises DataLoss when an entry is missing or undecodable.
         """
-        async for line in journal_lines(self._client, self._run_id, self.count):
+        async for line in journal.journal_lines(self._client, self._run_id, self.count):
             self.count += 1
             try:
-                entry = JournalEntry.from_json(unpack_entry(line))
+                entry = JournalEntry.from_json(journal.unpack_entry(line))
             except (ValueError, RecursionError) as error:
                 raise DataLoss(f"journal entry {self.count} does not decode: {error}") from error
             yield entry
@@ -131,8 +211,8 @@ class Journal:
         Raises FailedPrecondition when another coordinator has appended meanwhile, Unavailable, and
         ResourceExhausted when Redis is full.
         """
-        lines = [pack_entry(entry.to_json()) for entry in entries]
-        with redis_errors(self._client, f"append to {self._key}"):
+        lines = [journal.pack_entry(entry.to_json()) for entry in entries]
+        with connection.redis_errors(self._client, f"append to {self._key}"):
             try:
                 await self._append(keys=[self._key], args=[self.count + 1, *lines])
             except ResponseError as error:
@@ -140,8 +220,8 @@ class Journal:
                     raise
                 # A repetition after a lost answer finds its own entries.
                 last = self.count + len(lines)
-                here = await journal_page(self._client, self._run_id, self.count, last)
-                if [fields.get(ENTRY) for _, fields in here] != lines:
+                here = await journal.journal_page(self._client, self._run_id, self.count, last)
+                if [fields.get(journal.ENTRY) for _, fields in here] != lines:
                     raise self._taken(error) from error
 
         self.count += len(lines)
@@ -152,12 +232,12 @@ class Journal:
 
     async def _archived(self, last: int) -> bool:
         """Whether a page of the archive ends with this entry."""
-        with redis_errors(self._client, "reading the archive"):
+        with connection.redis_errors(self._client, "reading the archive"):
             page: Any = await self._client.xrange(self._archive, f"{last}-0", f"{last}-0")
         return bool(page)
 
     async def _records(self, steps: range) -> list[StepRecord]:
-        with redis_errors(self._client, "reading the records of steps"):
+        with connection.redis_errors(self._client, "reading the records of steps"):
             found: Any = await self._client.hmget(self._steps, list(steps))
         try:
             return [StepRecord.FromString(one) for one in found]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.decision import Decision, Objection, refused
+from paceline.services.coordinator.machine.commands import Decision, Objection, refused
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 from paceline.trajectory import NUMBERS_PATH
 

@@ -1,4 +1,4 @@
-"""The machine's commands, as frozen dataclasses.
+"""The machine's commands and decisions, as frozen dataclasses.
 
 Commands are idempotent: receivers identify them by step, epoch or version, so a restart may issue
 them again.
@@ -7,8 +7,10 @@ them again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from paceline.services.coordinator.machine.state import Evaluation, Portion, Service
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.state import Evaluation, Phase, Portion, Service, State
 from paceline.trajectory import VersionSet
 
 
@@ -160,3 +162,24 @@ class Refuse(Command):
     event: str
     seen: int
     current: int
+
+
+class Decision(NamedTuple):
+    """The state after an event, the commands, and the phase to enter next, if any."""
+
+    state: State
+    commands: tuple[Command, ...] = ()
+    enters: Phase | None = None
+
+
+class Objection(NamedTuple):
+    """The reason for refusing an operator's request."""
+
+    message: str
+    seen: object
+    allowed: str
+
+
+def refused(state: State, event: Event, seen: int, current: int) -> Decision:
+    """Refuses an event without a change."""
+    return Decision(state, (Refuse(type(event).__name__, seen, current),))

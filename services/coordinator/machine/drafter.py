@@ -8,37 +8,32 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, takewhile
 
-from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.commands import (
-    AbortDrafter,
-    ActivateDrafter,
-    JoinDrafter,
-    PreemptDrafter,
-)
-from paceline.services.coordinator.machine.decision import Decision, refused
-from paceline.services.coordinator.machine.moves import (
+from paceline.services.coordinator.machine import commands, events, schedule
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
+from paceline.services.coordinator.machine.state import (
+    OPTIONAL,
+    Phase,
+    Service,
+    State,
     free_slots,
     lease_slots,
     move_workers,
     worker_slots,
 )
-from paceline.services.coordinator.machine.schedule import trains_during_push
-from paceline.services.coordinator.machine.settings import RunSettings
-from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
-from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 
 FROZEN = "frozen"
 """Reason of a Detached by a trainer that gains nothing at present."""
 
 
-def lease_released(state: State) -> Decision | None:
+def lease_released(state: State) -> commands.Decision | None:
     """Leases released slots to the drafter while rollouts, the policy on its own slots, or a push
     are in progress. Further slots join a lease once it trains. During a commit no slot is leased,
     because a released worker may be the canary.
     """
     settings, workers = state.settings, state.workers
     policy_apart = not settings.colocated and state.learner.phase is not Phase.IDLE
-    while_pushing = trains_during_push(state)
+    while_pushing = schedule.trains_during_push(state)
     if (
         settings.serial_drafter
         or state.committing is not None
@@ -51,37 +46,39 @@ def lease_released(state: State) -> Decision | None:
     return _lease(state) if enough_released(state) and _due(state) else None
 
 
-def train_alone(state: State) -> Decision:
+def train_alone(state: State) -> commands.Decision:
     """In the serial schedule, trains the drafter while the other services wait; the commit follows.
 
     It trains once per step. After a failed commit its workers are COMPLETED, and the set is
     committed as it is.
     """
     if not state.settings.serial_drafter:  # a harvesting drafter may continue beside the commit
-        return Decision(state, enters=Phase.COMMIT)
+        return commands.Decision(state, enters=Phase.COMMIT)
     if state.lease is not None:  # of a former coordinator, so its call is lost
         return preempt(state)
     if _due(state) and any(True for _ in _released(state)):
         return _lease(state)
-    return Decision(state, enters=Phase.COMMIT)
+    return commands.Decision(state, enters=Phase.COMMIT)
 
 
-def preempt(state: State) -> Decision:
+def preempt(state: State) -> commands.Decision:
     """Requests the drafter's slots, once per lease; no effect without a lease."""
     lease = state.lease
     if lease is None or lease.preempting:
-        return Decision(state)
+        return commands.Decision(state)
     state = replace(state, lease=replace(lease, preempting=True))
     deadline_s = state.settings.preempt_deadline_s
-    return Decision(state, (PreemptDrafter(state.step, lease.epoch, deadline_s),))
+    return commands.Decision(state, (commands.PreemptDrafter(state.step, lease.epoch, deadline_s),))
 
 
-def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> Decision:
+def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> commands.Decision:
     """Records the event only."""
-    return Decision(state)
+    return commands.Decision(state)
 
 
-def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
+def attached(
+    state: State, event: events.DrafterActivated | events.DrafterJoined
+) -> commands.Decision:
     """Records the slots that the trainer uses. Slots released meanwhile may join the lease next:
     only one change of a lease is in progress at a time.
     """
@@ -91,20 +88,20 @@ def attached(state: State, event: events.DrafterActivated | events.DrafterJoined
         slots = known or len(state.lease.slots)
     else:
         slots = max(known, event.slots)
-    return Decision(replace(state, lease=replace(state.lease, attached=slots)))
+    return commands.Decision(replace(state, lease=replace(state.lease, attached=slots)))
 
 
-def join_failed(state: State, event: events.JoinFailed) -> Decision:
+def join_failed(state: State, event: events.JoinFailed) -> commands.Decision:
     """Ends the activation, because its slots are uncertain."""
     return preempt(state)
 
 
-def reclaim(state: State, event: events.TrafficWaits) -> Decision:
+def reclaim(state: State, event: events.TrafficWaits) -> commands.Decision:
     """Ends the whole lease for waiting callers. Its workers are not leased again in this step."""
     return preempt(state)
 
 
-def promoted(state: State, event: events.GatePromoted) -> Decision:
+def promoted(state: State, event: events.GatePromoted) -> commands.Decision:
     """Keeps the candidate for the next commit, and aborts an older waiting candidate.
 
     A prepared candidate needs no slot: it counts even when Preempted arrived first.
@@ -113,18 +110,18 @@ def promoted(state: State, event: events.GatePromoted) -> Decision:
     version = event.drafter_version
     state = replace(state, promoted=version, candidate=(event.epoch, version))
     if older is None or older == version:
-        return Decision(state)
+        return commands.Decision(state)
     if state.committing is not None and state.committing.drafter == older:
-        return Decision(state)  # about to serve
-    return Decision(state, (AbortDrafter(state.step, state.lease_epoch, older),))
+        return commands.Decision(state)  # about to serve
+    return commands.Decision(state, (commands.AbortDrafter(state.step, state.lease_epoch, older),))
 
 
-def preempted(state: State, event: events.Preempted) -> Decision:
+def preempted(state: State, event: events.Preempted) -> commands.Decision:
     """Ends the lease."""
     return end_lease(state, Cause.PREEMPTED)
 
 
-def detached(state: State, event: events.Detached) -> Decision:
+def detached(state: State, event: events.Detached) -> commands.Decision:
     """Ends the lease after training or preemption. A frozen drafter rests."""
     if event.reason == FROZEN:
         rest = state.step + state.settings.frozen_interval_steps
@@ -132,7 +129,7 @@ def detached(state: State, event: events.Detached) -> Decision:
     return end_lease(state, Cause.PREEMPTED if event.reason == "preempted" else Cause.DRAFTER_DONE)
 
 
-def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
+def end_lease(state: State, cause: Cause, *, fence: bool = False) -> commands.Decision:
     """Frees the drafter's slots.
 
     `fence`: the drafter trainer has not confirmed that it left, and gets no other slots before the
@@ -144,15 +141,15 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
     state = free_slots(move_workers(state, workers, cause), slots, fence=fence)
     state = replace(state, lease=None, drafter_benched=fence)
     serial = state.learner.phase is Phase.DRAFTER
-    return Decision(state, enters=Phase.COMMIT if serial else None)
+    return commands.Decision(state, enters=Phase.COMMIT if serial else None)
 
 
-def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
+def acceptance_fell(state: State, event: events.AcceptanceFell) -> commands.Decision:
     """Schedules a rollback to the former drafter, unless an operator has chosen a drafter."""
     serving = event.drafter_version == state.versions.drafter
     if not serving or state.previous_drafter is None or state.pin is not None:
-        return refused(state, event, event.drafter_version, state.versions.drafter)
-    return Decision(replace(state, rollback=True))
+        return commands.refused(state, event, event.drafter_version, state.versions.drafter)
+    return commands.Decision(replace(state, rollback=True))
 
 
 def captured(state: State, step: int) -> bool:
@@ -197,15 +194,15 @@ def _released(state: State) -> Iterator[int]:
     return takewhile(lambda worker: worker < there, state.workers.where(WorkerState.RELEASED))
 
 
-def _lease(state: State) -> Decision:
+def _lease(state: State) -> commands.Decision:
     state, slots = _lease_more(state, None)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)
     deadline_s = state.settings.activation_deadline_s
-    command = ActivateDrafter(state.step, state.epoch, slots, deadline_s, state.versions)
-    return Decision(state, (command,))
+    command = commands.ActivateDrafter(state.step, state.epoch, slots, deadline_s, state.versions)
+    return commands.Decision(state, (command,))
 
 
-def _widen(state: State, lease: DrafterLease) -> Decision | None:
+def _widen(state: State, lease: DrafterLease) -> commands.Decision | None:
     """Adds slots under the lease's epoch, which ends for all its slots at once."""
     if lease.preempting or lease.attached < len(lease.slots):
         return None
@@ -215,8 +212,8 @@ def _widen(state: State, lease: DrafterLease) -> Decision | None:
     slots = lease.slots + joining
     state = replace(state, lease=replace(lease, slots=slots))
     deadline_s = state.settings.activation_deadline_s
-    command = JoinDrafter(state.step, lease.epoch, slots, joining, deadline_s)
-    return Decision(state, (command,))
+    command = commands.JoinDrafter(state.step, lease.epoch, slots, joining, deadline_s)
+    return commands.Decision(state, (command,))
 
 
 def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[int, ...]]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.commands import AwaitService, FinishRun, HandBack
-from paceline.services.coordinator.machine.decision import Decision
-from paceline.services.coordinator.machine.drafter import end_lease, preempt
-from paceline.services.coordinator.machine.moves import held_by
-from paceline.services.coordinator.machine.slots import Cause, Holder
+from paceline.services.coordinator.machine import commands, drafter, events, slots
 from paceline.services.coordinator.machine.state import (
     OPTIONAL,
     MachineError,
     Phase,
     Service,
     State,
+    held_by,
     with_learner,
     with_rollouts,
 )
@@ -38,77 +34,81 @@ issued again.
 """
 
 
-def service_lost(state: State, event: events.ServiceLost) -> Decision:
+def service_lost(state: State, event: events.ServiceLost) -> commands.Decision:
     """Waits for the service, frees its slots, and holds dependent calls."""
     if event.service in state.lost:
-        return Decision(state)
-    decision = Decision(replace(state, lost=state.lost | {event.service}))
+        return commands.Decision(state)
+    decision = commands.Decision(replace(state, lost=state.lost | {event.service}))
     if event.service is Service.DRAFTER_TRAINER and state.lease is not None:
-        decision = end_lease(decision.state, Cause.PREEMPTED, fence=True)
+        decision = drafter.end_lease(decision.state, slots.Cause.PREEMPTED, fence=True)
     if event.service is Service.GATEWAY and Phase.ROLLOUT in state.phases:
-        decision = preempt(decision.state)
-    return decision._replace(commands=(AwaitService(event.service), *decision.commands))
+        decision = drafter.preempt(decision.state)
+    return decision._replace(commands=(commands.AwaitService(event.service), *decision.commands))
 
 
-def service_back(state: State, event: events.ServiceBack) -> Decision:
+def service_back(state: State, event: events.ServiceBack) -> commands.Decision:
     """Repeats the service's calls; the drafter may lease released slots."""
     service = event.service
     if service not in state.lost:
-        return Decision(state)
+        return commands.Decision(state)
     state = replace(state, lost=state.lost - {service})
     if service is Service.DRAFTER_TRAINER:
-        return Decision(replace(state, drafter_benched=False))
+        return commands.Decision(replace(state, drafter_benched=False))
     if service in CALLED_IN[Phase.ROLLOUT]:
         state = interrupted(state)
     running = state.phase is Phase.RUNNING
     phase = state.learner.phase if running else state.phase
     called = service in CALLED_IN.get(phase, ())
-    return Decision(state, enters=again_from(phase) if called else None)
+    return commands.Decision(state, enters=again_from(phase) if called else None)
 
 
-def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
+def trainer_failed(state: State, event: events.TrainerFailed) -> commands.Decision:
     """Continues without the drafter; repeats the policy step.
 
     Raises MachineError if the policy does not train.
     """
     if event.service is Service.DRAFTER_TRAINER:
-        return end_lease(state, Cause.PREEMPTED, fence=True)
+        return drafter.end_lease(state, slots.Cause.PREEMPTED, fence=True)
     if state.learner.phase is not Phase.POLICY:
         raise MachineError(f"TrainerFailed({event.service})", state.describe())
     return train_again(state, f"{event.service}: {event.message}")
 
 
-def deadline(state: State, event: events.Deadline) -> Decision:
+def deadline(state: State, event: events.Deadline) -> commands.Decision:
     """Takes a late drafter's slots; fails the run for any other late service."""
     if event.what in ("activation", "join"):
-        return preempt(state)
+        return drafter.preempt(state)
     if event.what == "preempt":
-        return end_lease(state, Cause.PREEMPTED, fence=True)
+        return drafter.end_lease(state, slots.Cause.PREEMPTED, fence=True)
     return fail(state, f"{event.what} of step {state.step} took longer than {event.seconds:g} s")
 
 
-def call_failed(state: State, event: events.CallFailed) -> Decision:
+def call_failed(state: State, event: events.CallFailed) -> commands.Decision:
     """Fails the run, or frees the slots of an optional service and continues."""
     if event.service in OPTIONAL:
         leased = state.lease is not None
-        return end_lease(state, Cause.PREEMPTED, fence=True) if leased else Decision(state)
+        return (
+            drafter.end_lease(state, slots.Cause.PREEMPTED, fence=True)
+            if leased
+            else commands.Decision(state)
+        )
     return fail(state, f"{event.service}: {event.call}: {event.message}")
 
 
-def train_again(state: State, message: str) -> Decision:
+def train_again(state: State, message: str) -> commands.Decision:
     """Trains the batch again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.learner.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
-    return Decision(with_learner(state, attempts=attempts), enters=Phase.PREEMPT)
+    return commands.Decision(with_learner(state, attempts=attempts), enters=Phase.PREEMPT)
 
 
-def roll_out_again(state: State, message: str) -> Decision:
+def roll_out_again(state: State, message: str) -> commands.Decision:
     """Runs the tasks again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.rollouts.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
-    return Decision(with_rollouts(interrupted(state), attempts=attempts))
+    return commands.Decision(with_rollouts(interrupted(state), attempts=attempts))
 
 
 def interrupted(state: State) -> State:
@@ -124,16 +124,16 @@ def again_from(phase: Phase) -> Phase:
     return Phase.PREEMPT if phase is Phase.POLICY else phase
 
 
-def fail(state: State, message: str) -> Decision:
+def fail(state: State, message: str) -> commands.Decision:
     """Fails the run; Resumed continues it."""
     state = replace(state, failed_phase=state.phase, failure=message)
-    return Decision(state, enters=Phase.FAILED)
+    return commands.Decision(state, enters=Phase.FAILED)
 
 
-def give_up(state: State) -> Decision:
+def give_up(state: State) -> commands.Decision:
     """Returns the slots to the engine, which serves callers, and ends the run."""
     lease = state.lease and replace(state.lease, preempting=True)
     state = replace(state, epoch=state.epoch + 1, lease=lease)
-    policy = bool(held_by(state, Holder.POLICY))
-    hand_back = HandBack(state.step, state.epoch, lease.epoch if lease else 0, policy)
-    return Decision(state, (hand_back, FinishRun(state.failure)))
+    policy = bool(held_by(state, slots.Holder.POLICY))
+    hand_back = commands.HandBack(state.step, state.epoch, lease.epoch if lease else 0, policy)
+    return commands.Decision(state, (hand_back, commands.FinishRun(state.failure)))

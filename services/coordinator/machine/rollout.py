@@ -5,39 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from paceline.services.coordinator.machine.commands import Command, ResumeWorkers, RunTasks
-from paceline.services.coordinator.machine.decision import Decision
-from paceline.services.coordinator.machine.drafter import captured
-from paceline.services.coordinator.machine.events import (
-    GroupClosed,
-    SetDamaged,
-    ShareDone,
-    StepBegan,
-    TasksFinished,
-    WorkerLost,
+from paceline.services.coordinator.machine import drafter, events, losses, slots
+from paceline.services.coordinator.machine.commands import (
+    Command,
+    Decision,
+    ResumeWorkers,
+    RunTasks,
 )
-from paceline.services.coordinator.machine.losses import interrupted, roll_out_again
-from paceline.services.coordinator.machine.moves import (
-    free_slots,
-    held_by,
-    lease_slots,
-    move_workers,
-    worker_slots,
-)
-from paceline.services.coordinator.machine.slots import Cause, Holder, WorkerState
 from paceline.services.coordinator.machine.state import (
     DrawnStep,
     MachineError,
     Phase,
     State,
+    free_slots,
+    held_by,
+    lease_slots,
+    move_workers,
     with_rollouts,
+    worker_slots,
 )
 
 FEW = 64
 """Up to this many bits, a loop over set bits is faster than one over all places."""
 
 
-def step_began(state: State, event: StepBegan) -> Decision:
+def step_began(state: State, event: events.StepBegan) -> Decision:
     """Queues the step's tasks for their call."""
     drawn = DrawnStep(event.step, state.step, places=every_group(state))
     draws = (*state.rollouts.draws, drawn)
@@ -55,16 +47,16 @@ def generate(state: State) -> Decision:
     goes_on = any(draw.called for draw in rollouts.running)
     waiting = [draw for draw in rollouts.running if not draw.called]
     if not goes_on:
-        state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
-    suspended = list(state.workers.where(WorkerState.SUSPENDED))
-    state = move_workers(state, suspended, Cause.RESUMED)
+        state = free_slots(state, held_by(state, slots.Holder.ENGINE), fence=True)
+    suspended = list(state.workers.where(slots.WorkerState.SUSPENDED))
+    state = move_workers(state, suspended, slots.Cause.RESUMED)
     if waiting:  # each worker may get samples
-        idle = [i for i, one in enumerate(state.workers) if one is not WorkerState.GENERATING]
-        state = move_workers(state, idle, Cause.STEP_BEGAN)
-        free = [i for i in state.slots.where(Holder.NONE) if i < state.settings.engine_slots]
+        idle = [i for i, one in enumerate(state.workers) if one is not slots.WorkerState.GENERATING]
+        state = move_workers(state, idle, slots.Cause.STEP_BEGAN)
+        free = [i for i in state.slots.where(slots.Holder.NONE) if i < state.settings.engine_slots]
     else:
         free = [slot for one in suspended for slot in worker_slots(state.settings, one)]
-    state = lease_slots(state, free, Holder.ENGINE)
+    state = lease_slots(state, free, slots.Holder.ENGINE)
     epochs = {draw.step: state.epoch + number for number, draw in enumerate(waiting)}
     commands: list[Command] = [
         RunTasks(
@@ -73,7 +65,7 @@ def generate(state: State) -> Decision:
             state.versions,
             draw.round,
             draw.places,
-            capture=captured(state, draw.step),
+            capture=drafter.captured(state, draw.step),
         )
         for draw in waiting
     ]
@@ -84,12 +76,12 @@ def generate(state: State) -> Decision:
 
 def suspend(state: State) -> Decision:
     """Takes the slots of generating workers; their requests are held and continue later."""
-    workers = list(state.workers.where(WorkerState.GENERATING))
-    state = move_workers(state, workers, Cause.SUSPENDED)
-    return Decision(free_slots(state, held_by(state, Holder.ENGINE)))
+    workers = list(state.workers.where(slots.WorkerState.GENERATING))
+    state = move_workers(state, workers, slots.Cause.SUSPENDED)
+    return Decision(free_slots(state, held_by(state, slots.Holder.ENGINE)))
 
 
-def share_done(state: State, event: ShareDone) -> Decision:
+def share_done(state: State, event: events.ShareDone) -> Decision:
     """Releases the slots of a worker without a share of another step, for the drafter's lease.
 
     Raises MachineError for an unknown worker.
@@ -101,7 +93,7 @@ def share_done(state: State, event: ShareDone) -> Decision:
     return Decision(_release(state, 1 << event.worker))
 
 
-def group_closed(state: State, event: GroupClosed) -> Decision:
+def group_closed(state: State, event: events.GroupClosed) -> Decision:
     """Allows the group to be trained before the rest of its step, unless a replacement is due.
 
     Raises MachineError for a group outside the round.
@@ -114,7 +106,7 @@ def group_closed(state: State, event: GroupClosed) -> Decision:
     return Decision(_with(state, replace(draw, closed=draw.closed | 1 << event.index)))
 
 
-def tasks_finished(state: State, event: TasksFinished) -> Decision:
+def tasks_finished(state: State, event: events.TasksFinished) -> Decision:
     """Releases idle workers and closes the step's groups. While rounds of dynamic sampling are
     left, groups with equal rewards stay open and are drawn again with other tasks.
     """
@@ -137,19 +129,19 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
         state = with_rollouts(state, draws=left)  # trained before its last sample was reported
     if state.rollouts.running:
         return Decision(state)
-    return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.READY)
+    return Decision(free_slots(state, held_by(state, slots.Holder.ENGINE)), enters=Phase.READY)
 
 
-def worker_lost(state: State, event: WorkerLost) -> Decision:
+def worker_lost(state: State, event: events.WorkerLost) -> Decision:
     """Repeats the tasks after the gateway has restarted the worker."""
-    return roll_out_again(state, f"worker {event.worker} of the gateway died")
+    return losses.roll_out_again(state, f"worker {event.worker} of the gateway died")
 
 
-def set_damaged(state: State, event: SetDamaged) -> Decision:
+def set_damaged(state: State, event: events.SetDamaged) -> Decision:
     """Holds the tasks until the learner's next version set, and then begins them again."""
     if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
-        return roll_out_again(state, "the set to roll out with is damaged")
-    return Decision(with_rollouts(interrupted(state), damaged=True))
+        return losses.roll_out_again(state, "the set to roll out with is damaged")
+    return Decision(with_rollouts(losses.interrupted(state), damaged=True))
 
 
 def draw_of(state: State, epoch: int) -> DrawnStep | None:
@@ -195,10 +187,10 @@ def _release(state: State, workers: int) -> State:
     held = [
         slot
         for worker in leaving
-        if state.workers[worker] is WorkerState.GENERATING
+        if state.workers[worker] is slots.WorkerState.GENERATING
         for slot in worker_slots(state.settings, worker)
     ]
-    state = move_workers(state, leaving, Cause.SHARE_DONE)
+    state = move_workers(state, leaving, slots.Cause.SHARE_DONE)
     return free_slots(replace(state, drafter_benched=False), held)
 
 

@@ -1,19 +1,15 @@
-"""The rules that start a track's next work: RULES, in order. The first rule with an effect is
-followed.
-"""
+"""The rules that start a track's next work, in order, and everything between two steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from paceline.services.coordinator.machine.commands import BeginStep
-from paceline.services.coordinator.machine.decision import Decision
-from paceline.services.coordinator.machine.drafter import lease_released, preempt
-from paceline.services.coordinator.machine.moves import free_slots, held_by
+from paceline.services.coordinator.machine import commands, drafter, events, losses, slots
 from paceline.services.coordinator.machine.schedule import (
     at_rest,
     can_judge,
+    evaluations_due,
     may_call,
     may_commit,
     may_draw,
@@ -21,39 +17,138 @@ from paceline.services.coordinator.machine.schedule import (
     next_batch,
     pauses,
 )
-from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import (
     DrawnStep,
+    MachineError,
     Phase,
     Portion,
     State,
+    free_slots,
+    held_by,
+    lease_slots,
     with_learner,
     with_rollouts,
 )
 
 
-def commit_set(state: State) -> Decision | None:
+def run_started(state: State, event: events.RunStarted) -> commands.Decision:
+    """Frees all slots and sets all workers idle; the start policy may be evaluated first."""
+    settings = event.settings
+    state = State(
+        settings=settings,
+        slots=slots.slot_row((slots.Slot(),) * settings.slots),
+        workers=slots.worker_row((slots.WorkerState.IDLE,) * settings.workers),
+        versions=event.versions,
+        seq=event.versions.seq,
+        evaluations=evaluations_due(settings, 0),
+    )
+    return commands.Decision(state, enters=Phase.RUNNING)
+
+
+def resumed(state: State, event: events.Resumed) -> commands.Decision:
+    """Repeats every pending call of the run and its tracks, because the former coordinator's calls
+    are gone.
+    """
+    total_steps = max(event.total_steps, state.rollouts.step)
+    phase = state.failed_phase or state.phase
+    state = replace(
+        losses.interrupted(state),
+        settings=replace(state.settings, total_steps=total_steps),
+        phase=phase,
+        lost=frozenset(),
+        lease=state.lease and replace(state.lease, preempting=False),
+        failed_phase=None,
+        failure="",
+    )
+    state = with_rollouts(state, drawing=False, attempts=0)
+    state = with_learner(state, attempts=0)
+    if phase is Phase.RUNNING:
+        return commands.Decision(state, enters=losses.again_from(state.learner.phase))
+    if phase in (Phase.CLOSING, Phase.FINISHED) and state.step < total_steps:
+        phase = Phase.RUNNING
+    return commands.Decision(state, enters=phase)
+
+
+def evaluate(state: State) -> commands.Decision:
+    """Leases the workers' slots to the engine and makes the first due evaluation."""
+    state = _all_to_engine(state)
+    command = commands.Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
+    return commands.Decision(state, (command,))
+
+
+def pause(state: State) -> commands.Decision:
+    """Leases the workers' slots to the engine, which serves callers until the run continues."""
+    state = _all_to_engine(state)
+    return commands.Decision(state, (commands.ResumeWorkers(state.step, state.epoch),))
+
+
+def _all_to_engine(state: State) -> State:
+    """The workers' slots leased under a new epoch, that of the phase's call."""
+    state = free_slots(state, held_by(state, slots.Holder.ENGINE), fence=True)
+    state = lease_slots(state, range(state.settings.engine_slots), slots.Holder.ENGINE)
+    return replace(state, phase_epoch=state.epoch)
+
+
+def evaluation_done(state: State, event: events.EvaluationDone) -> commands.Decision:
+    """Takes back the engine's slots. Raises MachineError for an evaluation that is not due."""
+    if event.kind is not state.evaluations[0]:
+        raise MachineError(f"EvaluationDone({event.kind})", state.describe())
+    state = free_slots(state, held_by(state, slots.Holder.ENGINE))
+    return commands.Decision(
+        replace(state, evaluations=state.evaluations[1:]), enters=Phase.RUNNING
+    )
+
+
+def close(state: State) -> commands.Decision:
+    """Saves the trainers' checkpoints under a new epoch."""
+    epoch = state.epoch + 1
+    state = replace(state, epoch=epoch, phase_epoch=epoch)
+    return commands.Decision(state, (commands.SaveCheckpoints(state.step, epoch),))
+
+
+def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> commands.Decision:
+    """Ends the run."""
+    return commands.Decision(state, enters=Phase.FINISHED)
+
+
+def finish(state: State) -> commands.Decision:
+    """Ends the run; only Resumed with more steps continues it."""
+    return commands.Decision(replace(state, paused=False), (commands.FinishRun(""),))
+
+
+def stop_requested(state: State, event: events.StopRequested) -> commands.Decision:
+    """Makes the newest step with tasks drawn or being drawn the last step, and ends a pause."""
+    last = min(state.settings.total_steps, state.rollouts.begun)
+    settings = replace(state.settings, total_steps=last)
+    return commands.Decision(replace(state, settings=settings, paused=False))
+
+
+def commit_set(state: State) -> commands.Decision | None:
     """Commits the prepared set after the last rollout of the former version, when a worker is free
     for the canary.
     """
     waits = state.learner.phase is Phase.COMMIT and state.committing is None
     if not waits or not may_commit(state):
         return None
-    return Decision(state, enters=Phase.COMMIT) if can_judge(state) else preempt(state)
+    return (
+        commands.Decision(state, enters=Phase.COMMIT)
+        if can_judge(state)
+        else drafter.preempt(state)
+    )
 
 
-def train_policy(state: State) -> Decision | None:
+def train_policy(state: State) -> commands.Decision | None:
     """Trains the policy when drafter and rollouts have left its slots; requests that they leave."""
     if state.learner.phase is not Phase.PREEMPT or not may_take_turn(state):
         return None
     if state.settings.colocated and state.lease is not None:
-        return preempt(state)
+        return drafter.preempt(state)
     if state.settings.colocated and state.rollouts.phase is Phase.ROLLOUT:
-        return Decision(state, enters=Phase.SUSPENDED)
-    return Decision(state, enters=Phase.POLICY)
+        return commands.Decision(state, enters=Phase.SUSPENDED)
+    return commands.Decision(state, enters=Phase.POLICY)
 
 
-def take_batch(state: State) -> Decision | None:
+def take_batch(state: State) -> commands.Decision | None:
     """Takes the next batch when it is complete."""
     if state.learner.phase is not Phase.IDLE or not may_take_turn(state):
         return None
@@ -63,30 +158,36 @@ def take_batch(state: State) -> Decision | None:
     portions = {portion.step: portion for portion in batch}
     draws = tuple(_taken(draw, portions.get(draw.step)) for draw in state.rollouts.draws)
     state = with_learner(with_rollouts(state, draws=draws), batch=batch, attempts=0)
-    return Decision(state, enters=Phase.PREEMPT)
+    return commands.Decision(state, enters=Phase.PREEMPT)
 
 
-def roll_out(state: State) -> Decision | None:
+def roll_out(state: State) -> commands.Decision | None:
     """Calls drawn or interrupted tasks when the drafter has left their slots; continues suspended
     rollouts.
     """
     if not may_call(state):
         return None
     if state.rollouts.phase is Phase.SUSPENDED:
-        return Decision(state, enters=Phase.ROLLOUT)
+        return commands.Decision(state, enters=Phase.ROLLOUT)
     if all(draw.called for draw in state.rollouts.running):
         return None
-    return preempt(state) if state.lease is not None else Decision(state, enters=Phase.ROLLOUT)
+    return (
+        drafter.preempt(state)
+        if state.lease is not None
+        else commands.Decision(state, enters=Phase.ROLLOUT)
+    )
 
 
-def draw_tasks(state: State) -> Decision | None:
+def draw_tasks(state: State) -> commands.Decision | None:
     """Draws the next step's tasks."""
     if not may_draw(state):
         return None
-    return Decision(with_rollouts(state, drawing=True), (BeginStep(state.rollouts.step),))
+    return commands.Decision(
+        with_rollouts(state, drawing=True), (commands.BeginStep(state.rollouts.step),)
+    )
 
 
-def rest(state: State) -> Decision | None:
+def rest(state: State) -> commands.Decision | None:
     """Between two steps: pauses, evaluates or ends the run, without a drafter on the slots."""
     over = state.step >= state.settings.total_steps
     if state.phase is Phase.PAUSED or not at_rest(state):
@@ -94,20 +195,22 @@ def rest(state: State) -> Decision | None:
     if not (pauses(state) or state.evaluations or over):
         return None
     if state.lease is not None:
-        return preempt(state)
+        return drafter.preempt(state)
     if pauses(state):
-        return Decision(state, enters=Phase.PAUSED)
-    return Decision(state, enters=Phase.EVALUATE if state.evaluations else Phase.CLOSING)
+        return commands.Decision(state, enters=Phase.PAUSED)
+    return commands.Decision(state, enters=Phase.EVALUATE if state.evaluations else Phase.CLOSING)
 
 
-def go_on(state: State) -> Decision | None:
+def go_on(state: State) -> commands.Decision | None:
     """Ends a pause when the run is no longer paused or has no steps left."""
     if state.phase is not Phase.PAUSED or pauses(state):
         return None
-    return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.RUNNING)
+    return commands.Decision(
+        free_slots(state, held_by(state, slots.Holder.ENGINE)), enters=Phase.RUNNING
+    )
 
 
-RULES: tuple[Callable[[State], Decision | None], ...] = (
+RULES: tuple[Callable[[State], commands.Decision | None], ...] = (
     go_on,
     commit_set,
     train_policy,
@@ -115,11 +218,11 @@ RULES: tuple[Callable[[State], Decision | None], ...] = (
     roll_out,
     draw_tasks,
     rest,
-    lease_released,
+    drafter.lease_released,
 )
 
 
-def follow(state: State) -> Decision | None:
+def follow(state: State) -> commands.Decision | None:
     """The next decision of RULES, or None."""
     if state.phase not in (Phase.RUNNING, Phase.PAUSED):
         return None

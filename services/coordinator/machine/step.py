@@ -35,41 +35,144 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paceline.services.coordinator.machine import (
-    audit,
-    boundary,
     choice,
-    commit,
     drafter,
     events,
+    learner,
     losses,
-    policy,
     rollout,
+    rules,
+    slots,
 )
-from paceline.services.coordinator.machine.commands import Command
-from paceline.services.coordinator.machine.decision import Decision, refused
-from paceline.services.coordinator.machine.marks import (
-    Mark,
-    begin,
-    call,
-    group,
-    learner_call,
-    lease,
-    lease_or_call,
-    newest_lease,
-    none,
-    rollout_call,
-    set_number,
-    share,
-    step_number,
-)
+from paceline.services.coordinator.machine.commands import Command, Decision, Quarantine, refused
+from paceline.services.coordinator.machine.events import PathsBeyondBound
+from paceline.services.coordinator.machine.rollout import draw_of
 from paceline.services.coordinator.machine.rules import follow
 from paceline.services.coordinator.machine.state import (
     MachineError,
     Phase,
+    Service,
     State,
     with_learner,
     with_rollouts,
 )
+from paceline.trajectory import NUMBERS_PATH
+
+
+def quarantined(state: State, event: PathsBeyondBound) -> Decision:
+    """Adds the paths to the quarantine in order of discovery; quarantined paths change nothing. The
+    next policy drops an inexact profile.
+    """
+    new = tuple(dict.fromkeys(path for path in event.paths if path not in state.quarantined))
+    if not new:
+        return Decision(state)
+    profile = None if NUMBERS_PATH + (state.profile or "") in new else state.profile
+    state = replace(state, quarantined=state.quarantined + new, profile=profile)
+    return Decision(state, (Quarantine(state.step, event.epoch, state.quarantined),))
+
+
+class Mark(NamedTuple):
+    """The event's value of `name` beside the current value; late if it is smaller, or if the call
+    is over.
+    """
+
+    name: str
+    seen: int
+    current: int
+    over: bool = False
+
+
+def none(state: State, event: events.Event) -> Mark:
+    """Never late."""
+    return Mark("", 0, 0)
+
+
+def begin(state: State, event: events.RunStarted) -> Mark:
+    """Late when the run has begun."""
+    return Mark("", 0, 0, over=state.phase is not Phase.NEW)
+
+
+def step_number(state: State, event: events.StepBegan) -> Mark:
+    """Late when the step has begun."""
+    rollouts = state.rollouts
+    newest = rollouts.step if rollouts.drawing else rollouts.step - 1
+    return Mark("step", event.step, newest, over=not rollouts.drawing)
+
+
+def call(state: State, event: events.CallAnswer) -> Mark:
+    """Late when the call has been answered or issued again."""
+    over = state.phase not in (Phase.EVALUATE, Phase.CLOSING)
+    return Mark("epoch", event.epoch, state.phase_epoch, over)
+
+
+def learner_call(state: State, event: events.CallAnswer) -> Mark:
+    """Late when the learner's call has been answered or made again."""
+    committing = state.learner.phase is Phase.COMMIT and state.committing is not None
+    over = state.learner.phase is not Phase.POLICY and not committing
+    return Mark("epoch", event.epoch, state.learner.epoch, over)
+
+
+def rollout_call(state: State, event: events.CallAnswer) -> Mark:
+    """Late when the step's call has been answered or made again."""
+    over = draw_of(state, event.epoch) is None  # an older call may go on beside the newest
+    return Mark("epoch", event.epoch, state.rollouts.epoch if over else event.epoch, over)
+
+
+def share(state: State, event: events.ShareDone) -> Mark:
+    """Late when the step's call has been answered or made again, or the worker's share is done."""
+    mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
+    if draw is not None and event.worker < len(state.workers):
+        return mark._replace(over=not draw.owed >> event.worker & 1)
+    return mark
+
+
+def group(state: State, event: events.GroupClosed) -> Mark:
+    """Late when the step's call has been answered or made again, or the group is closed."""
+    mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
+    return mark if draw is None else mark._replace(over=bool(draw.closed >> event.index & 1))
+
+
+def lease(state: State, event: events.CallAnswer) -> Mark:
+    """Late when the drafter's lease is over."""
+    return Mark("epoch", event.epoch, state.lease_epoch, over=state.lease is None)
+
+
+def newest_lease(state: State, event: events.GatePromoted) -> Mark:
+    """Late when there is a newer lease or candidate; an ended lease does not matter."""
+    over = (event.epoch, event.drafter_version) <= state.candidate
+    return Mark("epoch", event.epoch, state.lease_epoch, over)
+
+
+def lease_or_call(
+    state: State, event: events.TrainerFailed | events.Deadline | events.WorkersReleased
+) -> Mark:
+    """Late when the lease is over, for events of the drafter; else when their call has been
+    answered or made again.
+    """
+    if isinstance(event, events.TrainerFailed):
+        of_drafter = event.service is Service.DRAFTER_TRAINER
+    elif isinstance(event, events.WorkersReleased):
+        of_drafter = event.holder is slots.Holder.DRAFTER
+    else:
+        return DEADLINES.get(event.what, call)(state, event)
+    return lease(state, event) if of_drafter else learner_call(state, event)
+
+
+DEADLINES: dict[str, Callable[[State, events.CallAnswer], Mark]] = {
+    "activation": lease,
+    "join": lease,
+    "preempt": lease,
+    "rollout": rollout_call,
+    "policy": learner_call,
+    "commit": learner_call,
+}
+"""Mark of a Deadline by the kind of its wait; `call` for all other kinds."""
+
+
+def set_number(state: State, event: events.Committed | events.CommitFailed) -> Mark:
+    """Late when another set is being committed."""
+    over = event.versions != state.committing
+    return Mark("seq", event.versions.seq, state.seq, over)
 
 
 class PhaseRow(NamedTuple):
@@ -84,10 +187,10 @@ class PhaseRow(NamedTuple):
 RUN: dict[Phase, PhaseRow] = {
     Phase.NEW: PhaseRow(Decision, (Phase.RUNNING,)),
     Phase.RUNNING: PhaseRow(Decision, (Phase.PAUSED, Phase.EVALUATE, Phase.CLOSING)),
-    Phase.PAUSED: PhaseRow(boundary.pause, (Phase.RUNNING,)),
-    Phase.EVALUATE: PhaseRow(boundary.evaluate, (Phase.RUNNING,)),
-    Phase.CLOSING: PhaseRow(boundary.close, (Phase.FINISHED, Phase.RUNNING)),
-    Phase.FINISHED: PhaseRow(boundary.finish, (Phase.RUNNING,)),
+    Phase.PAUSED: PhaseRow(rules.pause, (Phase.RUNNING,)),
+    Phase.EVALUATE: PhaseRow(rules.evaluate, (Phase.RUNNING,)),
+    Phase.CLOSING: PhaseRow(rules.close, (Phase.FINISHED, Phase.RUNNING)),
+    Phase.FINISHED: PhaseRow(rules.finish, (Phase.RUNNING,)),
     Phase.FAILED: PhaseRow(losses.give_up, ()),
 }
 ROLLOUTS: dict[Phase, PhaseRow] = {
@@ -97,10 +200,10 @@ ROLLOUTS: dict[Phase, PhaseRow] = {
 }
 LEARNER: dict[Phase, PhaseRow] = {
     Phase.IDLE: PhaseRow(Decision, (Phase.PREEMPT,)),
-    Phase.PREEMPT: PhaseRow(policy.wait_for_slots, (Phase.POLICY,)),
-    Phase.POLICY: PhaseRow(policy.train, (Phase.DRAFTER, Phase.PREEMPT)),
+    Phase.PREEMPT: PhaseRow(learner.wait_for_slots, (Phase.POLICY,)),
+    Phase.POLICY: PhaseRow(learner.train, (Phase.DRAFTER, Phase.PREEMPT)),
     Phase.DRAFTER: PhaseRow(drafter.train_alone, (Phase.COMMIT,)),
-    Phase.COMMIT: PhaseRow(commit.serve, (Phase.IDLE, Phase.PREEMPT)),
+    Phase.COMMIT: PhaseRow(learner.serve, (Phase.IDLE, Phase.PREEMPT)),
 }
 PHASES = {**RUN, **ROLLOUTS, **LEARNER}
 
@@ -121,16 +224,16 @@ RUNNING = {Phase.RUNNING}
 GENERATING = {Phase.ROLLOUT, Phase.SUSPENDED}
 
 EVENTS: dict[type[events.Event], EventRow] = {
-    events.RunStarted: EventRow({Phase.NEW}, begin, boundary.run_started),
-    events.Resumed: EventRow(BEGUN, none, boundary.resumed),
-    events.StopRequested: EventRow(LIVE, none, boundary.stop_requested),
+    events.RunStarted: EventRow({Phase.NEW}, begin, rules.run_started),
+    events.Resumed: EventRow(BEGUN, none, rules.resumed),
+    events.StopRequested: EventRow(LIVE, none, rules.stop_requested),
     events.Paused: EventRow(LIVE, none, choice.paused),
     events.Continued: EventRow(LIVE, none, choice.continued),
     events.DrafterChosen: EventRow(LIVE, none, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
     events.ProfileChosen: EventRow(LIVE, none, choice.profile_chosen),
-    events.EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
-    events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
+    events.EvaluationDone: EventRow({Phase.EVALUATE}, call, rules.evaluation_done),
+    events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, rules.checkpoints_saved),
     events.StepBegan: EventRow(RUNNING, step_number, rollout.step_began),
     events.GroupClosed: EventRow(GENERATING, group, rollout.group_closed),
     events.ShareDone: EventRow(GENERATING, share, rollout.share_done),
@@ -147,11 +250,11 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.Preempted: EventRow(RUNNING, lease, drafter.preempted),
     events.Detached: EventRow(RUNNING, lease, drafter.detached),
     events.AcceptanceFell: EventRow(LIVE, none, drafter.acceptance_fell),
-    events.PolicyStepped: EventRow({Phase.POLICY}, learner_call, policy.stepped),
-    events.PathsBeyondBound: EventRow({Phase.POLICY}, learner_call, audit.quarantined),
-    events.PolicyPrepared: EventRow({Phase.POLICY}, learner_call, policy.prepared),
-    events.Committed: EventRow({Phase.COMMIT}, set_number, commit.committed),
-    events.CommitFailed: EventRow({Phase.COMMIT}, set_number, commit.commit_failed),
+    events.PolicyStepped: EventRow({Phase.POLICY}, learner_call, learner.stepped),
+    events.PathsBeyondBound: EventRow({Phase.POLICY}, learner_call, quarantined),
+    events.PolicyPrepared: EventRow({Phase.POLICY}, learner_call, learner.prepared),
+    events.Committed: EventRow({Phase.COMMIT}, set_number, learner.committed),
+    events.CommitFailed: EventRow({Phase.COMMIT}, set_number, learner.commit_failed),
     events.TrainerFailed: EventRow(RUNNING, lease_or_call, losses.trainer_failed),
     events.Deadline: EventRow(LIVE, lease_or_call, losses.deadline),
     events.ServiceLost: EventRow(LIVE, none, losses.service_lost),

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import DataLoss
-from paceline.file_hashes import check_hashes, write_hashes
 from paceline.models.config import ModelConfig
 from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.net import DraftNet, read_drafter
 from paceline.telemetry import get_logger
+from paceline.whole_files import check_hashes, write_hashes
 
 KEPT = 4
 log = get_logger(__name__)

@@ -9,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from paceline.services.drafter_trainer.gate.comparison import (
-    ONE_SIDED,
-    TWO_SIDED,
-    Judgement,
-)
+from paceline.services.drafter_trainer.gate import comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,9 @@ class Freeze:
         """Whether training does not pay."""
         return self.baseline is not None
 
-    def judged(self, judgement: Judgement, policy_version: int, *, promoted: bool) -> bool:
+    def judged(
+        self, judgement: comparison.Judgement, policy_version: int, *, promoted: bool
+    ) -> bool:
         """Records a judgement; returns True if it froze training."""
         if promoted:
             self._seen.clear()
@@ -120,9 +118,9 @@ class Freeze:
 
 def _bound(gains: Sequence[float], noises: Sequence[float]) -> float:
     """Distance of a lower 95 % bound below the mean gain."""
-    measured = math.hypot(*noises) / TWO_SIDED
+    measured = math.hypot(*noises) / comparison.TWO_SIDED
     differ = statistics.stdev(gains) * math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return ONE_SIDED * max(measured, differ) / len(gains)
+    return comparison.ONE_SIDED * max(measured, differ) / len(gains)
 
 
 FALLEN = 0.8

@@ -11,18 +11,8 @@ from typing import Any
 
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.gate import comparison, evaluate, freeze, round
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.gate.comparison import MeasuredCosts
-from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
-from paceline.services.drafter_trainer.gate.freeze import Freeze, Hurry, ServedLength
-from paceline.services.drafter_trainer.gate.round import (
-    DrafterState,
-    GateRound,
-    judged,
-    judged_parts,
-    log_decision,
-    reopened,
-)
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import announce
@@ -48,20 +38,20 @@ class PublishGate:
         self._rows = rows
         self._candidates = candidates
         self._warm_start = Path(config.drafter).is_dir()
-        self._round: GateRound | None = None
-        self._freeze = Freeze(config.gate.freeze_after, config.gate.freeze_gain)
+        self._round: round.GateRound | None = None
+        self._freeze = freeze.Freeze(config.gate.freeze_after, config.gate.freeze_gain)
         self._handed_over = False  # whether this activation has promoted a candidate
         self._last_judged_step = learner.total_steps
         # newest policy version with rows that measured the serving drafter while frozen
         self._checked_policy = 0
         self._promoted: m.Judged | None = None  # the newest promotion
         self._untold: list[m.Judged] = []  # decisions between activations
-        self._taken_back: DrafterState | None = None
-        self._on_its_way: DrafterState | None = None
-        self.costs = MeasuredCosts(config.gate)
-        self.serving = DrafterState(0, learner.snapshot())
+        self._taken_back: round.DrafterState | None = None
+        self._on_its_way: round.DrafterState | None = None
+        self.costs = comparison.MeasuredCosts(config.gate)
+        self.serving = round.DrafterState(0, learner.snapshot())
         self._first = self.serving.net if self._warm_start else None
-        self._served, self._hurry = ServedLength(), Hurry()
+        self._served, self._hurry = freeze.ServedLength(), freeze.Hurry()
         self.next_version = max([0, *candidates.versions]) + 1
 
     @property
@@ -110,7 +100,7 @@ class PublishGate:
         candidates = [] if self.frozen else self._snapshots()
         self._round = self._round_of(samples, heads, candidates)
 
-    def _rivals(self, policy_version: int) -> list[DrafterState]:
+    def _rivals(self, policy_version: int) -> list[round.DrafterState]:
         """The serving drafter, and further drafters to beat: the last one rolled back, and one
         promoted by rows of the same policy version, which will serve next.
         """
@@ -123,20 +113,20 @@ class PublishGate:
         self,
         samples: Sequence[FeatureSample],
         heads: Mapping[str, PolicyHead],
-        candidates: Sequence[DrafterState],
-    ) -> GateRound:
+        candidates: Sequence[round.DrafterState],
+    ) -> round.GateRound:
         rivals = self._rivals(samples[-1].policy_version) if candidates else [self.serving]
         window = self._config.buffer.window
-        job = GateJob(
+        job = evaluate.GateJob(
             [one.net for one in (*rivals, *candidates)],
-            judged_parts(samples, window),
+            round.judged_parts(samples, window),
             heads,
             self._settings,
             window,
-            Pace(),
+            evaluate.Pace(),
         )
         steps = self._learner.total_steps
-        return GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
+        return round.GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
 
     def advance(self, epoch: int) -> list[m.Judged]:
         """Measures a piece of the round; returns the decisions after the last piece."""
@@ -151,7 +141,7 @@ class PublishGate:
             self._rows.release(now.samples)
             decisions = self._decide(now) if now.candidates else decisions
         for decision in decisions:
-            log_decision(decision)
+            round.log_decision(decision)
         return [replace(decision, epoch=epoch) for decision in decisions]
 
     def on_serving(self, version: int) -> None:
@@ -168,7 +158,7 @@ class PublishGate:
             )
             return
 
-        before, self.serving = self.serving, DrafterState(version, net)
+        before, self.serving = self.serving, round.DrafterState(version, net)
         self.next_version = max(self.next_version, version + 1)
         self._round = None  # it compared with another drafter
         self._taken_back = self._on_its_way = None
@@ -190,11 +180,11 @@ class PublishGate:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores `state`."""
         if (net := self._candidates.load(state["serving_version"])) is not None:
-            self.serving = DrafterState(state["serving_version"], net)
+            self.serving = round.DrafterState(state["serving_version"], net)
         self._candidates.serves(state["serving_version"])
         taken_back = state["taken_back_version"]
         if taken_back and (net := self._candidates.load(taken_back)) is not None:
-            self._taken_back = DrafterState(taken_back, net)
+            self._taken_back = round.DrafterState(taken_back, net)
         self._freeze.load_state(state["freeze"])
         self._checked_policy = state["checked_policy"]
         self._last_judged_step = self._learner.total_steps
@@ -214,14 +204,14 @@ class PublishGate:
             and len({sample.siblings for sample in samples}) >= self._settings.min_groups
         )
 
-    def _snapshots(self) -> list[DrafterState]:
+    def _snapshots(self) -> list[round.DrafterState]:
         """The drafter in training as a candidate, once it has learned."""
         if not self._learner.total_steps:
             return []
         announce("snapshot", self._learner.members)
-        return [DrafterState(self.next_version, self._learner.snapshot())]
+        return [round.DrafterState(self.next_version, self._learner.snapshot())]
 
-    def _looked_back(self, now: GateRound) -> GateRound | None:
+    def _looked_back(self, now: round.GateRound) -> round.GateRound | None:
         """The same round with the run's first drafter, if the serving drafter has fallen: the first
         drafter may be better on tasks that its successors have forgotten.
         """
@@ -232,10 +222,10 @@ class PublishGate:
         fallen = self._served.falls_to(itself.serving, itself.serving_noise)
         if not fallen or not self.serving.version:
             return None
-        before = DrafterState(self.next_version, first)
+        before = round.DrafterState(self.next_version, first)
         return self._round_of(now.samples, now.job.heads, (before, *now.candidates))
 
-    def _decided(self, now: GateRound) -> bool:
+    def _decided(self, now: round.GateRound) -> bool:
         """Whether the remaining rows need no measurement."""
         few = (
             now.job.positions < self._settings.min_positions
@@ -246,7 +236,7 @@ class PublishGate:
         found, _ = now.judgements(self.costs)
         return all(one.decided for against in found for one in against)
 
-    def _decide(self, now: GateRound) -> list[m.Judged]:
+    def _decide(self, now: round.GateRound) -> list[m.Judged]:
         head = now.job.head
         found, measured = now.judgements(self.costs)
         ranks = [
@@ -257,7 +247,7 @@ class PublishGate:
         drafter, judgement = now.candidates[-negative], found[-negative][0]
         decision = self._complete(
             replace(
-                judged(drafter.kind, drafter.version, judgement, head),
+                round.judged(drafter.kind, drafter.version, judgement, head),
                 optimizer_steps=0 if drafter.net is self._first else now.steps,
                 over=self.serving.version,
             ),
@@ -275,7 +265,7 @@ class PublishGate:
         self._checked_policy = head.policy_version
         return [decision, replace(decision, decision="frozen")]
 
-    def _promote(self, drafter: DrafterState, decision: m.Judged) -> m.Judged:
+    def _promote(self, drafter: round.DrafterState, decision: m.Judged) -> m.Judged:
         path = str(self._candidates.save(drafter.version, drafter.net))
         self._handed_over, self._on_its_way = True, drafter
         self.next_version = drafter.version + 1
@@ -285,7 +275,7 @@ class PublishGate:
             self._learner.begin_again(self._first)
         return self._promoted
 
-    def _check_drift(self, now: GateRound) -> list[m.Judged]:
+    def _check_drift(self, now: round.GateRound) -> list[m.Judged]:
         """Measures the serving drafter on rows of a newer policy, while training is frozen."""
         head = now.job.head
         self._checked_policy = head.policy_version
@@ -300,17 +290,17 @@ class PublishGate:
             )
             return []
 
-        decision = reopened(self.serving.kind, self.serving.version, itself, head)
+        decision = round.reopened(self.serving.kind, self.serving.version, itself, head)
         return [self._complete(decision, measured, now)]
 
-    def _complete(self, decision: m.Judged, measured: bool, now: GateRound) -> m.Judged:
+    def _complete(self, decision: m.Judged, measured: bool, now: round.GateRound) -> m.Judged:
         return replace(
             decision,
             costs_measured=measured,
             temperature=now.samples[-1].temperature,
         )
 
-    def _rolled_back(self, taken_back: DrafterState) -> None:
+    def _rolled_back(self, taken_back: round.DrafterState) -> None:
         """Records a rollback after a fall of live acceptance.
 
         A later candidate must also beat the drafter that was rolled back.
@@ -322,5 +312,5 @@ class PublishGate:
         if known is None or known.drafter_version != taken_back.version:
             known = m.Judged(0, "rolled_back", taken_back.kind, taken_back.version)
         decision = replace(known, decision="rolled_back", path="")
-        log_decision(decision)
+        round.log_decision(decision)
         self._untold.append(decision)

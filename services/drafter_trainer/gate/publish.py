@@ -8,26 +8,24 @@ from pathlib import Path
 
 import grpc
 
-from paceline.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    PacelineError,
-    ResourceExhausted,
-    StaleEpoch,
-    Unavailable,
-)
-from paceline.file_hashes import check_hashes
+from paceline import errors
 from paceline.local.patience import patient
 from paceline.services.drafter_trainer.messages import Judged
 from paceline.telemetry import get_logger
 from paceline.tensors import decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weight_documents import ACCEPTANCE, CONFIG
 from paceline.weights import PushReport, build_manifest, push_weights
+from paceline.weights.manifest import ACCEPTANCE, CONFIG
 from paceline.weights.push import push_deadline_s
+from paceline.whole_files import check_hashes
 
-WORTH_ANOTHER_TRY = (Unavailable, DeadlineExceeded, StaleEpoch, ResourceExhausted)
+WORTH_ANOTHER_TRY = (
+    errors.Unavailable,
+    errors.DeadlineExceeded,
+    errors.StaleEpoch,
+    errors.ResourceExhausted,
+)
 
 log = get_logger("paceline.services.drafter_trainer.gate.publish")
 
@@ -46,7 +44,7 @@ async def push_drafter(
         data = await asyncio.to_thread((folder / "model.safetensors").read_bytes)
         config = await asyncio.to_thread((folder / "config.json").read_text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataLoss(
+        raise errors.DataLoss(
             "the promoted drafter is not where the rank wrote it", seen=str(error)
         ) from error
 
@@ -116,7 +114,7 @@ class Promoter:
         except WORTH_ANOTHER_TRY as error:
             log.warning("promoted drafter not taken yet", drafter_version=version, error=str(error))
             return PushOutcome(decision, prepared=False, again=True)
-        except PacelineError as error:
+        except errors.PacelineError as error:
             log.error("promoted drafter refused", drafter_version=version, error=str(error))
             return PushOutcome(decision, prepared=False)
         log.info(

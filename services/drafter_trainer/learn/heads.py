@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.models.config import ModelConfig
 from paceline.models.loading import weight_files
 from paceline.tensors import head_hash
-from paceline.weights.integrity import check_spooled
+from paceline.weights.manifest import check_spooled
 
 KEPT_HEADS = 4
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

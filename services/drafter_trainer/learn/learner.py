@@ -11,12 +11,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig, DrafterTrainerConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
-from paceline.services.drafter_trainer.learn.membership import Members, on_cpu
+from paceline.services.drafter_trainer.learn import heads, membership
 from paceline.services.drafter_trainer.learn.sharded import ShardedDrafter, move
-from paceline.speculators.kinds import drafter_directory
+from paceline.speculators import kinds, packed
 from paceline.speculators.net import DraftNet, read_drafter, trained_net
-from paceline.speculators.packed import PackedRow
 from paceline.training.process import on_device
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -49,12 +47,12 @@ class DrafterLearner:
         config: DrafterOptimizerConfig,
         *,
         micro_batches: int,
-        members: Members | None = None,
+        members: membership.Members | None = None,
     ) -> None:
         self.kind = net.kind.name
         self._whole = net.twin()  # never sharded: the source of snapshots
         self._config, self._micro_batches = config, micro_batches
-        self.members = members or on_cpu(dist.get_world_size())
+        self.members = members or membership.on_cpu(dist.get_world_size())
         self._sharded = (
             ShardedDrafter(net, config, self.members) if self.members.takes_part else None
         )
@@ -63,7 +61,7 @@ class DrafterLearner:
             0,
             0,
         )
-        self._bound: PolicyHead | None = None
+        self._bound: heads.PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
 
     @property
@@ -72,7 +70,7 @@ class DrafterLearner:
         assert self._sharded is not None
         return self._sharded
 
-    def micro_step(self, row: PackedRow, head: PolicyHead) -> MicroResult:
+    def micro_step(self, row: packed.PackedRow, head: heads.PolicyHead) -> MicroResult:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
         self._bind(head)
         loss, positions, terms = self.sharded.net(on_device(row, self.members.device))
@@ -86,7 +84,7 @@ class DrafterLearner:
         means = {name: float(value) * share for name, value in terms.items()}
         return MicroResult(float(loss.detach()) * share, count, stepped, means, due and not stepped)
 
-    def _bind(self, head: PolicyHead) -> None:
+    def _bind(self, head: heads.PolicyHead) -> None:
         if self._bound is not head:
             device = self.members.device
             self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))
@@ -107,7 +105,7 @@ class DrafterLearner:
         self.total_tokens += int(positions)
         return True
 
-    def attach(self, members: Members) -> None:
+    def attach(self, members: membership.Members) -> None:
         """Moves everything to the devices of `members`; shards anew if the members changed.
 
         Collective over all ranks.
@@ -117,7 +115,7 @@ class DrafterLearner:
         if self._sharded is not None:
             self._sharded.to_device()
 
-    def _reshard(self, members: Members) -> None:
+    def _reshard(self, members: membership.Members) -> None:
         counters = torch.tensor([self.total_steps, self.total_tokens, self._pending_rows])
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
         if dist.get_world_size() > 1:
@@ -186,7 +184,7 @@ class DrafterLearner:
 
 def initial_net(config: DrafterTrainerConfig, target: ModelConfig) -> DraftNet:
     """The drafter at the start of a run. Raises ConfigError, InvalidInput or WeightsError."""
-    if (directory := drafter_directory(config.drafter)) is not None:
+    if (directory := kinds.drafter_directory(config.drafter)) is not None:
         return read_drafter(directory, target)
     net = trained_net(config.drafter)
     return net.fresh(target, net.read_options(config.options), config.run.seed)

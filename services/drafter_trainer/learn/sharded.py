@@ -18,10 +18,8 @@ from paceline.errors import DataLoss
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.net import DraftNet
-from paceline.training.checkpoints import copy_local, copy_on_cpu
+from paceline.training import checkpoints, optimizer, shards
 from paceline.training.offload import Aside, bring_back, give_back_cached, lay_aside
-from paceline.training.optimizer import MOMENTS, MOMENTUM, NamedOptimizer
-from paceline.training.shards import local_of, rows_of
 
 
 class ShardedDrafter:
@@ -38,7 +36,7 @@ class ShardedDrafter:
         if members.size > 1:
             _shard(net, members)
         self.parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        self.optimizer = NamedOptimizer(
+        self.optimizer = optimizer.NamedOptimizer(
             self.parameters, config, matrices=matrices, iterations=config.iterations
         )
         self._decay = config.average
@@ -60,8 +58,10 @@ class ShardedDrafter:
             return False
         if self._averages:
             share = 1 - min(self._decay, number / (number + 9))
-            live = [local_of(one.detach()) for one in self.parameters.values()]
-            torch._foreach_lerp_([local_of(one) for one in self._averages.values()], live, share)
+            live = [shards.local_of(one.detach()) for one in self.parameters.values()]
+            torch._foreach_lerp_(
+                [shards.local_of(one) for one in self._averages.values()], live, share
+            )
         return True
 
     def averaged(self) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class ShardedDrafter:
                 found[f"average/{name}"] = self._averages[name]
             if gradients and parameter.grad is not None:
                 found[f"gradient/{name}"] = parameter.grad
-        return {key: local_of(value) for key, value in found.items()}
+        return {key: shards.local_of(value) for key, value in found.items()}
 
     def numbers(self) -> dict[str, Tensor]:
         """The same, wherever the numbers are now; not to be written to."""
@@ -116,7 +116,7 @@ class ShardedDrafter:
         numbers, mesh = self.numbers(), self.members.cpu_mesh
 
         def copy(like: Tensor, key: str) -> Tensor:
-            return copy_on_cpu(like, mesh, numbers=lambda _: numbers[key])
+            return checkpoints.copy_on_cpu(like, mesh, numbers=lambda _: numbers[key])
 
         model, averages = self.net.state_dict(), self._averages
         moments = {name: self.optimizer.moments(name) for name in self.parameters}
@@ -150,7 +150,7 @@ class ShardedDrafter:
                 "a state of another drafter", seen=sorted(flat)[:4], allowed=sorted(here)[:4]
             )
         for key, value in here.items():
-            copy_local(flat[key], value)
+            checkpoints.copy_local(flat[key], value)
 
 
 def _shard(net: DraftNet, members: Members) -> None:
@@ -204,7 +204,7 @@ def _layout(
         if name in parameters and parameters[name].requires_grad:
             if name not in muons:
                 yield f"step/{name}", None
-            for kind in (*((MOMENTUM,) if name in muons else MOMENTS), *kept):
+            for kind in (*((optimizer.MOMENTUM,) if name in muons else optimizer.MOMENTS), *kept):
                 yield f"{kind}/{name}", tuple(value.shape)
 
 
@@ -221,7 +221,7 @@ def _move_one(
         assert target is not None
         whole = source if shape is None else _collect(source, shape, before)
         for other in reversed(range(after)):
-            part = whole if shape is None else whole[rows_of(shape[0], after, other)]
+            part = whole if shape is None else whole[shards.rows_of(shape[0], after, other)]
             if other == 0:
                 target.copy_(part)
             elif part.numel():
@@ -239,7 +239,7 @@ def _move_one(
 def _collect(own: Tensor, shape: tuple[int, ...], members: int) -> Tensor:
     parts = [own]
     for other in range(1, members):
-        rows = rows_of(shape[0], members, other)
+        rows = shards.rows_of(shape[0], members, other)
         part = torch.empty(rows.stop - rows.start, *shape[1:], dtype=own.dtype)
         if part.numel():
             dist.recv(part, other)

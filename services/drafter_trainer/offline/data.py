@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
-from paceline.tasks.rows import JsonLines, Rows
+from paceline.tasks.task import JsonLines, Rows
 from paceline.training.process import from_all_ranks
 from paceline.whole_files import write_whole
 

@@ -28,32 +28,14 @@ from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
-from paceline.services.drafter_trainer.learn.heads import PolicyHead, load_policy_head
-from paceline.services.drafter_trainer.learn.learner import DrafterLearner
-from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.learn import heads, learner, membership
+from paceline.services.drafter_trainer.offline import data
 from paceline.services.drafter_trainer.offline.config import FIXED, OPTIMIZER, OfflineConfig
-from paceline.services.drafter_trainer.offline.data import (
-    Example,
-    ModelText,
-    fingerprint,
-    own_answers,
-    read_samples,
-)
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
-from paceline.speculators.base import CaptureSpec
+from paceline.speculators import base, shift
 from paceline.speculators.net import DraftNet, trained_net
 from paceline.speculators.packed import PackedRow
-from paceline.speculators.shift import conditional
-from paceline.training.checkpoints import (
-    PREFIX,
-    CheckpointWriter,
-    find_whole,
-    read_checkpoint,
-    read_state,
-    read_whole,
-)
-from paceline.training.hugging_face import load_causal_lm
-from paceline.training.packing import first_fit
+from paceline.training import checkpoints, packing, shards
 from paceline.training.process import COLLECTIVE_S, from_all_ranks, join_ranks
 
 Tell = Callable[[dict[str, Any]], None]
@@ -67,29 +49,34 @@ class OfflineRun:
     """One rank of the run; every public method is collective."""
 
     def __init__(
-        self, config: OfflineConfig, net: DraftNet, lm: Any, samples: Sequence[Example], tell: Tell
+        self,
+        config: OfflineConfig,
+        net: DraftNet,
+        lm: Any,
+        samples: Sequence[data.Example],
+        tell: Tell,
     ) -> None:
         self._config, self._tell = config, tell
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._members = on_cpu(self._world)
-        self._capture, self._head = net.capture, load_policy_head(config.model, 0)
+        self._members = membership.on_cpu(self._world)
+        self._capture, self._head = net.capture, heads.load_policy_head(config.model, 0)
         # no dropout, so the states equal the engine's
         self._policy = lm.model.requires_grad_(requires_grad=False).eval()
         for part in (*lm.model.layers, lm.model):
             fully_shard(part, mesh=self._members.mesh)
         self._train, self._heldout = split(samples, config.heldout_share, config.seed)
         fixed = config.model_dump(mode="json", include=FIXED)
-        self._settings = fixed | {"data": fingerprint(samples)}
+        self._settings = fixed | {"data": data.fingerprint(samples)}
         self._whole = net.twin()
         optimizer = DrafterOptimizerConfig(
             kind=config.optimizer, **config.model_dump(include=OPTIMIZER)
         )
-        self._learner = DrafterLearner(
+        self._learner = learner.DrafterLearner(
             net, optimizer, micro_batches=config.rows_per_step, members=self._members
         )
         rows = sum(1 for _ in rows_of(self._train, config, config.epochs))
         self.steps = config.steps or -(-rows // config.rows_per_step)
-        self._writer = CheckpointWriter(config.out / "states", self._export)
+        self._writer = checkpoints.CheckpointWriter(config.out / "states", self._export)
         self._saved = -1
         self._resume()
 
@@ -117,10 +104,10 @@ class OfflineRun:
         self._writer.wait()
         return whole
 
-    def _packed(self, row: Sequence[Example], random: np.random.Generator) -> PackedRow:
+    def _packed(self, row: Sequence[data.Example], random: np.random.Generator) -> PackedRow:
         return packed_row(self._policy, self._head, self._capture, row, self._config.window, random)
 
-    def _train_step(self, rows: Sequence[Sequence[Example]]) -> None:
+    def _train_step(self, rows: Sequence[Sequence[data.Example]]) -> None:
         """One optimiser step over the rows of all ranks, with a line in the log."""
         started, sums = time.perf_counter(), dict[str, float]()
         for number in range(self._rank, len(rows), self._world):
@@ -161,7 +148,7 @@ class OfflineRun:
             return
         net, random = self._learner.snapshot(), np.random.default_rng([self._config.seed, 4])
         lengths, found = [len(one) for one in self._heldout], []
-        for row in first_fit(lengths, self._config.row_tokens, range(len(lengths))):
+        for row in packing.first_fit(lengths, self._config.row_tokens, range(len(lengths))):
             packed = self._packed([self._heldout[i] for i in row], random)
             if self._rank == 0:
                 temperature = self._config.temperature or GREEDY
@@ -175,7 +162,7 @@ class OfflineRun:
                 "heldout",
                 length=1.0 + sum(survival),
                 survival=survival,
-                conditional=list(conditional(survival)),
+                conditional=list(shift.conditional(survival)),
                 positions=sum(map(len, found)),
             )
 
@@ -192,7 +179,7 @@ class OfflineRun:
     def _export(self, state: dict[str, Any], directory: Path) -> None:
         """Writes the whole drafter from the shards in `directory` to OUT/checkpoint/speculator."""
         net, out = self._whole.twin(), self._config.out
-        net.load_tensors(read_whole(directory, "learner/model", state))
+        net.load_tensors(checkpoints.read_whole(directory, "learner/model", state))
         net.save(out / ".checkpoint" / "speculator")
         shutil.rmtree(out / "checkpoint", ignore_errors=True)
         (out / ".checkpoint").rename(out / "checkpoint")
@@ -202,7 +189,9 @@ class OfflineRun:
         states. Raises ConfigError for the state of another run.
         """
         if self._config.resume:
-            found = find_whole(self._config.out / "states", PREFIX, self._members.group)
+            found = checkpoints.find_whole(
+                self._config.out / "states", checkpoints.PREFIX, self._members.group
+            )
             for fault in found.damaged:
                 self._tell({"kind": "damaged", "fault": fault})
             if found.checkpoint is not None:
@@ -219,7 +208,7 @@ class OfflineRun:
             self._file.write_text("".join(kept if self.step else []), encoding="utf-8")
 
     def _load(self, checkpoint: Path) -> None:
-        seen = read_state(checkpoint)["settings"]
+        seen = checkpoints.read_state(checkpoint)["settings"]
         for key, own in self._settings.items():
             if seen.get(key) != own:
                 raise ConfigError(
@@ -228,28 +217,28 @@ class OfflineRun:
                     seen=own,
                     allowed=seen.get(key),
                 )
-        self._learner.load_state(read_checkpoint(checkpoint, self._state())["learner"])
+        self._learner.load_state(checkpoints.read_checkpoint(checkpoint, self._state())["learner"])
         self._saved = self.step
         self._tell({"kind": "resumed", "step": self.step})
 
 
 def rows_of(
-    samples: Sequence[Example], config: OfflineConfig, epochs: int | None = None
-) -> Iterator[list[Example]]:
+    samples: Sequence[data.Example], config: OfflineConfig, epochs: int | None = None
+) -> Iterator[list[data.Example]]:
     """Rows of sequences, pass after pass; each pass has its own order. None: endless."""
     lengths = [len(one) for one in samples]
     for epoch in count() if epochs is None else range(epochs):
         order = np.random.default_rng([config.seed, 2, epoch]).permutation(len(lengths)).tolist()
-        for row in first_fit(lengths, config.row_tokens, order, open_rows=OPEN_ROWS):
+        for row in packing.first_fit(lengths, config.row_tokens, order, open_rows=OPEN_ROWS):
             yield [samples[i] for i in row]
 
 
 @torch.no_grad()
 def packed_row(
     policy: Any,
-    head: PolicyHead,
-    capture: CaptureSpec,
-    row: Sequence[Example],
+    head: heads.PolicyHead,
+    capture: base.CaptureSpec,
+    row: Sequence[data.Example],
     window: int,
     random: np.random.Generator,
 ) -> PackedRow:
@@ -297,19 +286,19 @@ def packed_row(
 
 
 def split(
-    samples: Sequence[Example], share: float, seed: int
-) -> tuple[list[Example], list[Example]]:
+    samples: Sequence[data.Example], share: float, seed: int
+) -> tuple[list[data.Example], list[data.Example]]:
     """(training, held-out) samples; with a share above 0, each list has at least one sample."""
     held = min(max(1, round(share * len(samples))), len(samples) - 1) if share > 0 else 0
     order = np.random.default_rng([seed, 1]).permutation(len(samples))
     return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]
 
 
-def usable(samples: Sequence[Example], limit: int) -> list[Example]:
+def usable(samples: Sequence[data.Example], limit: int) -> list[data.Example]:
     """The samples cut to `limit` tokens that have a drafting target: a draft needs two tokens
     before it. Raises InvalidInput for fewer than two samples: one for training, one for evaluation.
     """
-    shortened = [Example(one.token_ids[:limit], one.mask[:limit]) for one in samples]
+    shortened = [data.Example(one.token_ids[:limit], one.mask[:limit]) for one in samples]
     kept = [one for one in shortened if one.mask[2:].any()]
     if len(kept) < 2:
         raise InvalidInput(
@@ -332,19 +321,19 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
         net = kind.fresh(target, options, config.seed)
     else:
         net = kind.read(config.start, target, options)
-    text = cache(lambda: ModelText(config.model, target.eos_token_ids))
-    samples = read_samples(config.data, text, target.vocab_size, prompts=config.regenerate)
+    text = cache(lambda: data.ModelText(config.model, target.eos_token_ids))
+    samples = data.read_samples(config.data, text, target.vocab_size, prompts=config.regenerate)
     config.out.mkdir(parents=True, exist_ok=True)
-    lm = load_causal_lm(config.model, DTYPES[config.dtype])
+    lm = shards.load_causal_lm(config.model, DTYPES[config.dtype])
     lm.generation_config.eos_token_id = list(target.eos_token_ids) or None
     limit = min(config.row_tokens, target.max_position_embeddings)
     if config.regenerate:
-        samples = own_answers(
+        samples = data.own_answers(
             lm,
             samples,
             config,
             limit,
-            lambda path: read_samples(path, text, target.vocab_size),
+            lambda path: data.read_samples(path, text, target.vocab_size),
             lambda done, whole: tell({"kind": "answers", "done": done, "of": whole}),
         )
     kept = usable(samples, limit)

@@ -8,18 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from paceline.services.policy_trainer.algorithm_settings import (
-    AlgorithmConfig,
-    DapoConfig,
-    GroupedConfig,
-)
+from paceline.services.policy_trainer import algorithm_settings
+from paceline.services.policy_trainer.algorithms import base
 from paceline.services.policy_trainer.algorithms.advantages import group_relative, leave_one_out
-from paceline.services.policy_trainer.algorithms.base import (
-    Needs,
-    SessionBatch,
-    TokenBatch,
-    TokenLoss,
-)
 from paceline.services.policy_trainer.algorithms.losses import (
     bounded_ratio,
     clipped_surrogate,
@@ -31,23 +22,23 @@ from paceline.services.policy_trainer.algorithms.losses import (
 class Clipped:
     """L_t = -min(u_t A_t, clip(u_t) A_t), u_t = exp(policy - proximal); see clipped_surrogate."""
 
-    settings: AlgorithmConfig
+    settings: algorithm_settings.AlgorithmConfig
 
-    def needs(self) -> Needs:
+    def needs(self) -> base.Needs:
         """Requirements of the settings: several updates need log-probs at the step's start. A
         divergence needs the reference; subtracted from the reward, it needs both.
         """
         settings = self.settings
         several = settings.mini_batches * settings.passes > 1
         kl = settings.kl.coefficient > 0
-        return Needs(proximal=several or (kl and settings.kl.place == "reward"), reference=kl)
+        return base.Needs(proximal=several or (kl and settings.kl.place == "reward"), reference=kl)
 
-    def loss(self, tokens: TokenBatch) -> TokenLoss:
+    def loss(self, tokens: base.TokenBatch) -> base.TokenLoss:
         """Loss of each token, with the token's own ratio."""
         ratio = bounded_ratio(tokens.policy_logprobs - tokens.proximal_logprobs)
         return self.surrogate(ratio, tokens)
 
-    def surrogate(self, ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
+    def surrogate(self, ratio: Tensor, tokens: base.TokenBatch) -> base.TokenLoss:
         """Loss of each token with the given ratio [M]."""
         losses, clipped = clipped_surrogate(
             ratio,
@@ -56,7 +47,7 @@ class Clipped:
             clip_high=self.settings.clip_high,
             dual_clip=self.settings.dual_clip,
         )
-        return TokenLoss(losses, clipped, {"ratio": ratio.detach()})
+        return base.TokenLoss(losses, clipped, {"ratio": ratio.detach()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +60,9 @@ class Grpo(Clipped):
     one.
     """
 
-    settings: GroupedConfig
+    settings: algorithm_settings.GroupedConfig
 
-    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages; 0 for groups without variance."""
         std = self.settings.normalize_std
         made = group_relative(batch.scores, batch.groups, batch.weights, normalize_std=std)
@@ -84,7 +75,7 @@ class DrGrpo(Clipped):
     of a length.
     """
 
-    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages; 0 for groups without variance."""
         made = group_relative(batch.scores, batch.groups, batch.weights, normalize_std=False)
         return made[batch.owners]
@@ -106,14 +97,14 @@ class Dapo(Clipped):
         penalty * clip((n - (limit - buffer)) / buffer, 0, 1)
     """
 
-    settings: DapoConfig
+    settings: algorithm_settings.DapoConfig
 
-    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages; 0 for groups without variance."""
         shaped = replace(batch, rewards=batch.rewards - self.overlong(batch))
         return group_relative(shaped.scores, batch.groups, batch.weights)[batch.owners]
 
-    def overlong(self, batch: SessionBatch) -> Float[Tensor, " B"]:
+    def overlong(self, batch: base.SessionBatch) -> Float[Tensor, " B"]:
         """Penalty subtracted from each reward."""
         limit, buffer = self.settings.overlong_tokens, self.settings.overlong_buffer
         if not limit:
@@ -130,7 +121,7 @@ class Gspo(Grpo):
     length.
     """
 
-    def loss(self, tokens: TokenBatch) -> TokenLoss:
+    def loss(self, tokens: base.TokenBatch) -> base.TokenLoss:
         """Loss of each token, with the ratio of its sequence."""
         gaps = tokens.policy_logprobs - tokens.proximal_logprobs
         return self.surrogate(bounded_ratio(sequence_means(gaps, tokens.sequences)), tokens)
@@ -142,12 +133,12 @@ class Cispo(Grpo):
     2506.13585, eq. 4). A token beyond the bounds keeps a gradient.
     """
 
-    def loss(self, tokens: TokenBatch) -> TokenLoss:
+    def loss(self, tokens: base.TokenBatch) -> base.TokenLoss:
         """Loss of each token."""
         ratio = bounded_ratio(tokens.policy_logprobs - tokens.proximal_logprobs).detach()
         weight = ratio.clamp(1.0 - self.settings.clip_low, 1.0 + self.settings.clip_high)
         losses = -weight * tokens.advantages * tokens.policy_logprobs
-        return TokenLoss(losses, weight != ratio, {"ratio": ratio})
+        return base.TokenLoss(losses, weight != ratio, {"ratio": ratio})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +147,6 @@ class Rloo(Clipped):
     trajectory.
     """
 
-    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages; 0 for groups without variance."""
         return leave_one_out(batch.scores, batch.groups, batch.weights)[batch.owners]

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.services.policy_trainer.algorithm_settings import PpoConfig, ReinforceConfig
+from paceline.services.policy_trainer.algorithms import base, grpo
 from paceline.services.policy_trainer.algorithms.advantages import (
     at_last_tokens,
     generalized_advantages,
@@ -15,27 +16,25 @@ from paceline.services.policy_trainer.algorithms.advantages import (
     normalized,
     returns_to_go,
 )
-from paceline.services.policy_trainer.algorithms.base import Needs, SessionBatch
-from paceline.services.policy_trainer.algorithms.grpo import Clipped
 
 
 @dataclass(frozen=True, slots=True)
-class Ppo(Clipped):
+class Ppo(grpo.Clipped):
     """Generalised advantages (arXiv 1506.02438), normalised over the batch, and the clipped
     surrogate (arXiv 1707.06347). A trajectory's reward is at its last token.
     """
 
     settings: PpoConfig
 
-    def needs(self) -> Needs:
+    def needs(self) -> base.Needs:
         """Adds the critic's values."""
         return replace(super(Ppo, self).needs(), values=True)
 
-    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantage of each token."""
         return normalized(self.estimates(batch))
 
-    def estimates(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+    def estimates(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages before normalisation. Advantage plus value of a token is the return that the
         critic learns.
         """
@@ -49,14 +48,14 @@ class Ppo(Clipped):
 
 
 @dataclass(frozen=True, slots=True)
-class ReinforcePlusPlus(Clipped):
+class ReinforcePlusPlus(grpo.Clipped):
     """A_t = r - sum of the penalties from t on, normalised over all tokens of the batch (arXiv
     2501.03262, eq. 5). With the baseline, r is first compared within its group (section 3.3).
     """
 
     settings: ReinforceConfig
 
-    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages; 0 if all tokens of the batch would have the same."""
         rewards = batch.rewards
         if self.settings.name == "reinforce_plus_plus_baseline":

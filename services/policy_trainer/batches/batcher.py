@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import DataLoss, ResourceExhausted
+from paceline.services.policy_trainer import messages, metrics
 from paceline.services.policy_trainer.algorithms.advantages import without_variance
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
 from paceline.services.policy_trainer.batches.groups import (
@@ -27,8 +28,6 @@ from paceline.services.policy_trainer.batches.groups import (
     is_complete,
 )
 from paceline.services.policy_trainer.batches.records import StepRecord
-from paceline.services.policy_trainer.messages import BatchFacts
-from paceline.services.policy_trainer.metrics import DEAD_LETTERS, GROUPS_DROPPED, STALENESS
 from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, names, span
 from paceline.trajectory import tokens_hash
@@ -161,7 +160,7 @@ class Batcher:
 
     async def _bury(self, entry: Entry, error: DataLoss) -> None:
         self.dead_letters += 1
-        DEAD_LETTERS.record()
+        metrics.DEAD_LETTERS.record()
         _log.warning(
             "trajectory_dead_letter",
             entry=entry.id,
@@ -189,7 +188,7 @@ class Collected:
 
     record: StepRecord
     tensors: TrainBatch
-    facts: BatchFacts
+    facts: messages.BatchFacts
     links: tuple[str, ...]  # traceparents of the batch's sessions
     waited_s: float = 0.0  # seconds until its groups were closed
 
@@ -200,7 +199,7 @@ def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Col
     tensors = make_batch(trajectories, batch.record.policy_version, audit_share)
     mean, std = reward_spread(tensors.rewards.tolist(), tensors.weights.tolist())
     still = without_variance(tensors.rewards, tensors.groups)
-    facts = BatchFacts(
+    facts = messages.BatchFacts(
         trajectories=len(trajectories),
         tokens=sum(len(t.token_ids) for t in trajectories),
         dropped=batch.record.dropped_groups,
@@ -217,9 +216,9 @@ def count_batch(batch: Batch) -> None:
     """Records the trained and dropped trajectories of a new batch as metrics."""
     for lag, count in batch.staleness.items():
         for _ in range(count):
-            STALENESS.record(lag)
+            metrics.STALENESS.record(lag)
     for reason, groups in batch.record.dropped_groups.items():
-        GROUPS_DROPPED.record(groups, reason=reason)
+        metrics.GROUPS_DROPPED.record(groups, reason=reason)
         _log.warning("groups_dropped", step=batch.record.step, reason=reason, groups=groups)
 
 

@@ -15,19 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paceline.errors import ConfigError
-from paceline.services.policy_trainer.algorithm_settings import PpoConfig
-from paceline.services.policy_trainer.algorithms import build_algorithm
+from paceline.services.policy_trainer import algorithm_settings, algorithms
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn import learner, loading, weights
 from paceline.services.policy_trainer.learn.critic import Critic
-from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.learn.loading import StartWeights, check_attention
 from paceline.services.policy_trainer.learn.model import (
     PolicyModel,
     ValueModel,
     critic_on_meta,
     policy_on_meta,
 )
-from paceline.services.policy_trainer.learn.weights import StartPolicy, add_adapters, fill_adapters
 from paceline.training.process import join_ranks
 
 M = TypeVar("M", PolicyModel, ValueModel)
@@ -76,14 +73,14 @@ def shard(
     Shards, gradients and their sums over ranks are fp32. Gathered parameters and computation use
     `compute_dtype` (Micikevicius et al. 2018, arXiv 1710.03740). Raises as StartWeights.
     """
-    start, names = StartWeights(Path(config.model)), model.names()
+    start, names = loading.StartWeights(Path(config.model)), model.names()
     dtype = getattr(torch, config.compute_dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     read = 0
     for unit in (*model.layers(), model):
         new = sum(parameter.nbytes for parameter in unit.parameters() if parameter.is_meta)
-        fill_adapters(unit, names, mesh.device_type, config.run.seed)
+        weights.fill_adapters(unit, names, mesh.device_type, config.run.seed)
         start.fill(unit, names, mesh.device_type)
         unit.to(mesh.device_type)  # tensors that are in no file, such as buffers
         fully_shard(
@@ -99,7 +96,7 @@ def shard(
 
 def build_learner(
     config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad = loads_silently
-) -> Learner:
+) -> learner.Learner:
     """Builds the learner, with the start policy as reference and a critic if they are needed.
     Collective.
 
@@ -107,16 +104,18 @@ def build_learner(
     train here; adapters without peft; 8-bit moments without torchao; a user's algorithm that needs
     a critic without settings for it.
     """
-    check_attention(config.attention, mesh.device_type)
+    loading.check_attention(config.attention, mesh.device_type)
     check_head(config, mesh.device_type)
-    needs = build_algorithm(config.algorithm).needs()
+    needs = algorithms.build_algorithm(config.algorithm).needs()
     policy = _policy(config, mesh, on_load, frozen=False)
-    reference: PolicyModel | StartPolicy | None = None
+    reference: PolicyModel | weights.StartPolicy | None = None
     if needs.reference:
         adapted = config.adapters.rank > 0
-        reference = StartPolicy(policy) if adapted else _policy(config, mesh, on_load, frozen=True)
+        reference = (
+            weights.StartPolicy(policy) if adapted else _policy(config, mesh, on_load, frozen=True)
+        )
     critic = _critic(config, mesh, on_load) if needs.values else None
-    return Learner(config, policy, mesh, reference, critic)
+    return learner.Learner(config, policy, mesh, reference, critic)
 
 
 def _policy(
@@ -131,13 +130,13 @@ def _policy(
     )
     model.requires_grad_(not frozen)
     if config.adapters.rank and not frozen:
-        add_adapters(model, config.adapters)
+        weights.add_adapters(model, config.adapters)
     return shard(model, mesh, config, on_load)
 
 
 def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> Critic:
     settings = config.algorithm
-    if not isinstance(settings, PpoConfig):
+    if not isinstance(settings, algorithm_settings.PpoConfig):
         raise ConfigError(
             "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
         )

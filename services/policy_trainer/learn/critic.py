@@ -19,9 +19,8 @@ from paceline.services.policy_trainer.algorithm_settings import PpoConfig
 from paceline.services.policy_trainer.algorithms.losses import clipped_value_loss
 from paceline.services.policy_trainer.batches.batch import TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer
+from paceline.services.policy_trainer.learn import minibatches, objective
 from paceline.services.policy_trainer.learn.model import ValueModel, pair_cost
-from paceline.services.policy_trainer.learn.objective import Figures
 from paceline.training.optimizer import NamedOptimizer
 
 
@@ -34,7 +33,7 @@ class Critic:
         self.model = model
         self._settings = settings
         self._mesh = mesh
-        self._packer = Packer(config, mesh, pair_cost(model))
+        self._packer = minibatches.Packer(config, mesh, pair_cost(model))
         self._reshards = config.reshard_after_forward
         self._updates = 0
         optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
@@ -50,10 +49,10 @@ class Critic:
     def update(
         self,
         batch: TrainBatch,
-        part: MiniBatch,
+        part: minibatches.MiniBatch,
         old_values: Float[Tensor, " T"],
         returns: Float[Tensor, " T"],
-        figures: Figures,
+        figures: objective.Figures,
     ) -> float:
         """One update towards the returns. Returns the gradient's norm before clipping. If loss or
         gradient is not finite, the norm is not finite and the update is not taken.

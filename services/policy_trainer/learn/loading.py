@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
-from paceline.models.loading import weight_files
-from paceline.models.products import use_linear
+from paceline.models import loading, products
 
 KERNELS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
 """transformers' names for the choices of `policy_trainer.attention`."""
@@ -38,7 +37,7 @@ def causal_lm_on_meta(directory: Path, attention: str = "sdpa") -> Any:
         )
     # The only buffers of these models. They are computed, not stored in a file.
     lm.model.rotary_emb = type(lm.model.rotary_emb)(config=config)
-    use_linear(lm)
+    products.use_linear(lm)
     return lm
 
 
@@ -62,7 +61,7 @@ class StartWeights:
         """Raises InvalidInput for a directory without weights, DataLoss for a damaged file."""
         self._directory = directory
         self._files: dict[str, Path] = {}
-        for path in weight_files(directory):
+        for path in loading.weight_files(directory):
             try:
                 with safe_open(path, framework="pt") as opened:
                     self._files |= dict.fromkeys(opened.keys(), path)

@@ -11,15 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.services.policy_trainer.algorithms.losses import token_weights
+from paceline.services.policy_trainer.batches import packing
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
-from paceline.services.policy_trainer.batches.packing import (
-    Packing,
-    cheapest,
-    neighbours,
-    plan_micro_batches,
-    prefix_units,
-    widths,
-)
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.training.process import on_device
 
@@ -56,26 +49,28 @@ class Packer:
             micro = make_micro_batch(batch, packed, shares=self._shares)
             yield on_device(micro, self._mesh.device_type)
 
-    def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
+    def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> packing.Packing:
         """The packing; equal on every rank."""
         config, inputs = self._config, batch.inputs(numbers)
         # Without sharing, each trajectory is a group of its own.
         groups = batch.groups[list(numbers)].tolist() if self._shares else range(len(inputs))
-        alike = neighbours(inputs, groups)
+        alike = packing.neighbours(inputs, groups)
 
-        def laid_out(row_tokens: int) -> Packing:
-            units = prefix_units(alike, row_tokens)
-            plan = plan_micro_batches(
+        def laid_out(row_tokens: int) -> packing.Packing:
+            units = packing.prefix_units(alike, row_tokens)
+            plan = packing.plan_micro_batches(
                 [unit.tokens for unit in units],
                 world_size=self._mesh.size(),
                 row_tokens=row_tokens,
                 tokens_per_micro_batch=config.tokens_per_micro_batch,
             )
-            return Packing(units, plan)
+            return packing.Packing(units, plan)
 
         if config.row_tokens:
             return laid_out(config.row_tokens)
-        return cheapest(map(laid_out, widths(config.tokens_per_micro_batch)), self._pair_cost)
+        return packing.cheapest(
+            map(laid_out, packing.widths(config.tokens_per_micro_batch)), self._pair_cost
+        )
 
 
 def mini_batches(batch: TrainBatch, config: PolicyTrainerConfig) -> list[MiniBatch]:

@@ -10,19 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from paceline.services.policy_trainer.algorithm_settings import AlgorithmConfig
+from paceline.services.policy_trainer import algorithm_settings, audit
 from paceline.services.policy_trainer.algorithms.base import Algorithm, TokenBatch
 from paceline.services.policy_trainer.algorithms.losses import (
     bounded_ratio,
     correction_weights,
     divergence,
-)
-from paceline.services.policy_trainer.audit import (
-    BUCKETS,
-    LARGEST_GAP,
-    LEAST_GAP,
-    PER_DECADE,
-    AuditCell,
 )
 from paceline.tagged_json import from_object, to_object
 from paceline.training.process import from_all_ranks
@@ -32,7 +25,7 @@ from paceline.training.process import from_all_ranks
 class PolicyObjective:
     """The minimised objective, as a pure function of a micro-batch."""
 
-    settings: AlgorithmConfig
+    settings: algorithm_settings.AlgorithmConfig
     algorithm: Algorithm
 
     @property
@@ -85,7 +78,7 @@ class Figures:
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}  # sum, count
         self._maxima: dict[str, float] = {}
-        self._cells: dict[str, AuditCell] = {}
+        self._cells: dict[str, audit.AuditCell] = {}
 
     def add(self, values: Mapping[str, Float[Tensor, " M"]]) -> None:
         """Adds one value per token, by name."""
@@ -119,22 +112,29 @@ class Figures:
 
     def add_audit(self, gaps: Float[Tensor, " M"], cells: Mapping[str, Bool[Tensor, " M"]]) -> None:
         """Adds the tokens of each audit cell; a gap that is not a number counts as the largest."""
-        sizes = gaps.abs().double().nan_to_num(LARGEST_GAP, LARGEST_GAP).clamp(max=LARGEST_GAP)
-        buckets = torch.log10((sizes / LEAST_GAP).clamp(min=1.0)) * PER_DECADE
-        buckets = buckets.ceil().long().clamp(max=BUCKETS - 1)
+        sizes = (
+            gaps.abs()
+            .double()
+            .nan_to_num(audit.LARGEST_GAP, audit.LARGEST_GAP)
+            .clamp(max=audit.LARGEST_GAP)
+        )
+        buckets = torch.log10((sizes / audit.LEAST_GAP).clamp(min=1.0)) * audit.PER_DECADE
+        buckets = buckets.ceil().long().clamp(max=audit.BUCKETS - 1)
         for name, own in cells.items():
             counts = torch.bincount(buckets[own]).tolist()
             found = {str(number): count for number, count in enumerate(counts) if count}
-            cell = AuditCell(int(own.sum()), float(sizes[own].sum()), found)
-            self._cells[name] = self._cells.get(name, AuditCell()) + cell
+            cell = audit.AuditCell(int(own.sum()), float(sizes[own].sum()), found)
+            self._cells[name] = self._cells.get(name, audit.AuditCell()) + cell
 
-    def audited(self) -> dict[str, AuditCell]:
+    def audited(self) -> dict[str, audit.AuditCell]:
         """Audit cells of all ranks. Collective."""
-        found: dict[str, AuditCell] = {}
+        found: dict[str, audit.AuditCell] = {}
         own = {name: to_object(cell) for name, cell in self._cells.items()}
         for cells in from_all_ranks(own):
             for name, cell in cells.items():
-                found[name] = found.get(name, AuditCell()) + from_object(AuditCell, cell)
+                found[name] = found.get(name, audit.AuditCell()) + from_object(
+                    audit.AuditCell, cell
+                )
         return dict(sorted(found.items()))
 
     def reduced(self) -> dict[str, float]:

@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ConfigError
-from paceline.models.adapters import AddedAdapters, hash_of_start
-from paceline.models.loading import DTYPES
+from paceline.models import adapters, loading
 from paceline.services.policy_trainer.batches.batch import MicroBatch
 from paceline.services.policy_trainer.config import AdaptersConfig, PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import PolicyModel
-from paceline.training.checkpoints import sharded_like
-from paceline.training.process import from_rank_zero
+from paceline.training import checkpoints, process
 
 ADAPTER = "default"
 """peft's name for the only adapter of a module."""
@@ -233,16 +231,16 @@ class PolicyWeights:
                 weight.addmm_(found[pair.up], found[pair.down], alpha=self._settings.scale)
             yield name, weight
 
-    def _added(self) -> AddedAdapters:
+    def _added(self) -> adapters.AddedAdapters:
         stored = StartWeights(self._model).dtype(EMBEDDING)
-        if stored not in DTYPES:
+        if stored not in loading.DTYPES:
             raise ConfigError(
                 "adapters cannot be pushed alone over a start policy in these numbers",
                 seen=f"{stored} in {self._model}",
-                allowed=f"{', '.join(DTYPES)}, or policy_trainer.adapters.publish=weights",
+                allowed=f"{', '.join(loading.DTYPES)}, or policy_trainer.adapters.publish=weights",
             )
-        start = hash_of_start(self._model) if dist.get_rank() == 0 else ""
-        return AddedAdapters(self._settings.scale, from_rank_zero(start), stored)
+        start = adapters.hash_of_start(self._model) if dist.get_rank() == 0 else ""
+        return adapters.AddedAdapters(self._settings.scale, process.from_rank_zero(start), stored)
 
     def _merged(self, weight: nn.Parameter, pair: _Pair) -> Tensor:
         """Each rank computes its own rows: B is sharded as the weight, A is small and gathered."""
@@ -253,4 +251,4 @@ class PolicyWeights:
         local = torch.addmm(
             weight.to_local(), up.to_local(), down.full_tensor(), alpha=self._settings.scale
         )
-        return sharded_like(weight, local, weight.device_mesh)
+        return checkpoints.sharded_like(weight, local, weight.device_mesh)

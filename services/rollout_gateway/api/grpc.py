@@ -11,19 +11,17 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.messages import trajectory_to_proto, versions_to_proto
 from paceline.rpc import EpochGuard, Track
-from paceline.services.rollout_gateway.api.http.bodies import OUTLINE_BYTES, Outline, parse
-from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody
+from paceline.services.rollout_gateway.api.http import openai_schema, requests
 from paceline.services.rollout_gateway.api.http.sessions import OpenBody
 from paceline.services.rollout_gateway.calls.call import Plan
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
-from paceline.services.rollout_gateway.environments.base import EpisodeTask
+from paceline.services.rollout_gateway.environments import EpisodeTask
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.tasks import TaskRuns
-from paceline.services.rollout_gateway.sessions.assignment import FailReason
-from paceline.services.rollout_gateway.sessions.registry import Ended
+from paceline.services.rollout_gateway.sessions import FailReason
+from paceline.services.rollout_gateway.sessions.registry import Ended, tree_json
 from paceline.services.rollout_gateway.sessions.session import Caller, Grant, Session
-from paceline.services.rollout_gateway.sessions.view import tree_json
 from paceline.services.rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
@@ -74,7 +72,7 @@ class RolloutServicer(RolloutServiceServicer):
         fields = {
             field.name: value for field, value in request.ListFields() if field.name != "context"
         }
-        body = parse(OpenBody, {"trainable": request.trainable, **fields})
+        body = requests.parse(OpenBody, {"trainable": request.trainable, **fields})
         gateway.admit()
         if body.claim:
             claimed = await gateway.agents.claim(
@@ -298,7 +296,7 @@ def conversation(given: rpb.Conversation, longest: int) -> ChatRequest:
     listed = [f'"{name}":{text}' for name, text in parts.items()]
     raw = "{" + ",".join([*listed, f'"tool_choice":{json.dumps(choice)}']) + "}"
     encoded = raw.encode()
-    outline = Outline(longest)
-    for start in range(0, len(encoded), OUTLINE_BYTES):
-        outline.add(encoded[start : start + OUTLINE_BYTES])
-    return parse(ChatBody, encoded).request()
+    outline = requests.Outline(longest)
+    for start in range(0, len(encoded), requests.OUTLINE_BYTES):
+        outline.add(encoded[start : start + requests.OUTLINE_BYTES])
+    return requests.parse(openai_schema.ChatBody, encoded).request()

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 
 from paceline.plugins import find_variant
 from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings
-from paceline.services.rollout_gateway.bandits.beg import BucketedEpsilonGreedy
-from paceline.services.rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
-from paceline.services.rollout_gateway.bandits.ucb import UCB1
+from paceline.services.rollout_gateway.bandits.kinds import (
+    UCB1,
+    BucketedEpsilonGreedy,
+    EpsilonGreedy,
+)
 from paceline.services.rollout_gateway.bandits.watchdog import AcceptanceWatchdog
 
 BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], Bandit]] = {

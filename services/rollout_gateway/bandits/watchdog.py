@@ -26,15 +26,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from paceline.arm_names import speculator_of
-from paceline.services.rollout_gateway.bandits.base import (
-    ArmChoice,
-    ArmReport,
-    Bandit,
-    BanditSettings,
-    RoundOutcome,
-    Situation,
-    group_of,
-)
+from paceline.services.rollout_gateway.bandits import base
 from paceline.speculators.shift import AcceptanceShift
 from paceline.telemetry import get_logger
 from paceline.trajectory import Target
@@ -102,7 +94,9 @@ class WatchedDrafter:
 class AcceptanceWatchdog:
     """A bandit that hides the arms of dead drafters from an inner bandit."""
 
-    def __init__(self, inner: Bandit, settings: BanditSettings, arms: Sequence[str]) -> None:
+    def __init__(
+        self, inner: base.Bandit, settings: base.BanditSettings, arms: Sequence[str]
+    ) -> None:
         self._inner = inner
         self._groups = settings.groups
         self._limit = settings.watchdog_rounds
@@ -114,20 +108,20 @@ class AcceptanceWatchdog:
         self._warned: set[str] = set()
         self._deaths: Counter[tuple[int, str]] = Counter()  # since the process started
 
-    def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
+    def choose(self, situation: base.Situation, names: Sequence[str] = ()) -> base.ArmChoice:
         """The inner bandit's choice among arms of living drafters, or among all if no drafter
         lives.
         """
-        alive = self._alive[group_of(self._groups, situation.batch_size)]
+        alive = self._alive[base.group_of(self._groups, situation.batch_size)]
         if names:
             alive = tuple(name for name in names if name in alive) or tuple(names)
         return self._inner.choose(situation, alive)
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, outcome: base.RoundOutcome) -> None:
         """Passes a round to the inner bandit, and updates the drafter's record."""
         self._inner.observe(outcome)
         speculator = speculator_of(outcome.arm)
-        group = group_of(self._groups, outcome.situation.batch_size)
+        group = base.group_of(self._groups, outcome.situation.batch_size)
         self._rounds[group] += 1
         self._wake(group)
         if speculator:
@@ -150,7 +144,7 @@ class AcceptanceWatchdog:
         for group in self._groups:
             self._admit(group)
 
-    def reports(self) -> Sequence[ArmReport]:
+    def reports(self) -> Sequence[base.ArmReport]:
         """Statistics of every arm and group with at least one pull, dead arms included, with the
         number of deaths of the arm's drafter.
         """

@@ -18,8 +18,7 @@ from opentelemetry.util.types import AttributeValue
 
 from paceline.errors import DataLoss, InvalidInput, Unavailable
 from paceline.services.rollout_gateway.calls.spans import STAGE_SPANS, asked
-from paceline.services.rollout_gateway.chat.messages import Delta, Message
-from paceline.services.rollout_gateway.chat.parse import ChatParser, finish_name
+from paceline.services.rollout_gateway.chat import messages, parse
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling
 from paceline.services.rollout_gateway.engines.worker import wire
@@ -47,7 +46,7 @@ class Piece(NamedTuple):
 
     chunk: pb.TokenChunk
     text: str  # text that can no longer change
-    delta: Delta | None = None  # of a conversation: the parsed text
+    delta: messages.Delta | None = None  # of a conversation: the parsed text
     finish: str = ""  # on the last piece: "stop" | "length" | "tool_calls" | "abort" | "error"
 
     @property
@@ -72,7 +71,7 @@ class Plan:
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one
     # of a conversation: makes the parser of the answer
-    parser: Callable[[], ChatParser] | None = None
+    parser: Callable[[], parse.ChatParser] | None = None
     unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that no prompt shows
     # sampling values that the session has changed, "name=value used"
     overridden: tuple[str, ...] = ()
@@ -145,12 +144,12 @@ class Call:
         return self.generation.whole
 
     @property
-    def message(self) -> Message | None:
+    def message(self) -> messages.Message | None:
         """The answer so far in a conversation, with its prefill."""
         return None if self._parser is None else self._parser.message
 
     @property
-    def deltas(self) -> list[Delta]:
+    def deltas(self) -> list[messages.Delta]:
         """The answer's parts in a conversation, without its prefill."""
         return [] if self._parser is None else self._parser.deltas
 
@@ -225,8 +224,8 @@ class Call:
         if self._parser is not None:
             delta = self._parser.push(news)
             if finish:
-                delta = Delta.of([delta, self._parser.finish()])
-                finish = finish_name(self._parser.message, finish)
+                delta = messages.Delta.of([delta, self._parser.finish()])
+                finish = parse.finish_name(self._parser.message, finish)
         self.finish = finish
         return Piece(chunk, news, delta, finish)
 

@@ -6,27 +6,91 @@ A plan changes no state: a refused request leaves no trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from paceline.errors import FailedPrecondition, InvalidInput, TrainabilityError
-from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, TrainabilityError
+from paceline.services.rollout_gateway.background import LargeRequests
 from paceline.services.rollout_gateway.calls.call import Plan, generation_seed
-from paceline.services.rollout_gateway.calls.checks import check_request
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, ToolChoice
 from paceline.services.rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Held, Known
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engines.nouns import Capability
-from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
+from paceline.services.rollout_gateway.engines.nouns import SETTINGS, Capability
+from paceline.services.rollout_gateway.engines.requests import structures
+from paceline.services.rollout_gateway.engines.sampling import (
+    UNSEEDED,
+    Sampling,
+    check_length,
+    check_prompt,
+    check_sampling,
+)
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.sessions.assignment import Assignment, SessionState
+from paceline.services.rollout_gateway.sessions import Assignment, SessionState
 from paceline.services.rollout_gateway.sessions.registry import Sessions
-from paceline.services.rollout_gateway.sessions.samples import overridden
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
-from paceline.services.rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.sessions.tree import Turn, overridden
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+
+CHECKED_FIELDS = (
+    *(field.name for field in fields(Sampling)),
+    "prompt",
+    *structures.FIELDS.values(),
+    "messages",
+    "tools",
+    "tool_choice",
+    "truncate_prompt_tokens",
+)
+"""Fields of a request that an error message may begin with."""
+
+
+def check_request(
+    ready: pb.WorkerReady, prompt: Sequence[int], sampling: Sampling, forced_arm: str = ""
+) -> None:
+    """Raises InvalidInput with the field that the engine would refuse, or MissingCapability."""
+    check_prompt(tuple(prompt), ready.vocab_size, ready.max_sequence_tokens)
+    check_sampling(sampling, ready.vocab_size)
+    _check_capabilities(ready, sampling)
+    room = ready.max_sequence_tokens - len(prompt)
+    if sampling.min_tokens > room:
+        raise InvalidInput(
+            "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=room
+        )
+    structures.structure_of(sampling)
+    check_arm(ready, forced_arm)
+
+
+def check_arm(ready: pb.WorkerReady, arm: str) -> None:
+    """Raises InvalidInput for an arm that the engine does not serve; "" means no forced arm."""
+    if arm and arm not in ready.arms:
+        raise InvalidInput("unknown arm", seen=arm, allowed=", ".join(ready.arms))
+
+
+def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
+    asked = {
+        Capability.PENALTIES: _adjusting(sampling),
+        Capability.PROMPT_LOGPROBS: "prompt_logprobs" if sampling.scored else "",
+        Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
+        Capability.GRAMMARS: "structured_outputs or a strict tool"
+        if structures.beyond_json(sampling)
+        else "",
+    }
+    for capability, seen in asked.items():
+        if seen and capability not in ready.capabilities:
+            raise MissingCapability(
+                f"the engine lacks the capability {capability}",
+                seen=seen,
+                allowed=SETTINGS[capability],
+            )
+
+
+def _adjusting(sampling: Sampling) -> str:
+    """The request's setting that changes logits before the draw; "" without any."""
+    if sampling.confined:
+        return "min_tokens" if sampling.min_tokens else "allowed_token_ids"
+    return "a penalty or logit_bias" if sampling.adjusted else ""
+
 
 CUT_CONTEXTS = 8
 """Longest prompt that may be truncated, as a multiple of the model's longest prompt."""

@@ -11,16 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
-from paceline.services.rollout_gateway.chat.tool_formats import (
-    BLANK,
-    Deviation,
-    GrowingText,
-    Harmony,
-    IdSource,
-    Reading,
-    SpelledCall,
-    ToolFormat,
-)
+from paceline.services.rollout_gateway.chat.tool_formats import base
+from paceline.services.rollout_gateway.chat.tool_formats.harmony import Harmony
 
 THINK, THOUGHT = "<think>", "</think>"
 """Marks around reasoning. They are special tokens in some tokenizers, so decoding must
@@ -46,13 +38,13 @@ class ChatParser:
 
     def __init__(
         self,
-        tool_format: ToolFormat | None,
+        tool_format: base.ToolFormat | None,
         *,
         reasoning: bool,
         starts_in_reasoning: bool = False,
         forced: str = "",
         prefill: str = "",
-        digits: IdSource = random_digits,
+        digits: base.IdSource = random_digits,
     ) -> None:
         """`starts_in_reasoning`: the prompt ends inside <think>.
 
@@ -68,7 +60,7 @@ class ChatParser:
         self._opens_thinking = starts_in_reasoning and not forced
         self._format = tool_format
         self._digits = digits
-        self._text = GrowingText()
+        self._text = base.GrowingText()
         self._news: list[Delta] = []  # content of the next delta
         self._calls = 0
         self._only_content = False  # no marker can follow
@@ -116,7 +108,7 @@ class ChatParser:
         self.deltas.append(delta)
         return delta
 
-    def _message(self, reasoning: bool, started: bool) -> Reading[None]:
+    def _message(self, reasoning: bool, started: bool) -> base.Reading[None]:
         if reasoning:
             yield from self._thinking(started)
         if isinstance(self._format, Harmony):
@@ -126,7 +118,7 @@ class ChatParser:
         else:
             yield from self._speech(self._format)
 
-    def _thinking(self, started: bool) -> Reading[None]:
+    def _thinking(self, started: bool) -> base.Reading[None]:
         """Reads reasoning at the beginning of a response.
 
         Newlines that belong to the marks are dropped.
@@ -152,13 +144,13 @@ class ChatParser:
             text.take_known(_THINKING)
             self._news.append(Delta(reasoning=text.forget()))
 
-    def _newline_pair(self) -> Reading[None]:
+    def _newline_pair(self) -> base.Reading[None]:
         for _ in range(2):
             if (yield from self._text.at("\n")):
                 self._text.take()
         self._text.forget()
 
-    def _channels(self, harmony: Harmony) -> Reading[None]:
+    def _channels(self, harmony: Harmony) -> base.Reading[None]:
         """Reads messages in channels, as they arrive."""
 
         def told(kind: str, text: str) -> None:
@@ -168,13 +160,13 @@ class ChatParser:
             self._text.forget()
             self._tell(harmony, calls)
 
-    def _all_content(self) -> Reading[None]:
+    def _all_content(self) -> base.Reading[None]:
         if (yield from self._text.peek()):
             self._text.take_known(_ALL)
         self._news.append(Delta(self._text.forget()))
         self._only_content = True
 
-    def _speech(self, tool_format: ToolFormat) -> Reading[None]:
+    def _speech(self, tool_format: base.ToolFormat) -> base.Reading[None]:
         """Reads content and calls. White space is kept until the next text."""
         text = self._text
         plain = _plain(tool_format.markers)
@@ -195,26 +187,26 @@ class ChatParser:
 
         self._news.append(Delta(text.forget()))
 
-    def _at_any(self, words: Iterable[str]) -> Reading[bool]:
+    def _at_any(self, words: Iterable[str]) -> base.Reading[bool]:
         for word in words:
             if (yield from self._text.at(word)):
                 return True
         return False
 
-    def _took_calls(self, tool_format: ToolFormat) -> Reading[bool]:
+    def _took_calls(self, tool_format: base.ToolFormat) -> base.Reading[bool]:
         """Reads calls; returns False if there are none, and keeps the text for the content."""
         try:
             calls = yield from tool_format.read(self._text)
-        except Deviation:
+        except base.Deviation:
             return False
         self._text.forget()
         self._tell(tool_format, calls)
         return True
 
-    def _tell(self, tool_format: ToolFormat, calls: Sequence[SpelledCall]) -> None:
+    def _tell(self, tool_format: base.ToolFormat, calls: Sequence[base.SpelledCall]) -> None:
         self._news.append(Delta(tool_calls=tuple(self._news_of(tool_format, one) for one in calls)))
 
-    def _news_of(self, tool_format: ToolFormat, call: SpelledCall) -> ToolCallDelta:
+    def _news_of(self, tool_format: base.ToolFormat, call: base.SpelledCall) -> ToolCallDelta:
         index = self._calls
         self._calls += 1
         call_id = call.call_id or tool_format.call_id(self._digits)
@@ -239,7 +231,9 @@ def opens_reasoning(prompt_end: str) -> bool:
     return prompt_end.rstrip().endswith(THINK)
 
 
-def forced_beginning(tool_format: ToolFormat, name: str = "", *, in_reasoning: bool = False) -> str:
+def forced_beginning(
+    tool_format: base.ToolFormat, name: str = "", *, in_reasoning: bool = False
+) -> str:
     """The text after the prompt, also for `ChatParser(forced=)`, that starts a call of the tool
     `name`, or of any tool.
 
@@ -267,7 +261,7 @@ def reasoning_tokens(
     `decode` must keep the marks. Decodes the whole, and then log2(tokens) prefixes of it.
     """
     whole, (begin, end) = decode(token_ids), marks
-    if not starts_in_reasoning and not whole.lstrip(BLANK).startswith(begin):
+    if not starts_in_reasoning and not whole.lstrip(base.BLANK).startswith(begin):
         return 0
     if end not in whole:
         return len(token_ids)

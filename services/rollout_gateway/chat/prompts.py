@@ -12,23 +12,9 @@ from functools import partial
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
+from paceline.services.rollout_gateway.chat import parse, shown, text, tool_formats
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
-from paceline.services.rollout_gateway.chat.parse import (
-    THOUGHT,
-    ChatParser,
-    forced_beginning,
-    knows_reasoning,
-    opens_reasoning,
-)
-from paceline.services.rollout_gateway.chat.shown import ShownTools
-from paceline.services.rollout_gateway.chat.text import TextCodec
-from paceline.services.rollout_gateway.chat.tool_formats import (
-    ToolFormat,
-    ToolGrammar,
-    Vocabulary,
-    offered,
-    tool_format,
-)
+from paceline.services.rollout_gateway.chat.tool_formats import base, lark
 from paceline.services.rollout_gateway.config import ChatConfig
 
 PROMPT_END = 16
@@ -49,7 +35,7 @@ class ChatPrompt:
 
     ids: tuple[int, ...]  # all tokens for the engine
     goes_on: bool  # whether they begin with the recorded turn's tokens
-    parser: Callable[[], ChatParser]  # of one answer
+    parser: Callable[[], parse.ChatParser]  # of one answer
     grammar: str = ""  # that the answer's tool calls must follow; empty: unconstrained
     stop_ids: tuple[int, ...] = ()  # tokens that end the answer, besides the model's
     unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that the template leaves out
@@ -66,15 +52,15 @@ class Held(NamedTuple):
 class ChatPrompts:
     """Prompts of one model's conversations."""
 
-    def __init__(self, config: ChatConfig, codec: TextCodec) -> None:
+    def __init__(self, config: ChatConfig, codec: text.TextCodec) -> None:
         self._codec = codec
-        self._format = tool_format(config.tool_format, codec.template_source)
-        known = config.reasoning == "auto" and knows_reasoning(codec.template_source)
+        self._format = tool_formats.tool_format(config.tool_format, codec.template_source)
+        known = config.reasoning == "auto" and parse.knows_reasoning(codec.template_source)
         self._reasoning = known or config.reasoning == "think"
         self._content_beginning = self._format.content_beginning if self._format else ""
-        self._vocabulary = Vocabulary(codec.added_tokens)
+        self._vocabulary = lark.Vocabulary(codec.added_tokens)
         ends = self._format.ends if self._format else ()
-        self._tools = ShownTools(codec, self._format, config.tool_prompt)
+        self._tools = shown.ShownTools(codec, self._format, config.tool_prompt)
         self._stop_ids = tuple(codec.added_tokens[end] for end in ends if end in codec.added_tokens)
 
     def prompt(
@@ -90,13 +76,15 @@ class ChatPrompts:
         `longest` new tokens.
         """
         ids, goes_on = self._history(request, known, longest)
-        inside = self._reasoning and opens_reasoning(self._codec.decode_all(ids[-PROMPT_END:]))
+        inside = self._reasoning and parse.opens_reasoning(
+            self._codec.decode_all(ids[-PROMPT_END:])
+        )
         forced = self._forced(request, inside)
         ids += self._codec.encode_piece(forced + request.prefill, longest)
         tools = self._offered(request)
 
-        def parser() -> ChatParser:
-            return ChatParser(
+        def parser() -> parse.ChatParser:
+            return parse.ChatParser(
                 tools,
                 reasoning=self._reasoning,
                 starts_in_reasoning=inside,
@@ -107,7 +95,7 @@ class ChatPrompts:
         grammar = self._grammar(request, held or Held(), inside=inside)
         thinks = inside and not forced and not request.prefill
         unread = self._tools.unread(request, known.messages if known and goes_on else 0)
-        free_until = THOUGHT if thinks else ""
+        free_until = parse.THOUGHT if thinks else ""
         return ChatPrompt(ids, goes_on, parser, grammar, self._stop_ids, unread, free_until)
 
     def encode(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
@@ -119,27 +107,29 @@ class ChatPrompts:
         fitted, _ = self._tools.fitted(request)
         return self._codec.encode_chat(fitted, longest, partial(self._tools.check, request))
 
-    def _offered(self, request: ChatRequest) -> ToolFormat | None:
+    def _offered(self, request: ChatRequest) -> base.ToolFormat | None:
         """The format for reading the answer; None: plain text."""
         if self._format is None:
             return None
         if request.tools and request.tool_choice.mode != "none":
-            return self._format.offering(offered(request.tools))
+            return self._format.offering(tool_formats.offered(request.tools))
         return self._format if self._format.channels else None
 
     def _grammar(self, request: ChatRequest, held: Held, *, inside: bool) -> str:
         mode = request.tool_choice.mode
         if not held.calls or not request.tools or mode == "none" or self._format is None:
             return ""
-        tools = offered(request.tools)
+        tools = tool_formats.offered(request.tools)
         if mode == "named":
             tools = [tool for tool in tools if tool.name == request.tool_choice.name]
-        grammar = ToolGrammar(self._format, tools, self._vocabulary, several=not request.one_call)
+        grammar = tool_formats.ToolGrammar(
+            self._format, tools, self._vocabulary, several=not request.one_call
+        )
         if mode != "auto":
             return grammar.required(self._format.beginning(request.tool_choice.name))
         if not request.strict_tools and not held.answer:
             return ""
-        after = THOUGHT if inside and not request.prefill else ""
+        after = parse.THOUGHT if inside and not request.prefill else ""
         return grammar.allowed(request.strict_tools, after, held.answer)
 
     def _history(
@@ -166,7 +156,7 @@ class ChatPrompts:
         if choice.mode in ("auto", "none"):
             if not request.prefill:
                 return ""
-            return f"\n{THOUGHT}\n\n" if inside else self._content_beginning
+            return f"\n{parse.THOUGHT}\n\n" if inside else self._content_beginning
         names = list(request.tool_names())
         if not names or (choice.mode == "named" and choice.name not in names):
             raise InvalidInput(
@@ -188,6 +178,6 @@ class ChatPrompts:
                 allowed="tool_choice auto or none",
             )
 
-        return forced_beginning(
+        return parse.forced_beginning(
             self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside
         )

@@ -6,12 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from paceline.services.rollout_gateway.engines.requests.stop_texts import (
-    TokenNames,
-    find_stop,
-    is_inside,
-    name_spans,
-)
+from paceline.services.rollout_gateway.engines.requests import stop_texts
 
 CHARACTER_BYTES = 4
 """A UTF-8 character has at most four byte tokens."""
@@ -36,7 +31,7 @@ class TextStream:
         stop: tuple[str, ...],
         *,
         adds_up: bool = False,
-        names: TokenNames | None = None,
+        names: stop_texts.TokenNames | None = None,
     ) -> None:
         """`adds_up`: the text of ids is the concatenation of its parts' texts, for any cut between
         whole characters. `names`: tokens with names in which no stop string counts.
@@ -74,7 +69,7 @@ class TextStream:
         text, self._held = self._held + self._advance(final=True), ""
         if not matched_stop:
             return text
-        at = find_stop(text, matched_stop, self._names)
+        at = stop_texts.find_stop(text, matched_stop, self._names)
         if at < 0:  # the engine's tokens spell a name that is no token there
             at = text.rfind(matched_stop)
         return text if at < 0 else text[: at + len(matched_stop) * keep]
@@ -120,7 +115,7 @@ def _overlap(text: str, stop: str, names: Collection[str]) -> int:
     """Characters at the end of `text` to hold back: from a complete `stop` inside, or a beginning
     of `stop` at the end.
     """
-    at = find_stop(text, stop, names)
+    at = stop_texts.find_stop(text, stop, names)
     return len(text) - at if at >= 0 else _beginning(text, stop, names)
 
 
@@ -129,5 +124,5 @@ def _beginning(text: str, stop: str, names: Collection[str]) -> int:
     sizes = [
         size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
     ]
-    spans = name_spans(text, names) if sizes else []
-    return next((size for size in sizes if not is_inside(len(text) - size, spans)), 0)
+    spans = stop_texts.name_spans(text, names) if sizes else []
+    return next((size for size in sizes if not stop_texts.is_inside(len(text) - size, spans)), 0)

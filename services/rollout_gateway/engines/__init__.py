@@ -26,7 +26,7 @@ class EngineKind:
     process: str = "paceline.services.rollout_gateway.engines.worker.process"
     """Module that a worker process runs."""
     extra: str = ""
-    """Optional dependencies that the engine needs (paceline/local/extras.py). Empty: none, or the
+    """Optional dependencies that the engine needs (paceline/local/checks.py). Empty: none, or the
     engine checks them itself.
     """
     starts_slowly: bool = False
@@ -44,13 +44,13 @@ class EngineKind:
 
 _EMBEDDED = "paceline.services.rollout_gateway.engines.embedded"
 _SGLANG = "paceline.services.rollout_gateway.engines.sglang"
-_SCRIPTED = "paceline.services.rollout_gateway.testing.scripted"
+_SCRIPTED = "paceline.services.rollout_gateway.testing"
 
 ENGINES = {
     "embedded": EngineKind(
         f"{_EMBEDDED}.spec:EmbeddedSpec",
         f"{_EMBEDDED}.build:build_embedded",
-        f"{_EMBEDDED}.rows:layout_of_settings",
+        f"{_EMBEDDED}.spec:layout_of_settings",
         extra="serve",
     ),
     "scripted": EngineKind(
@@ -58,7 +58,7 @@ ENGINES = {
     ),
     "sglang": EngineKind(
         f"{_SGLANG}.spec:SGLangSpec",
-        row_layout=f"{_SGLANG}.rows:layout_of_settings",
+        row_layout=f"{_SGLANG}.spec:layout_of_settings",
         process=f"{_SGLANG}.host",
         starts_slowly=True,
     ),

@@ -13,15 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.services.rollout_gateway.engines.nouns import (
-    Chunk,
-    EngineInfo,
-    EngineLoad,
-    MemoryTag,
-    PauseMode,
-    Request,
-    Withheld,
-)
+from paceline.services.rollout_gateway.engines import nouns
 from paceline.trajectory import Target, VersionSet
 
 
@@ -44,7 +36,7 @@ class RowSink(Protocol):
 
 
 class CommandedEngine(Protocol):
-    """The methods behind the commands of the worker protocol; see engines/worker/commands.py."""
+    """The methods behind the commands of the worker protocol; see engines/worker/peer.py."""
 
     @property
     def versions(self) -> VersionSet:
@@ -52,11 +44,11 @@ class CommandedEngine(Protocol):
         ...
 
     @property
-    def load(self) -> EngineLoad:
+    def load(self) -> nouns.EngineLoad:
         """Load and statistics."""
         ...
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: nouns.Request) -> None:
         """Queue a request.
 
         Raises InvalidInput (prompt empty, token out of range, too long, unknown arm),
@@ -64,11 +56,11 @@ class CommandedEngine(Protocol):
         """
         ...
 
-    def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
+    def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
         """End requests (None: all); returns their last chunks, with all tokens not yet reported."""
         ...
 
-    def pause(self, mode: PauseMode) -> list[Chunk]:
+    def pause(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """Stop decoding; returns the chunks of requests ended by mode ABORT."""
         ...
 
@@ -84,7 +76,7 @@ class CommandedEngine(Protocol):
         """
         ...
 
-    def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
+    def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """Serve a set from the next round on; returns the chunks of requests ended by mode ABORT.
 
         Raises WeightsError.
@@ -102,11 +94,11 @@ class CommandedEngine(Protocol):
         """
         ...
 
-    def quarantine(self, withheld: Withheld) -> None:
+    def quarantine(self, withheld: nouns.Withheld) -> None:
         """Disable these arms and reuse paths from the next round on; unknown arms are ignored."""
         ...
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
         """Free device memory (no tags: all); returns bytes, 0 if it is already free.
 
         Until `resume_memory`, enqueue raises FailedPrecondition, but weights may be prepared and
@@ -114,7 +106,7 @@ class CommandedEngine(Protocol):
         """
         ...
 
-    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
         """Allocate released memory again (no tags: all) and serve the last committed set.
 
         Raises MissingCapability, or FailedPrecondition for a tag that was not released.
@@ -133,7 +125,7 @@ class Engine(CommandedEngine, Protocol):
     """A token generator; one thread calls it round by round."""
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> nouns.EngineInfo:
         """Facts that never change."""
         ...
 
@@ -144,7 +136,7 @@ class Engine(CommandedEngine, Protocol):
         """
         ...
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> list[nouns.Chunk]:
         """One round: admit, draft, verify, accept.
 
         Returns a chunk per round for streaming requests, and only the last chunk for all other

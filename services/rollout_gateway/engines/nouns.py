@@ -243,4 +243,4 @@ class EngineInfo:
     arms: tuple[str, ...]
     capabilities: frozenset[Capability]
     rows: RowLayout
-    device_tflops: float = 0.0  # measured by engines/requests/device_peak.py; 0: not measured
+    device_tflops: float = 0.0  # measured by engines/requests/timing.py; 0: not measured

@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, Unavailable
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger

@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from paceline.services.rollout_gateway.environments.base import Episode
-from paceline.services.rollout_gateway.rewards.base import RewardRule
+from paceline.services.rollout_gateway import environments, rewards
 
 MATH_EQUAL = "paceline.services.rollout_gateway.rewards.math_equal:MathEqual"
 MAX_ANSWER = 1000
@@ -31,14 +30,14 @@ _SIGNS_ONLY = re.compile(r"(?:[\d+\-*/=:^%!.,(){}]|\\%|\\times|\\cdot|\\div)+")
 class MathAnswer:
     """1.0 when the response ended by itself and its answer equals the task's, else 0.0."""
 
-    def __init__(self, marker: str, equal: RewardRule | None = None) -> None:
+    def __init__(self, marker: str, equal: rewards.RewardRule | None = None) -> None:
         """`equal` compares an episode's whole text with the task's answer. None: only integers and
         texts are compared.
         """
         self._marker = marker
         self._equal = equal
 
-    async def score(self, episode: Episode) -> float | None:
+    async def score(self, episode: environments.Episode) -> float | None:
         """Raises Unscored or Unavailable when the comparison needs a child and gets none."""
         given = answer_of(episode.text, self._marker) if episode.finish == "stop" else None
         if given is None:

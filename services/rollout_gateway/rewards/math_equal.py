@@ -22,7 +22,7 @@ os.environ |= {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}
 
 from math_verify import parse, verify
 
-from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.environments import Episode
 
 PARSE_S = 3
 """Maximum seconds to parse one answer."""

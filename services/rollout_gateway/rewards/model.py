@@ -1,6 +1,6 @@
 """Batches episodes for a reward model, which runs in its own process.
 
-That process is processes/reward_model.py; it alone imports torch. remote.py handles a reward model
+That process is rewards/reward_model.py; it alone imports torch. remote.py handles a reward model
 at a URL.
 """
 
@@ -14,18 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
+from paceline.services.rollout_gateway import environments, rewards
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import ModelRewardConfig
-from paceline.services.rollout_gateway.environments.base import Episode
-from paceline.services.rollout_gateway.rewards.base import Unscored
-from paceline.services.rollout_gateway.rewards.processes.child import STOPPED, ChildPlace
-from paceline.services.rollout_gateway.rewards.processes.pipes import (
-    Raised,
-    Rewards,
-    ScoreEpisodes,
-)
+from paceline.services.rollout_gateway.rewards import child, pipes
 
-MODULE = "paceline.services.rollout_gateway.rewards.processes.reward_model"
+MODULE = "paceline.services.rollout_gateway.rewards.reward_model"
 START_S = 600.0
 """Maximum seconds to load a model."""
 
@@ -34,7 +28,7 @@ START_S = 600.0
 class _Waiting:
     """One episode and the future of its score."""
 
-    episode: Episode
+    episode: environments.Episode
     answer: asyncio.Future[float | None]
 
 
@@ -49,7 +43,7 @@ class ModelReward:
         self._worker: asyncio.Task[None] | None = None
         names = ("model", "threads", "max_tokens")
         settings = json.dumps({name: getattr(config, name) for name in names})
-        self._place = ChildPlace(MODULE, (settings,), START_S)
+        self._place = child.ChildPlace(MODULE, (settings,), START_S)
 
     @property
     def pids(self) -> list[int]:
@@ -60,13 +54,13 @@ class ModelReward:
         """Load the model. Raises ConfigError when it is no reward model, Unavailable."""
         await self._place.with_child(_nothing)
 
-    async def score(self, episode: Episode) -> float | None:
+    async def score(self, episode: environments.Episode) -> float | None:
         """The model's scalar.
 
         Raises Unavailable when the model does not answer, Unscored when it cannot read a text.
         """
         if self._place.closed:
-            raise Unavailable(STOPPED)
+            raise Unavailable(child.STOPPED)
         one = _Waiting(episode, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
         if self._worker is None or self._worker.done():
@@ -78,12 +72,12 @@ class ModelReward:
         await self._place.close()
         await cancel(self._worker)
         for one in self._waiting:
-            _fail(one, Unavailable(STOPPED))
+            _fail(one, Unavailable(child.STOPPED))
 
     async def _work(self) -> None:
         """Run batches until no episode waits."""
         while batch := self._next_batch():
-            why: Exception = Unavailable(STOPPED)
+            why: Exception = Unavailable(child.STOPPED)
             try:
                 await self._score(batch)
             except Exception as error:  # noqa: BLE001 - every waiting caller gets the error
@@ -101,7 +95,7 @@ class ModelReward:
         return batch
 
     async def _score(self, batch: list[_Waiting]) -> None:
-        request = ScoreEpisodes("", tuple(one.episode for one in batch))
+        request = pipes.ScoreEpisodes("", tuple(one.episode for one in batch))
         ask = partial(self._place.ask, request, self._config.deadline_s)
         try:
             answer = await self._place.with_child(ask)
@@ -109,11 +103,11 @@ class ModelReward:
             raise Unavailable(
                 "the reward model took too long and was ended", seen=error.seen
             ) from error
-        if not isinstance(answer, Rewards):
+        if not isinstance(answer, pipes.Rewards):
             raise Unavailable("the reward model failed", seen=answer)
         for one, given in zip(batch, answer.values, strict=True):
-            if isinstance(given, Raised):
-                _fail(one, Unscored("exception", given.text))
+            if isinstance(given, pipes.Raised):
+                _fail(one, rewards.Unscored("exception", given.text))
             elif not one.answer.done():
                 one.answer.set_result(given)
 

@@ -1,5 +1,7 @@
 """Client of a reward at a URL: POSTs the episode as JSON and reads {"reward": number or null}.
 
+Messages have the form of OpenAI's chat completions; arguments of tool calls stay the model's text.
+
 A server failure never becomes reward 0: a permanent failure raises Unavailable.
 """
 
@@ -10,19 +12,110 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 import httpx
 
 from paceline.addresses import direct
 from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.config import RemoteRewardConfig
-from paceline.services.rollout_gateway.environments.base import Episode
-from paceline.services.rollout_gateway.rewards.breaker import CircuitBreaker
-from paceline.services.rollout_gateway.rewards.episode_json import episode_to
+from paceline.services.rollout_gateway.environments import Episode
 from paceline.telemetry import inject, names, span
+
+
+def episode_to(episode: Episode) -> dict[str, Any]:
+    """task_id, prompt, answer, metadata, text, finish, messages."""
+    return {
+        "task_id": episode.task.task_id,
+        "prompt": episode.task.prompt,
+        "answer": episode.task.answer,
+        "metadata": dict(episode.task.metadata),
+        "text": episode.text,
+        "finish": episode.finish,
+        "messages": [message.shown() for message in episode.messages],
+    }
+
+
+class CircuitBreaker:
+    """Closed: all requests pass.
+
+    Open: no request passes for `open_s` seconds, then a single probe; a successful probe closes the
+    circuit.
+    """
+
+    def __init__(self, failures: int, open_s: float) -> None:
+        self._limit = failures
+        self._open_s = open_s
+        self._failures = 0  # in a row
+        self._openings = 0
+        self._open_until = 0.0
+        self._probing = False
+        self._changed = asyncio.Event()
+
+    @property
+    def open(self) -> bool:
+        """Whether callers wait."""
+        return self._failures >= self._limit
+
+    @asynccontextmanager
+    async def request(self, until: float) -> AsyncIterator[None]:
+        """Surround one request. An exception in the block counts as a failure; a cancelled block
+        counts as neither.
+
+        Waits while the circuit is open. Raises Unavailable at once when it stays open until
+        `until`, in the event loop's time.
+        """
+        probe = await self._enter(until)
+        openings = self._openings
+        failed: bool | None = None
+        try:
+            yield
+            failed = False
+        except Exception:
+            failed = True
+            raise
+        finally:
+            self._leave(probe, failed, late=openings != self._openings)
+
+    async def _enter(self, until: float) -> bool:
+        """Whether the caller is the single probe of an open circuit."""
+        clock = asyncio.get_running_loop().time
+        while self.open:
+            if not self._probing and clock() >= self._open_until:
+                self._probing = True
+                return True
+            wake = until if self._probing else self._open_until
+            if clock() >= until or (wake >= until and not self._probing):
+                seen = f"{self._failures} failures in a row"
+                raise Unavailable(
+                    "nobody asks the reward at a URL for a while", reason="CIRCUIT_OPEN", seen=seen
+                )
+            try:
+                async with asyncio.timeout_at(wake):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+        return False
+
+    def _leave(self, probe: bool, failed: bool | None, late: bool) -> None:
+        if failed is False:
+            self._failures = 0
+        # A request that began before the circuit opened does not count as a new failure.
+        elif failed and not late:
+            self._failures += 1
+            if self.open:
+                self._openings += 1
+                self._open_until = asyncio.get_running_loop().time() + self._open_s
+        if probe:
+            self._probing = False
+        self._changed.set()
+        self._changed = asyncio.Event()
+
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0

@@ -3,31 +3,107 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
-from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway import environments, metrics, rewards
 from paceline.services.rollout_gateway.config import RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode
-from paceline.services.rollout_gateway.rewards.base import (
-    Closes,
-    Prepares,
-    RewardRule,
-    RuleScore,
-    Unscored,
-)
-from paceline.services.rollout_gateway.rewards.code_tests import CodeTests
-from paceline.services.rollout_gateway.rewards.format import FormatRule
-from paceline.services.rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
-from paceline.services.rollout_gateway.rewards.mixture import Mixture, check_mixtures
+from paceline.services.rollout_gateway.rewards import child, code_tests, math_answer, remote
 from paceline.services.rollout_gateway.rewards.model import ModelReward
-from paceline.services.rollout_gateway.rewards.processes.pool import Children, ChildRule
-from paceline.services.rollout_gateway.rewards.remote import RemoteReward
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
 from paceline.trajectory import REWARD_RANGE, is_reward
+
+
+class FormatRule:
+    """1.0 when the whole response matches the task's metadata["format"], else 0.0.
+
+    In the pattern `*` matches any text, `?` one character, `[...]` a set. Without a pattern, a
+    response that ended by itself and contains the marker exactly once gets 1.0.
+    """
+
+    def __init__(self, marker: str = "#") -> None:
+        self._marker = marker
+
+    async def score(self, episode: environments.Episode) -> float:
+        pattern = episode.task.metadata.get("format")
+        if episode.finish != "stop":
+            return 0.0
+        if pattern is None:
+            return float(episode.text.count(self._marker) == 1)
+        return float(fnmatchcase(episode.text, pattern))
+
+
+SETTING = "gateway.rewards.mixtures"
+
+
+class MixedRule(Protocol):
+    """A measured rule of a mixture."""
+
+    async def prepare(self) -> None: ...
+
+    async def score(self, episode: environments.Episode) -> float | None: ...
+
+
+class Mixture:
+    """reward = sum over the parts of weight * score of the part's rule."""
+
+    def __init__(self, parts: Mapping[str, tuple[MixedRule, float]]) -> None:
+        """`parts`: the name of a rule, the rule and its weight."""
+        self._parts = parts
+
+    async def prepare(self) -> None:
+        """See Prepares: prepares every part."""
+        for rule, _ in self._parts.values():
+            await rule.prepare()
+
+    async def score(self, episode: environments.Episode) -> rewards.RuleScore | None:
+        """The weighted sum and its unweighted parts; None when a part with a weight gives none.
+
+        A part of weight 0 is only reported. Raises the error of the first failed part; by then each
+        part has counted its own failure.
+        """
+        given = await asyncio.gather(
+            *(rule.score(episode) for rule, _ in self._parts.values()), return_exceptions=True
+        )
+        scores: dict[str, float] = {}
+        total = 0.0
+        for (name, (_, weight)), value in zip(self._parts.items(), given, strict=True):
+            if isinstance(value, BaseException):
+                raise value
+            if value is not None:
+                scores[name] = value
+                total += weight * value
+            elif weight:
+                return None
+        return rewards.RuleScore(total, scores)
+
+
+def check_mixtures(mixtures: Mapping[str, Mapping[str, float]], rules: Collection[str]) -> None:
+    """Raises ConfigError for a mixture with a rule's name or without parts.
+
+    Also for a part that is no rule of `rules` (for example another mixture), and for weights that
+    are not finite or all 0.
+    """
+    for name, weights in mixtures.items():
+        place = f"{SETTING}.{name}"
+        if name in rules:
+            raise ConfigError(f"{SETTING}: a rule has that name", seen=name, allowed="another name")
+        unknown = [part for part in weights if part not in rules]
+        if unknown:
+            what = "is a mixture itself" if unknown[0] in mixtures else "is no reward rule"
+            allowed = ", ".join(sorted(rules))
+            raise ConfigError(f"a part of {place} {what}", seen=unknown[0], allowed=allowed)
+        odd = {part: weight for part, weight in weights.items() if not math.isfinite(weight)}
+        if odd or not any(weights.values()):
+            allowed = "finite numbers, one at least not 0"
+            raise ConfigError(f"weights of {place}", seen=odd or dict(weights), allowed=allowed)
+
 
 log = get_logger(__name__)
 SHOWN = 500
@@ -39,18 +115,18 @@ class Parts:
     """Resources for building rules."""
 
     config: RewardsConfig
-    children: Children
+    children: child.Children
     sandbox: Sandbox
 
 
-REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
-    "math_answer": lambda parts: MathAnswer(
-        parts.config.marker, ChildRule(MATH_EQUAL, parts.children)
+REWARDS: dict[str, Callable[[Parts], rewards.RewardRule]] = {
+    "math_answer": lambda parts: math_answer.MathAnswer(
+        parts.config.marker, child.ChildRule(math_answer.MATH_EQUAL, parts.children)
     ),
     "format": lambda parts: FormatRule(parts.config.marker),
-    "remote": lambda parts: RemoteReward(parts.config.remote),
+    "remote": lambda parts: remote.RemoteReward(parts.config.remote),
     "model": lambda parts: ModelReward(parts.config.model),
-    "code_tests": lambda parts: CodeTests(parts.sandbox),
+    "code_tests": lambda parts: code_tests.CodeTests(parts.sandbox),
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
 
@@ -67,7 +143,7 @@ class RewardRules:
         Raises ConfigError for an invalid mixture.
         """
         check_mixtures(config.mixtures, {*REWARDS, *config.own})
-        self._children = Children(config.processes, config.deadline_s)
+        self._children = child.Children(config.processes, config.deadline_s)
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._children.close)
         self._parts = Parts(config, self._children, sandbox or Sandbox(config.sandbox))
@@ -106,10 +182,10 @@ class RewardRules:
         """End children and connections; running scores raise Unavailable."""
         await self._closing.aclose()
 
-    def _build(self, name: str) -> RewardRule | Mixture:
+    def _build(self, name: str) -> rewards.RewardRule | Mixture:
         if name in REWARDS:
             rule = REWARDS[name](self._parts)
-            if isinstance(rule, Closes):
+            if isinstance(rule, rewards.Closes):
                 self._closing.push_async_callback(rule.close)
             return rule
         own, mixtures = self._parts.config.own, self._parts.config.mixtures
@@ -123,27 +199,27 @@ class RewardRules:
                 seen=name,
                 allowed=f"{allowed}; gateway.rewards.own adds yours",
             )
-        return ChildRule(own[name], self._children)
+        return child.ChildRule(own[name], self._children)
 
 
 class MeasuredRule:
     """A rule with its metrics, its log and the check of its scores."""
 
-    def __init__(self, name: str, rule: RewardRule | Mixture) -> None:
+    def __init__(self, name: str, rule: rewards.RewardRule | Mixture) -> None:
         self._name = name
         self.inner = rule
 
     async def prepare(self) -> None:
         """See Prepares; does nothing for a rule without requirements."""
-        if isinstance(self.inner, Prepares):
+        if isinstance(self.inner, rewards.Prepares):
             await self.inner.prepare()
 
-    async def score(self, episode: Episode) -> float | None:
+    async def score(self, episode: environments.Episode) -> float | None:
         """The value of `scored`."""
         scored = await self.scored(episode)
         return None if scored is None else scored.value
 
-    async def scored(self, episode: Episode) -> RuleScore | None:
+    async def scored(self, episode: environments.Episode) -> rewards.RuleScore | None:
         """See RewardRule; never raises Unscored. A reward that the agent set replaces the rule's
         score.
 
@@ -159,13 +235,13 @@ class MeasuredRule:
             metrics.REWARD_FAILURES.record(rule=self._name, reason=error.reason.lower())
             raise
         except Exception as why:  # noqa: BLE001 - any error of a rule leaves the sample unscored
-            reason = why.reason if isinstance(why, Unscored) else "exception"
+            reason = why.reason if isinstance(why, rewards.Unscored) else "exception"
             log.warning(
                 "unscored",
                 rule=self._name,
                 task=episode.task.task_id,
                 reason=reason,
-                error=str(why) if isinstance(why, Unscored) else repr(why)[:SHOWN],
+                error=str(why) if isinstance(why, rewards.Unscored) else repr(why)[:SHOWN],
             )
             metrics.REWARD_FAILURES.record(rule=self._name, reason=reason)
             value = None
@@ -175,10 +251,10 @@ class MeasuredRule:
         (metrics.UNSCORED if value is None else metrics.SCORES).record(rule=self._name)
         return value
 
-    def _finite(self, given: float | RuleScore | None) -> RuleScore | None:
+    def _finite(self, given: float | rewards.RuleScore | None) -> rewards.RuleScore | None:
         if given is None:
             return None
-        score = given if isinstance(given, RuleScore) else RuleScore(given)
+        score = given if isinstance(given, rewards.RuleScore) else rewards.RuleScore(given)
         if not is_reward(score.value):
             message = f"the reward rule {self._name} gave what is no reward"
             raise InvalidInput(

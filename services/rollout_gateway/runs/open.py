@@ -1,5 +1,4 @@
-"""Steps of open traffic: a step takes the closed groups that agents opened themselves, and stamps
-them with its number.
+"""Steps of open traffic: a step takes the closed groups that agents opened themselves.
 
 A repeated call for a step returns the same groups. No sample starts here; agents open sessions at
 any time. In a run with several gateways, the coordinator assigns each gateway's groups to the step.
@@ -8,21 +7,219 @@ any time. In a run with several gateways, the coordinator assigns each gateway's
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict
-from collections.abc import AsyncGenerator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from paceline.services.rollout_gateway.background import first_of
+from paceline.messages import merge_arms, stats_from_proto, stats_to_proto, versions_to_proto
+from paceline.services.rollout_gateway.background import background, cancel, first_of
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.runs.idle import IdleWorkers
 from paceline.services.rollout_gateway.runs.sample import AGENT, recorded_sample, sample_finished
-from paceline.services.rollout_gateway.runs.totals import Totals
-from paceline.services.rollout_gateway.runs.turns import StepTurns
-from paceline.services.rollout_gateway.sessions.open_groups import OpenGroup
-from paceline.services.rollout_gateway.sessions.samples import restamped
+from paceline.services.rollout_gateway.sessions.groups import OpenGroup, OpenGroups
+from paceline.services.rollout_gateway.sessions.tree import restamped
+from paceline.services.rollout_gateway.workers.metrics import regret
+from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import get_logger
+from paceline.trajectory import SpeculationStats, equal_rewards
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.trajectory_pb2 import CommandContext
+
+
+class IdleWorkers:
+    """Inside the block, a worker without a request for `after_s` seconds is released and reported
+    once. A worker that another step has released is reported too.
+
+    The last serving worker is never released. At the start, released workers get requests again
+    unless a trainer holds them.
+    """
+
+    def __init__(self, router: Router, after_s: float) -> None:
+        self._router = router
+        self._after_s = after_s
+        self._lent: deque[int] = deque()
+        self._news = asyncio.Event()
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> IdleWorkers:
+        self._router.loans.keep_spare()
+        self._watchers = [
+            background(self._watch(seat.index), f"idle worker {seat.index}")
+            for seat in self._router.seats
+        ]
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await cancel(*self._watchers)
+
+    async def lent(self) -> None:
+        """Return once `pop` has a worker."""
+        while not self._lent:
+            self._news.clear()
+            await self._news.wait()
+
+    def pop(self) -> int | None:
+        """The next released worker; None when there is none now."""
+        return self._lent.popleft() if self._lent else None
+
+    async def _watch(self, index: int) -> None:
+        # idle time before the block does not count
+        await asyncio.sleep(self._after_s)
+        await self._router.idle_for(index, self._after_s)
+        seats = self._router.seats
+        serving = [seat for seat in seats if not seat.released]
+        if seats[index].released or len(serving) > 1:
+            if not seats[index].released:
+                self._router.loans.spare(index)
+            self._lent.append(index)
+            self._news.set()
+
+
+class StepTurns:
+    """The steps that collect groups. Use on one event loop."""
+
+    def __init__(self, groups: OpenGroups) -> None:
+        self.groups = groups
+        self._wanting: set[int] = set()
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, step: int) -> AsyncIterator[CollectingStep]:
+        """Inside the block the step collects groups."""
+        self._wanting.add(step)
+        try:
+            yield CollectingStep(self, step)
+        finally:
+            self._wanting.discard(step)
+            self._left.set()
+
+    def earliest(self, step: int) -> bool:
+        """Whether no earlier step collects."""
+        return step == min(self._wanting)
+
+    async def somebody_left(self) -> None:
+        """Return once a step has stopped collecting."""
+        self._left.clear()
+        await self._left.wait()
+
+
+@dataclass(frozen=True)
+class CollectingStep:
+    """One collecting step."""
+
+    turns: StepTurns
+    step: int
+
+    async def comes(self) -> None:
+        """Return once `pop` has a group."""
+        while True:
+            await self.turns.groups.closed()
+            if self.turns.earliest(self.step):
+                return
+            await self.turns.somebody_left()
+
+    def pop(self) -> OpenGroup | None:
+        """The group that closed first; None when no group is closed, or an earlier step
+        collects.
+        """
+        return self.turns.groups.pop() if self.turns.earliest(self.step) else None
+
+
+class Totals:
+    """Counts outcomes by worker and in total."""
+
+    def __init__(
+        self,
+        shares: Iterable[int],
+        groups: Iterable[str],
+        workers: Iterable[int],
+        started: float,
+    ) -> None:
+        """`shares`: the worker of each sample. `groups`: the group of each training sample.
+        `workers`: all workers with a share, even an empty share. `started`: seconds of the event
+        loop's clock.
+        """
+        self._left = Counter(shares)
+        self._started = started
+        self._shares = {index: rpb.ShareDone(worker_index=index) for index in workers}
+        self._stats = SpeculationStats()
+        self._siblings = Counter(groups)  # samples that have not ended, by group
+        self._rewards = {group: list[float]() for group in self._siblings}  # of scored sessions
+        self.finished = rpb.TasksFinished()
+
+    def idle_shares(self) -> list[rpb.ShareDone]:
+        """Shares of workers without a sample in this call."""
+        return [share for index, share in self._shares.items() if not self._left[index]]
+
+    def news(self, sample: rpb.SampleFinished, worker: int) -> Iterator[rpb.RunTasksResponse]:
+        """Count a sample of a worker's share.
+
+        Yields the sample, its group when that closes, and the share when it is complete.
+        """
+        self._add(sample, worker)
+        yield rpb.RunTasksResponse(sample=sample)
+        if sample.group_id in self._siblings:
+            self._siblings[sample.group_id] -= 1
+            if not self._siblings[sample.group_id]:
+                yield rpb.RunTasksResponse(closed=self._closed(sample.group_id))
+        self._left[worker] -= 1
+        if not self._left[worker]:
+            yield rpb.RunTasksResponse(share=self._share(worker))
+
+    def group(
+        self, group_id: str, samples: Sequence[rpb.SampleFinished]
+    ) -> Iterator[rpb.RunTasksResponse]:
+        """Count the sessions of another closed training group; a group without sessions is
+        ignored.
+        """
+        if not samples:
+            return
+        self._rewards.setdefault(group_id, [])
+        for sample in samples:
+            self._add(sample, sample.worker_index)
+            yield rpb.RunTasksResponse(sample=sample)
+        yield rpb.RunTasksResponse(closed=self._closed(group_id))
+
+    def _share(self, worker: int) -> rpb.ShareDone:
+        return self._shares.setdefault(worker, rpb.ShareDone(worker_index=worker))
+
+    def _add(self, sample: rpb.SampleFinished, worker: int) -> None:
+        share, finished = self._share(worker), self.finished
+        share.samples += 1
+        share.response_tokens += sample.response_tokens
+        finished.response_tokens += sample.response_tokens
+        finished.scored += sample.HasField("reward")
+        finished.unscored += not sample.HasField("reward")
+        if sample.group_id in self._rewards and sample.HasField("reward"):
+            self._rewards[sample.group_id].append(sample.reward.value)
+        self._stats += stats_from_proto(sample.speculation)
+        finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
+
+    def _closed(self, group_id: str) -> rpb.ClosedGroup:
+        rewards = self._rewards[group_id]
+        return rpb.ClosedGroup(
+            group_id=group_id,
+            scored_sessions=len(rewards),
+            equal_rewards=equal_rewards(rewards),
+        )
+
+    def share(self, worker: int) -> rpb.ShareDone:
+        """The progress of a worker that is about to release its slot."""
+        share = self._share(worker)
+        share.elapsed_s = asyncio.get_running_loop().time() - self._started
+        return share
+
+    async def closing(self, gateway: Gateway) -> rpb.TasksFinished:
+        """The last message of the call."""
+        finished = self.finished
+        finished.speculation.CopyFrom(stats_to_proto(self._stats))
+        finished.versions.CopyFrom(versions_to_proto(gateway.weights.versions))
+        healths = (await gateway.router.healths()).values()
+        finished.arms.extend(merge_arms(arm for one in healths for arm in one.arms))
+        finished.regret = regret(finished.arms)
+        finished.closed_groups.extend(map(self._closed, self._rewards))
+        return finished
+
 
 STEPS_REMEMBERED = 4
 log = get_logger(__name__)

@@ -15,20 +15,16 @@ from paceline.messages import stats_to_proto
 from paceline.services.rollout_gateway.calls.call import Call, Plan
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
-from paceline.services.rollout_gateway.environments.base import (
+from paceline.services.rollout_gateway.environments import (
     ChatTurn,
     Episode,
     EpisodeTask,
     TextTurn,
     checked_episode,
 )
-from paceline.services.rollout_gateway.environments.table import environment
+from paceline.services.rollout_gateway.environments.kinds import environment
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.sessions.assignment import (
-    Assignment,
-    FailReason,
-    SessionState,
-)
+from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
 from paceline.services.rollout_gateway.sessions.session import OWN_LIMITS, Caller, Grant, Session
 from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash

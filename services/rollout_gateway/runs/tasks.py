@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.environments.base import PreparesTasks
-from paceline.services.rollout_gateway.environments.table import environment
+from paceline.services.rollout_gateway.environments import PreparesTasks
+from paceline.services.rollout_gateway.environments.kinds import environment
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.runs.open import OpenRuns
+from paceline.services.rollout_gateway.runs.open import OpenRuns, Totals
 from paceline.services.rollout_gateway.runs.sample import (
     AGENT,
     EXTERNAL,
@@ -28,8 +28,7 @@ from paceline.services.rollout_gateway.runs.sample import (
     recorded_sample,
     settings_digest,
 )
-from paceline.services.rollout_gateway.runs.totals import Totals
-from paceline.services.rollout_gateway.sessions.samples import check_trainable
+from paceline.services.rollout_gateway.sessions.tree import check_trainable
 from paceline.services.rollout_gateway.workers.metrics import describe_rounds
 from paceline.tasks import MAX_SAMPLES
 from paceline.telemetry import get_logger, names, span

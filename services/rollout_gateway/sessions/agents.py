@@ -18,15 +18,10 @@ from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.rpc import scope_of
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.environments.base import EpisodeTask
-from paceline.services.rollout_gateway.sessions.assignment import (
-    Assignment,
-    FailReason,
-    SessionState,
-)
+from paceline.services.rollout_gateway.environments import EpisodeTask
+from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
+from paceline.services.rollout_gateway.sessions.groups import NO_RUN, OpenGroups, TaskOffers
 from paceline.services.rollout_gateway.sessions.names import GatewayNames
-from paceline.services.rollout_gateway.sessions.offers import NO_RUN, TaskOffers
-from paceline.services.rollout_gateway.sessions.open_groups import OpenGroups
 from paceline.services.rollout_gateway.sessions.outbox import Outbox
 from paceline.services.rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
 from paceline.services.rollout_gateway.sessions.session import Caller, Session

@@ -1,4 +1,9 @@
-"""One session's tree, state and rewards; refuses calls that its state does not permit."""
+"""One session's tree, state and rewards; refuses calls that its state does not permit.
+
+An agent calls at any time, and its samples belong to the trace of the RL step that takes them. The
+session's span connects both. It is below the request that opened the session, and so below the
+agent's own span. Each generation's `engine.request` and each sample's `trajectory.append` link it.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,49 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import (
-    FailedPrecondition,
-    InvalidInput,
-    NotFound,
-    ResourceExhausted,
-    TrainabilityError,
-)
-from paceline.services.rollout_gateway.config import SessionsConfig
+from opentelemetry.trace import Span, set_span_in_context
+
+from paceline import errors
+from paceline.services.rollout_gateway import config, sessions
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.sessions.assignment import (
-    Assignment,
-    FailReason,
-    SessionState,
-)
-from paceline.services.rollout_gateway.sessions.samples import check_trainable, samples
-from paceline.services.rollout_gateway.sessions.traces import SessionTrace
-from paceline.services.rollout_gateway.sessions.tree import MessageTree, Turn
+from paceline.services.rollout_gateway.sessions import tree
+from paceline.telemetry import inject, link_current, names, open_span
 from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
+
+
+class SessionTrace:
+    """The span of one session; without a span nothing is shown."""
+
+    def __init__(self, opened: Span | None = None) -> None:
+        self._span = opened
+        context = None if opened is None else set_span_in_context(opened)
+        self.traceparent = "" if context is None else inject(context).get("traceparent", "")
+        """Traceparent of the span; empty without one."""
+
+    @classmethod
+    def begun(cls, session_id: str, about: sessions.Assignment) -> SessionTrace:
+        """Starts the trace of a session opened by an agent in the current request."""
+        labels = {names.SESSION_ID: session_id, names.GEN_AI_CONVERSATION: session_id}
+        if about.task_id:
+            labels[names.TASK] = about.task_id
+        return cls(open_span(names.AGENT_SESSION, labels))
+
+    def link(self) -> None:
+        """Links the current span to the session's span."""
+        if self.traceparent:
+            link_current([self.traceparent])
+
+    def end(self, state: str, turns: int, reward: float | None) -> None:
+        """Records the end of the session; call it once."""
+        if self._span is None:
+            return
+        self._span.set_attribute(names.SESSION_STATE, state)
+        self._span.set_attribute(names.SESSION_TURNS, turns)
+        if reward is not None:
+            self._span.set_attribute(names.REWARD, reward)
+        self._span.end()
+        self._span = None
+
 
 PARALLEL, QUOTA = "SESSION_PARALLEL", "SESSION_QUOTA"
 OWN_LIMITS = (PARALLEL, QUOTA)
@@ -48,8 +78,8 @@ class Session:
     def __init__(
         self,
         session_id: str,
-        assignment: Assignment,
-        limits: SessionsConfig,
+        assignment: sessions.Assignment,
+        limits: config.SessionsConfig,
         *,
         api_key: str = "",
         now_s: float = 0.0,
@@ -59,9 +89,9 @@ class Session:
         self.assignment = assignment
         self.api_key = api_key
         self.trace = trace or SessionTrace()
-        self.state = SessionState.OPEN
-        self.fail_reason: FailReason | None = None
-        self.tree = MessageTree()
+        self.state = sessions.SessionState.OPEN
+        self.fail_reason: sessions.FailReason | None = None
+        self.tree = tree.MessageTree()
         self.reward: float | None = None
         self.reward_parts: Mapping[str, float] = {}
         self.worker_index: int | None = None  # has the prefix in its cache
@@ -102,16 +132,16 @@ class Session:
         """
         self.require_open()
         if self.assignment.trainable:
-            check_trainable(sampling)
+            tree.check_trainable(sampling)
             used = self._temperature
             if used is not None and sampling.temperature != used:
                 message = "a session to be trained keeps one temperature"
-                raise TrainabilityError(message, seen=sampling.temperature, allowed=used)
+                raise errors.TrainabilityError(message, seen=sampling.temperature, allowed=used)
 
         limits, active = self._limits, self._active + ahead
         if active >= limits.max_parallel:
             message = "too many requests of one session are under way"
-            raise ResourceExhausted(
+            raise errors.ResourceExhausted(
                 message, reason=PARALLEL, seen=active, allowed=limits.max_parallel
             )
         if len(self.tree.turns) + active >= limits.max_turns:
@@ -132,11 +162,11 @@ class Session:
         self._active_tokens += new_tokens
         self._temperature = sampling.temperature
 
-    def end(self, new_tokens: int, turn: Turn | None, text: str = "") -> None:
+    def end(self, new_tokens: int, turn: tree.Turn | None, text: str = "") -> None:
         """Ends a generation; a failed or cancelled one (None) leaves no trace."""
         self._active -= 1
         self._active_tokens -= new_tokens
-        if turn is not None and self.state is SessionState.OPEN:
+        if turn is not None and self.state is sessions.SessionState.OPEN:
             self.tree.add(turn, text)
         if not self._active and not self.tree.turns:
             self._temperature = None
@@ -154,7 +184,7 @@ class Session:
         reward or a late one, NotFound for an unknown completion.
         """
         if not is_reward(grant.value):
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 "a reward is a finite number", seen=grant.value, allowed=REWARD_RANGE
             )
         turn = self._turn(grant.completion_id)
@@ -176,55 +206,57 @@ class Session:
         else:
             turn.reward = known
 
-    def close(self, *, abort: bool = False, fail: FailReason | None = None) -> bool:
+    def close(self, *, abort: bool = False, fail: sessions.FailReason | None = None) -> bool:
         """Ends the session: final with a reward, unscored without one, aborted or failed on
         request.
 
         Returns False if it had already ended.
         """
-        if self.state is not SessionState.OPEN:
+        if self.state is not sessions.SessionState.OPEN:
             return False
         self.fail_reason = fail
         if fail is not None:
-            self.state = SessionState.FAILED
+            self.state = sessions.SessionState.FAILED
         elif abort:
-            self.state = SessionState.ABORTED
+            self.state = sessions.SessionState.ABORTED
         else:
-            self.state = SessionState.FINAL if self.scored else SessionState.UNSCORED
+            self.state = (
+                sessions.SessionState.FINAL if self.scored else sessions.SessionState.UNSCORED
+            )
         self.trace.end(self.outcome, len(self.tree.turns), self.reward)
         self.ended.set()
         return True
 
     def require_open(self) -> None:
         """Raises FailedPrecondition with the state unless the session is open."""
-        if self.state is not SessionState.OPEN:
+        if self.state is not sessions.SessionState.OPEN:
             raise ended_error(self.session_id, self.state, self.fail_reason)
 
     def trajectories(self) -> list[Trajectory]:
         """Training samples of all generations; samples without a reward are never trained."""
         if self._ended_with is not None:
             return self._ended_with
-        found = samples(self.session_id, self.assignment, self.tree, self.reward)
+        found = tree.samples(self.session_id, self.assignment, self.tree, self.reward)
         if parts := self.reward_parts:
             found = [replace(one, reward_parts=parts) for one in found]
-        if self.state is not SessionState.OPEN:
+        if self.state is not sessions.SessionState.OPEN:
             self._ended_with = found
         return found
 
-    def _turn(self, completion_id: str) -> Turn | None:
+    def _turn(self, completion_id: str) -> tree.Turn | None:
         if not completion_id:
             return None
         turn = self.tree.by_id(completion_id)
         if turn is None:
             known = ", ".join(turn.completion_id for turn in self.tree.turns[-8:])
-            raise NotFound(
+            raise errors.NotFound(
                 "the session has no such completion", seen=completion_id, allowed=known or None
             )
         return turn
 
     def _accumulated(self, grant: Grant, known: float | None) -> float:
         if not grant.idempotency_key:
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 "an accumulated reward needs an idempotency_key", allowed="a name of its own"
             )
 
@@ -235,10 +267,10 @@ class Session:
         if before is not None:
             raise self._conflict(grant.value, before.value)
         if len(self._added) >= 2 * self._limits.max_turns:
-            raise ResourceExhausted("too many rewards in one session", seen=len(self._added))
+            raise errors.ResourceExhausted("too many rewards in one session", seen=len(self._added))
         total = (known or 0.0) + grant.value
         if not is_reward(total):
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 "accumulated rewards stay a finite number",
                 seen=f"{known:g} + {grant.value:g}",
                 allowed=REWARD_RANGE,
@@ -247,26 +279,28 @@ class Session:
         self._added[grant.idempotency_key] = grant
         return total
 
-    def _conflict(self, seen: float, allowed: float) -> FailedPrecondition:
+    def _conflict(self, seen: float, allowed: float) -> errors.FailedPrecondition:
         message = f"session {self.session_id} has another reward"
-        return FailedPrecondition(message, reason="REWARD_CONFLICT", seen=seen, allowed=allowed)
+        return errors.FailedPrecondition(
+            message, reason="REWARD_CONFLICT", seen=seen, allowed=allowed
+        )
 
-    def _spent(self, what: str, limit: int) -> FailedPrecondition:
+    def _spent(self, what: str, limit: int) -> errors.FailedPrecondition:
         """The error for a used-up quota, which waiting does not renew."""
         message = f"session {self.session_id} has used up its {what}"
-        return FailedPrecondition(message, reason=QUOTA, seen=limit)
+        return errors.FailedPrecondition(message, reason=QUOTA, seen=limit)
 
 
 def ended_error(
-    session_id: str, state: SessionState, reason: FailReason | None = None
-) -> FailedPrecondition:
+    session_id: str, state: sessions.SessionState, reason: sessions.FailReason | None = None
+) -> errors.FailedPrecondition:
     """The error for a call on an ended session."""
     seen = f"{state}: {reason}" if reason else str(state)
-    return FailedPrecondition(
+    return errors.FailedPrecondition(
         f"session {session_id} has ended",
         reason="SESSION_ENDED",
         seen=seen,
-        allowed=SessionState.OPEN,
+        allowed=sessions.SessionState.OPEN,
     )
 
 

@@ -1,1 +1,3 @@
-"""For tests and examples: an engine that follows a script, and CPU substitutes for GPU kernels."""
+"""For tests and examples: an engine without a model that answers from a script."""
+
+from __future__ import annotations

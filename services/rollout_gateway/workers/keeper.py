@@ -9,13 +9,10 @@ from math import inf
 from typing import Protocol
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
-from paceline.local.launch import RestartPolicy
-from paceline.local.news import tell_supervisor
-from paceline.services.rollout_gateway import metrics
+from paceline.local import launch, news
+from paceline.services.rollout_gateway import engine_config, metrics
 from paceline.services.rollout_gateway.background import background, cancel
-from paceline.services.rollout_gateway.engine_config import EngineConfig
-from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.engines.worker.ring import RowArray
+from paceline.services.rollout_gateway.engines.worker import ring, wire
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
 from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
@@ -39,7 +36,7 @@ class Routing(Protocol):
         """The place has a worker that accepts requests."""
         ...
 
-    def tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+    def tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: ring.RowArray | None) -> None:
         """The worker in this place has sent tokens."""
         ...
 
@@ -58,7 +55,7 @@ class WorkerKeeper:
     def __init__(
         self,
         local: LocalWorkers,
-        config: EngineConfig,
+        config: engine_config.EngineConfig,
         rows: RowShape | None,
         seats: Sequence[Seat],
         routing: Routing,
@@ -145,16 +142,16 @@ class WorkerKeeper:
             lost_s = time.monotonic()
             if process is not None:
                 log.warning("engine worker lost", worker=seat.index, reason=reason)
-                tell_supervisor("impaired", f"engine worker {seat.index} {reason}")
+                news.tell_supervisor("impaired", f"engine worker {seat.index} {reason}")
                 await process.close()
                 metrics.WORKER_RESTARTS.record()
                 self._routing.lost(seat)
             await self._replace(seat)
             took_s = time.monotonic() - lost_s
-            tell_supervisor("recovered", f"engine worker {seat.index} after {took_s:.1f} s")
+            news.tell_supervisor("recovered", f"engine worker {seat.index} after {took_s:.1f} s")
 
     async def _replace(self, seat: Seat) -> None:
-        policy = RestartPolicy(window_s=inf, base_s=0.2, cap_s=5.0)
+        policy = launch.RestartPolicy(window_s=inf, base_s=0.2, cap_s=5.0)
         while seat.process is None:
             policy.note_end()
             await policy.pause()
@@ -169,5 +166,5 @@ class WorkerKeeper:
     def _tell_failed_start(self, seat: Seat, error: PacelineError | OSError) -> str:
         message = f"engine worker {seat.index} does not start: {error}"
         log.error("engine worker does not start", worker=seat.index, error=str(error))
-        tell_supervisor("impaired", message)
+        news.tell_supervisor("impaired", message)
         return message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -11,15 +12,15 @@ from typing import Any
 
 import zmq
 
-from paceline.local.extras import require_extra
-from paceline.local.forking import Forker
-from paceline.local.process_directory import socket_directory
-from paceline.local.processes import core_numbers
-from paceline.services.rollout_gateway.engine_config import EngineConfig
-from paceline.services.rollout_gateway.engines import find_engine
-from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.config import Config
+from paceline.errors import ConfigError
+from paceline.local import checks, forking, processes, user_directory
+from paceline.plugins import import_object
+from paceline.services.rollout_gateway import engine_config, engines, features
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines import nouns, worker
+from paceline.services.rollout_gateway.engines.settings import ModelSettings
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
 from paceline.services.rollout_gateway.workers.process import OnTokens, WorkerProcess
 
 
@@ -28,7 +29,7 @@ class RowShape:
     """Size of each worker's ring and the content of its rows."""
 
     rows: int
-    layout: RowLayout
+    layout: nouns.RowLayout
     value_bytes: int
 
     @property
@@ -50,12 +51,12 @@ class LocalWorkers:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: engine_config.EngineConfig,
         settings: dict[str, Any],
         rows: RowShape | None,
         heartbeat_s: float,
         count: int,
-        forker: Forker | None = None,
+        forker: forking.Forker | None = None,
     ) -> None:
         """`settings`: of the engine's own class. `rows`: None when no hidden states are needed.
         `count`: number of workers. `forker`: an already started forker of the engine's
@@ -66,26 +67,30 @@ class LocalWorkers:
         self._settings = settings
         self._rows = rows
         self._heartbeat_s = heartbeat_s
-        kind = find_engine(config.kind)
+        kind = engines.find_engine(config.kind)
         if kind.extra:
-            require_extra(kind.extra, f"gateway.engine.kind={config.kind}")
-        self._forker = forker or Forker(kind.forked, None)
+            checks.require_extra(kind.extra, f"gateway.engine.kind={config.kind}")
+        self._forker = forker or forking.Forker(kind.forked, None)
         self._directory: Path | None = None
         self._context: zmq.Context[Any] = zmq.Context()
 
     def make(self, index: int, on_tokens: OnTokens) -> WorkerProcess:
         """Make a worker that has not started. Its index selects its cores and GPU."""
         if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=socket_directory()))
+            self._directory = Path(
+                tempfile.mkdtemp(prefix="w-", dir=user_directory.socket_directory())
+            )
         rows = self._rows
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
         config = self._config
         pinned = config.threads == 0
-        spec = WorkerSpec(
+        spec = worker.WorkerSpec(
             worker_index=index,
             kind=config.kind,
             threads=config.threads,
-            cores=own_cores(index, self._count, config.threads, core_numbers()) if pinned else (),
+            cores=own_cores(index, self._count, config.threads, processes.core_numbers())
+            if pinned
+            else (),
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )
@@ -100,3 +105,77 @@ class LocalWorkers:
         self._context.destroy(linger=0)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+RING_ROWS = 16_384
+"""Rows of each worker's ring: eight prefills of 2,048 tokens between two reads. A read occurs with
+the tokens of every round.
+"""
+
+
+def engine_settings(config: GatewayConfig) -> dict[str, Any]:
+    """Values of the engine's own settings class (see engines.EngineKind), as JSON types.
+
+    Raises ConfigError; InvalidInput for an unusable script.
+    """
+    engine = config.engine
+    kind = engines.find_engine(engine.kind)
+    spec: type[Config] = import_object(kind.settings)
+    if config.features.layers and "capture_inner" not in spec.model_fields:
+        raise ConfigError(
+            "this engine cannot be told gateway.features.layers",
+            seen=engine.kind,
+            allowed="embedded",
+        )
+
+    section = getattr(engine, engine.kind, None)
+    values = {
+        **engine.model_dump(mode="json", include=set(ModelSettings.model_fields)),
+        **(section.model_dump(mode="json") if section is not None else {}),
+        "drafter": config.drafter,
+        "bandit": config.speculation.bandit.model_dump(mode="json"),
+        "seed": config.run.seed,
+        "features_dtype": config.features.dtype,
+        "capture_inner": list(config.features.layers),
+    }
+    if config.speculation.arms:
+        values["arms"] = list(config.speculation.arms)
+    values |= _script(config) if engine.kind == "scripted" else {"model_dir": str(config.model_dir)}
+    known = {name: values[name] for name in spec.model_fields if name in values}
+    own = set() if engine.kind in engines.ENGINES else set(spec.model_fields) - set(known)
+    if unknown := engine.options.keys() - own:
+        raise ConfigError(
+            "gateway.engine.options",
+            seen=", ".join(sorted(unknown)),
+            allowed=", ".join(sorted(own)),
+        )
+
+    return known | engine.options
+
+
+def _script(config: GatewayConfig) -> dict[str, Any]:
+    """The scripted engine's settings; its file overrides the gateway's settings."""
+    from paceline.services.rollout_gateway.testing.script import read_script
+
+    tokenizer = Path(config.tokenizer or config.model) / "tokenizer.json"
+    script = read_script(Path(config.engine.script)) if config.engine.script else {}
+    return {"tokenizer": str(tokenizer), **script}
+
+
+def row_shape(config: GatewayConfig) -> RowShape | None:
+    """Shape of the hidden rows that workers capture; None when no consumer reads rows."""
+    if not config.trajectories:
+        return None
+    if path := engines.find_engine(config.engine.kind).row_layout:
+        layout: nouns.RowLayout = import_object(path)(engine_settings(config))
+    else:
+        model = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
+        layout = nouns.RowLayout.last(int(model.get("hidden_size", 0)))
+    return RowShape(RING_ROWS, layout, features.ROW_DTYPES[config.features.dtype][1])
+
+
+def local_workers(config: GatewayConfig, forker: forking.Forker | None = None) -> LocalWorkers:
+    """Makes the workers of a gateway. `forker`: see LocalWorkers."""
+    settings, rows = engine_settings(config), row_shape(config)
+    heartbeat_s, count = config.run.heartbeat_s, config.worker_count
+    return LocalWorkers(config.engine, settings, rows, heartbeat_s, count, forker)

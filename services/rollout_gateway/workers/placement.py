@@ -1,14 +1,15 @@
-"""Selects the worker of a request, and tracks each worker's requests and idle time."""
+"""Selects the worker of a request, tracks idle time, sends probes and notices waiting callers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.rpc.progress import Activity
-from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
@@ -159,3 +160,135 @@ def _overloaded(held: Seat, kept: Sequence[Seat]) -> bool:
     return (
         bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK
     )
+
+
+PROMPTS_KEPT, PROMPT_TOKENS_KEPT = 4, 256
+
+
+class Probes:
+    """The gateway's own requests to the workers."""
+
+    def __init__(
+        self,
+        flush: Callable[[], None],
+        deliver: Callable[[Seat, Sequence[pb.TokenChunk]], None],
+        abort: Callable[[Generation], None],
+    ) -> None:
+        """flush: sends queued requests. deliver: delivers a worker's chunks. abort: ends a
+        request.
+        """
+        self._flush, self._deliver, self._abort = flush, deliver, abort
+        self.prompts: deque[list[int]] = deque(maxlen=PROMPTS_KEPT)
+        """Ends of the newest prompts."""
+
+    def note(self, request: pb.EngineRequest) -> None:
+        """Keep the end of a caller's prompt for later probes."""
+        self.prompts.append(list(request.prompt_token_ids[-PROMPT_TOKENS_KEPT:]))
+
+    async def answers(
+        self, seat: Seat, requests: Sequence[pb.EngineRequest]
+    ) -> list[pb.TokenChunk]:
+        """Whole answers of the worker in this place, also while it is lent. A lost worker gives
+        answers with an error.
+        """
+        probes = [Generation(request, seat.index) for request in requests]
+        for generation in probes:
+            seat.add(generation)
+        self._flush()
+        try:
+            for generation in probes:
+                async for _ in generation.chunks():
+                    pass
+        finally:
+            for generation in probes:
+                self._abort(generation)
+        return [generation.whole for generation in probes]
+
+    def withholds(self, seat: Seat, generation: Generation, chunk: pb.TokenChunk) -> bool:
+        """Withhold a chunk while its weights are on trial; returns whether it was withheld."""
+        if seat.withheld is None or generation.request.probe:
+            return False
+        seat.withheld.append(chunk)
+        return True
+
+    def give_out(self, seat: Seat) -> None:
+        """Deliver the withheld chunks."""
+        chunks, seat.withheld = seat.withheld or [], None
+        self._deliver(seat, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A report that requests wait for lent workers."""
+
+    requests: int
+    workers: tuple[int, ...]  # lent or released workers
+
+
+class WaitingTraffic:
+    """Notifies its listeners once when requests have waited for `after_s` seconds in a row, and
+    again only after a time without waiting. For use on one event loop.
+
+    A request waits when no worker may take it, or when its worker has more requests than it decodes
+    at once. Samples that a step has assigned to a worker do not count, because no other worker may
+    run them.
+    """
+
+    def __init__(
+        self, seats: Sequence[Seat], held: HeldRequests, at_once: int, after_s: float
+    ) -> None:
+        """`at_once`: requests that a worker decodes at once."""
+        self._seats, self._held, self._at_once, self._after_s = seats, held, at_once, after_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._now: Waiting | None = None  # the current report
+        self._listeners: set[asyncio.Queue[Waiting | None]] = set()
+
+    def look(self) -> None:
+        """Update after a change of requests."""
+        if not self._somebody_waits():
+            self._now = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif self._timer is None and self._now is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._after_s, self._tell)
+
+    async def news(self) -> AsyncGenerator[Waiting]:
+        """Yield the current report if it still holds, then every new report until `stop`."""
+        told: asyncio.Queue[Waiting | None] = asyncio.Queue()
+        if self._now is not None:
+            told.put_nowait(self._now)
+        self._listeners.add(told)
+        try:
+            while (one := await told.get()) is not None:
+                yield one
+        finally:
+            self._listeners.discard(told)
+
+    def stop(self) -> None:
+        """End all `news`."""
+        for listener in self._listeners:
+            listener.put_nowait(None)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tell(self) -> None:
+        self._timer = None
+        if not self._somebody_waits():  # workers may return without a notice
+            return
+        released = tuple(seat.index for seat in self._seats if seat.released)
+        self._now = Waiting(self._waiting(), released)
+        for listener in self._listeners:
+            listener.put_nowait(self._now)
+
+    def _somebody_waits(self) -> bool:
+        return any(seat.released for seat in self._seats) and self._waiting() > 0
+
+    def _waiting(self) -> int:
+        waiting = len(self._held)
+        for seat in self._seats:
+            over = len(seat.live) - self._at_once
+            if over > 0 and not seat.released:
+                waiting += min(over, sum(one.pinned is None for one in seat.live.values()))
+        return waiting

@@ -14,16 +14,13 @@ from paceline.errors import InternalError, PacelineError, Unavailable
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.workers.generation import Generation
-from paceline.services.rollout_gateway.workers.held import HeldRequests
+from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
 from paceline.services.rollout_gateway.workers.keeper import WorkerKeeper
 from paceline.services.rollout_gateway.workers.lending import Loans
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
-from paceline.services.rollout_gateway.workers.placement import Seat, choose
-from paceline.services.rollout_gateway.workers.probes import Probes
+from paceline.services.rollout_gateway.workers.placement import Probes, Seat, WaitingTraffic, choose
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
-from paceline.services.rollout_gateway.workers.waiting import WaitingTraffic
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 

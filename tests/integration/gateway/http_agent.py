@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.engine_settings import engine_settings
-from paceline.services.rollout_gateway.testing.scripted.replies import Script
-from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.testing.script import Script, ScriptedSpec
+from paceline.services.rollout_gateway.workers.local import engine_settings
 from paceline.v1 import rollout_pb2 as rpb
 
 SLOW = {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}

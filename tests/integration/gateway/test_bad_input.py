@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.api.http.bodies import MAX_BODY_BYTES
+from paceline.services.rollout_gateway.api.http.requests import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -162,7 +162,7 @@ async def test_what_would_hold_everybody_up_is_refused_by_its_field(served: Any)
 async def test_a_body_that_does_not_end_in_time_is_refused(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.services.rollout_gateway.api.http.bodies.BODY_DEADLINE_S", 0.1)
+    monkeypatch.setattr("paceline.services.rollout_gateway.api.http.requests.BODY_DEADLINE_S", 0.1)
     async with still_well(served) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
         writer.write(

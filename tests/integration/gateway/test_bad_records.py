@@ -17,8 +17,8 @@ HALF = "\ud83d"
 OWN = """
 import asyncio
 
-from paceline.services.rollout_gateway.environments.base import Episode
-from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
+from paceline.services.rollout_gateway.environments import Episode
+from paceline.services.rollout_gateway.environments.kinds import SingleTurn
 
 
 class Odd:

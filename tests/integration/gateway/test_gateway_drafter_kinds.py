@@ -14,7 +14,6 @@ import grpc
 import pytest
 from twin_kind import TwinNet
 
-from paceline.file_hashes import write_hashes
 from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.services.drafter_trainer.gate.publish import push_drafter
@@ -24,6 +23,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import commit_versions
+from paceline.whole_files import write_hashes
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from paceline.local.patience import patient
 from paceline.local.processes import usable_cores
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_settings import engine_settings
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.workers.local import engine_settings
 from paceline.speculators.eagle import EagleNet
 from paceline.streams import RedisStream, decode_features, decode_trajectory, run_key
 from paceline.tensors import decode_safetensors

@@ -22,8 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.api.http.app import routes
-from paceline.services.rollout_gateway.api.http.openapi import document
+from paceline.services.rollout_gateway.api.http.app import document, routes
 from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
 
 CHECKS = [

@@ -14,10 +14,7 @@ import redis.asyncio
 from integration.gateway.conftest import Ends
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.testing.scripted.script import (
-    scripted_logprob,
-    scripted_rows,
-)
+from paceline.services.rollout_gateway.testing.script import scripted_logprob, scripted_rows
 from paceline.streams import Ledger, RedisStream, decode_features, decode_trajectory, run_key
 from paceline.trajectory import request_seed
 from paceline.v1 import rollout_pb2 as rpb

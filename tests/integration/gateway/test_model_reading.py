@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.demo_runs import demo_folder
 from paceline.errors import ConfigError
+from paceline.local.checks import check_reading, reading_findings
 from paceline.local.patience import patient
-from paceline.local.reading_check import check_reading, reading_findings
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.server import running
 

@@ -21,7 +21,7 @@ from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_settings import local_workers
+from paceline.services.rollout_gateway.workers.local import local_workers
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.v1 import engine_pb2 as pb

@@ -12,7 +12,7 @@ from integration.gateway.conftest import Served, serving
 from random_models import random_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from paceline.services.rollout_gateway.engines.requests.token_bytes import token_bytes
+from paceline.services.rollout_gateway.engines.requests.tokenizer import token_bytes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "a😀b"

@@ -78,7 +78,7 @@ AT_ONCE = """
 import asyncio
 
 from paceline.services.rollout_gateway.chat.messages import Message
-from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.environments import Episode
 
 
 class AtOnce:
@@ -194,7 +194,7 @@ async def test_a_gateway_does_not_start_without_the_walls_that_it_was_asked_for(
 
 
 TEACHER = """
-from paceline.services.rollout_gateway.environments.interactions import UserReply
+from paceline.services.rollout_gateway.environments.kinds import UserReply
 
 
 class Teacher:

@@ -15,7 +15,7 @@ from benchmarks.profile_report import measure_profile
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
 from paceline.models.profiles import PROFILES, ROUNDED
-from paceline.services.rollout_gateway.environments.base import TextTurn
+from paceline.services.rollout_gateway.environments import TextTurn
 from paceline.tasks import Task
 
 DEMO = Path("examples/demo")

@@ -22,7 +22,7 @@ from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import CommitMode, Placement, Schedule
 from paceline.services.coordinator.machine.state import State
 from paceline.services.coordinator.machine.step import step
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal import SlotUse
 from paceline.telemetry import names
 
 

@@ -20,13 +20,13 @@ from benchmarks.demo_runs import demo_folder
 from paceline.cli.init import write_settings
 from paceline.cli.main import app
 from paceline.config import load_config
-from paceline.config.tables import read_tables, write_tables
+from paceline.config.load import read_tables, write_tables
 from paceline.errors import ConfigError
 from paceline.local.redis import RedisLauncher
 from paceline.rpc import MOST_TASK_BYTES
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.streams import run_key
-from paceline.streams.journal_line import pack_entry
+from paceline.streams.journal import pack_entry
 from paceline.tasks import TaskFileError
 
 POLICY = demo_folder() / "policy_start"

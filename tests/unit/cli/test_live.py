@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli.json_view import JsonView
-from paceline.cli.live import RunView, step_line
+from paceline.cli.live import JsonView, RunView, step_line
 from paceline.config import ServiceConfig
 from paceline.local.launch import ChildEvent
 from paceline.v1 import coordinator_pb2 as pb

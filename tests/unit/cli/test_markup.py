@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.live import event_line
 from paceline.cli.main import app
-from paceline.local.supervisor import ChildEvent
+from paceline.local.launch import ChildEvent
 
 HOSTILE = (
     "/data/[/runs]/x",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import models
-from paceline.cli.models import found_models
+from paceline.cli import run_files
+from paceline.cli.run_files import found_models
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ids.append(model)
         return Path("/cache") / model
 
-    monkeypatch.setattr(models, "model_directory", directory)
+    monkeypatch.setattr(run_files, "model_directory", directory)
     return ids
 
 

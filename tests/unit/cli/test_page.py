@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from starlette.testclient import TestClient
 
+from paceline.cli.active import read_figures
 from paceline.cli.page import COOKIE, LivePage, page_app, serve_page
 from paceline.cli.run_files import RunFiles
-from paceline.cli.status import read_figures
 from paceline.config import ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.patience import patient

@@ -19,12 +19,12 @@ from paceline.cli.run_files import (
     repository_root,
 )
 from paceline.config import ServiceConfig, load_config
-from paceline.config.tables import read_tables
+from paceline.config.load import read_tables
 from paceline.errors import ConfigError, InvalidInput, NotFound
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_settings import engine_settings
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.workers.local import engine_settings
 
 SERVICES = {
     "coordinator": ("paceline.services.coordinator.config", "CoordinatorConfig"),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.access import coordinator_of
-from paceline.cli.status import show_status
+from paceline.cli.active import show_status
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig
 from paceline.events import FactPublisher

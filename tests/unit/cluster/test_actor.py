@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.actor import take_surroundings, travelling
+from paceline.cluster.keeper import take_surroundings, travelling
 
 TOKEN = "RAY_AUTH_TOKEN"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ray_nodes import WITH_RAY
 
-from paceline.cli.launcher import Launcher
+from paceline.cli.command import Launcher
 from paceline.cluster import joined
 from paceline.errors import ConfigError
 
@@ -29,7 +29,7 @@ def _no_ray_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_without_ray_it_is_said_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("paceline.local.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.local.checks.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[ray\]'"):
         async with joined.joined(None):
             pass

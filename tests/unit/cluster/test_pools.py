@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.nodes import addresses
-from paceline.cluster.pools import CPU, GPU, Pool, check_room, pools_of
+from paceline.cluster.nodes import CPU, GPU, Pool, addresses, check_room, pools_of
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError
 

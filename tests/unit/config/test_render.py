@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from paceline.config import Config, RedisConfig, RunConfig, ServiceConfig, load_config, print_config
-from paceline.config.tables import read_tables, write_tables
+from paceline.config.load import read_tables, write_tables
 
 SECTION = "policy_trainer"
 

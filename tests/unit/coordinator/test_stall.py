@@ -17,8 +17,7 @@ from paceline.local.ports import free_port
 from paceline.rpc import Server
 from paceline.rpc.progress import ASK_S, add_progress
 from paceline.services.coordinator import metrics
-from paceline.services.coordinator.calls.base import Calls
-from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.calls.base import Calls, Peers
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.events import Event
@@ -29,7 +28,7 @@ from paceline.services.coordinator.machine.state import (
     Service,
     State,
 )
-from paceline.services.coordinator.stall import StallWatch
+from paceline.services.coordinator.observed import StallWatch
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 ROLLS_OUT = State(phase=Phase.RUNNING, rollouts=RolloutTrack(Phase.ROLLOUT))

@@ -16,7 +16,7 @@ from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect, run_key
-from paceline.streams.journal_pages import journal_lines
+from paceline.streams.journal import journal_lines
 from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import Fact
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.state import DrawnStep, Phase, RolloutTrack, State
-from paceline.services.coordinator.watch import AcceptanceWatch
+from paceline.services.coordinator.transitions import AcceptanceWatch
 from paceline.trajectory import VersionSet
 
 

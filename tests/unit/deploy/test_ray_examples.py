@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cluster.pools import check_room, pools_of
+from paceline.cluster.nodes import check_room, pools_of
 from paceline.config import SecurityConfig, ServiceConfig, load_config
 from paceline.local.patience import patient
 from paceline.local.services import SERVICES

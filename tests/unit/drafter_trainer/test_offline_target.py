@@ -14,7 +14,7 @@ from paceline.services.drafter_trainer.learn.heads import load_policy_head
 from paceline.services.drafter_trainer.offline.data import Example
 from paceline.services.drafter_trainer.offline.rank import packed_row
 from paceline.speculators.base import CaptureSpec
-from paceline.training.hugging_face import load_causal_lm
+from paceline.training.shards import load_causal_lm
 
 CAPTURE = CaptureSpec(inner=(0, 2))
 HIDDEN = 48

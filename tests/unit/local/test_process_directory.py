@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from paceline.local.patience import patient
-from paceline.local.process_directory import SOCKET_BYTES
+from paceline.local.user_directory import SOCKET_BYTES
 
 CHILD = """
 import pathlib, sys
-from paceline.local.process_directory import process_directory
+from paceline.local.user_directory import process_directory
 own = process_directory()
 (own / "deep").mkdir()
 (own / "deep" / "file").write_text("mine")
@@ -92,7 +92,7 @@ def test_those_that_start_at_once_sweep_nothing_that_lives(start: Start) -> None
 
 
 SOCKETS = """
-from paceline.local.process_directory import process_directory, socket_directory
+from paceline.local.user_directory import process_directory, socket_directory
 print(process_directory())
 print(socket_directory(), flush=True)
 assert socket_directory().stat().st_mode & 0o777 == 0o700

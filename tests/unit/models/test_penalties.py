@@ -14,13 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from paceline.models.penalties import (
-    PenaltyParams,
-    add_bias_,
-    node_counts,
-    node_depths,
-    penalised,
-)
+from paceline.models.sampling import PenaltyParams, add_bias_, node_counts, node_depths, penalised
 
 VOCAB = 7
 

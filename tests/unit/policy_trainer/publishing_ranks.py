@@ -25,9 +25,8 @@ from paceline.services.policy_trainer.publish import Publisher, publication_of, 
 from paceline.tensors import NamedTensor
 from paceline.training import shards
 from paceline.training.checkpoints import CheckpointWriter, read_each_whole
-from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_all_ranks
-from paceline.training.shards import local_of
+from paceline.training.shards import local_of, write_causal_lm
 from paceline.v1.trajectory_pb2 import CommandContext
 
 PIECE = 2 << 10

@@ -18,6 +18,7 @@ from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Batched,
     BatchFacts,
+    News,
     Progress,
     Pushed,
     Sender,
@@ -26,7 +27,6 @@ from paceline.services.policy_trainer.messages import (
     Train,
 )
 from paceline.services.policy_trainer.server import (
-    News,
     PolicyDriver,
     PolicyServicer,
     _response,

@@ -12,7 +12,7 @@ from slot_overlaps import overlaps
 from paceline.errors import DataLoss
 from paceline.report.journal import ACCURACY, PROBE, RunHistory, read_history, write_steps
 from paceline.report.slots import slot_seconds
-from paceline.streams.journal_line import pack_entry
+from paceline.streams.journal import pack_entry
 
 
 def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:

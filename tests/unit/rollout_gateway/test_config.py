@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_settings import engine_settings
+from paceline.services.rollout_gateway.workers.local import engine_settings
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 

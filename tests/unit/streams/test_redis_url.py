@@ -7,7 +7,7 @@ from redis.asyncio.connection import SSLConnection
 
 from paceline.errors import ConfigError
 from paceline.streams import connect
-from paceline.streams.redis_url import parse_redis_url, shown
+from paceline.streams.connection import parse_redis_url, shown
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
+from paceline.telemetry.exporters import SpanFileExporter
 from paceline.telemetry.metrics import Counter, Histogram
-from paceline.telemetry.span_file import SpanFileExporter
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ from unit.training import writing_ranks
 
 from paceline import whole_files
 from paceline.errors import DataLoss, Unavailable
-from paceline.file_hashes import MANIFEST, check_hashes, write_hashes
 from paceline.training import checkpoints
 from paceline.training.checkpoints import (
     DAMAGED,
@@ -30,6 +29,7 @@ from paceline.training.checkpoints import (
     read_checkpoint,
     read_whole,
 )
+from paceline.whole_files import MANIFEST, check_hashes, write_hashes
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

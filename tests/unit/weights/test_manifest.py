@@ -16,10 +16,9 @@ from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec
 from paceline.weights import build_manifest
-from paceline.weights.announcing import delta_manifest
 from paceline.weights.chunks import chunk_count, chunk_span
 from paceline.weights.manifest import check_manifest, whole_of
-from paceline.weights.shares import cut_tensors
+from paceline.weights.shares import cut_tensors, delta_manifest
 
 CHUNK = 4096
 

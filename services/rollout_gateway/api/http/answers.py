@@ -1,4 +1,4 @@
-"""Declares the interface of an API's answers, and the parts shared by all APIs.
+"""Declares the interface of an API's answers, and converts errors to answers.
 
 A request becomes calls; an `Answers` turns them into JSON, whole or as events. `MessageParts`
 splits a message for APIs that send it in parts.
@@ -6,6 +6,7 @@ splits a message for APIs that send it in parts.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,18 +15,118 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import orjson
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
-from paceline.errors import PacelineError
-from paceline.services.rollout_gateway.api.http.keys import gateway_of
-from paceline.services.rollout_gateway.api.http.shapes import SampledBody
+from paceline import errors
+from paceline.services.rollout_gateway.api.http import requests, shapes
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
-from paceline.services.rollout_gateway.calls.planner import Asked
+from paceline.services.rollout_gateway.calls.planner import CHECKED_FIELDS, Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, ToolCallDelta
-from paceline.services.rollout_gateway.sessions.session import Caller
+from paceline.services.rollout_gateway.sessions import names, session
+
+STATUS = (
+    (errors.InvalidInput, 400, "invalid_request_error"),
+    (errors.MissingCapability, 400, "invalid_request_error"),
+    (errors.NotFound, 404, "not_found_error"),
+    (errors.FailedPrecondition, 409, "invalid_request_error"),
+    (errors.ResourceExhausted, 429, "rate_limit_error"),
+    (errors.Unavailable, 503, "server_error"),
+    (errors.DeadlineExceeded, 504, "server_error"),
+)
+REASONS = {
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "NOT_ALLOWED": (403, "permission_error"),
+    "BODY_TIMEOUT": (408, "invalid_request_error"),
+    "BODY_TOO_LARGE": (413, "invalid_request_error"),
+    "UNSUPPORTED_MEDIA_TYPE": (415, "invalid_request_error"),
+    names.OTHER_GATEWAY: (421, "invalid_request_error"),
+    "MODEL_NOT_FOUND": (404, "invalid_request_error"),
+}
+ANTHROPIC_TYPES = {
+    404: "not_found_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
+"""Each path's name of the prompt field."""
+RETRY_STATUSES = (429, 503)
+GATEWAY_HEADER = "x-paceline-gateway"
+"""Header with the number of the gateway that has a session; a load balancer routes by it."""
+
+
+def status_of(error: errors.PacelineError) -> tuple[int, str]:
+    """(status, OpenAI's error type)"""
+    if error.reason in REASONS:
+        return REASONS[error.reason]
+    return next(
+        ((code, name) for family, code, name in STATUS if isinstance(error, family)),
+        (500, "server_error"),
+    )
+
+
+def openai_error(error: errors.PacelineError, path: str = "") -> dict[str, Any]:
+    """{"error": {"message", "type", "param", "code"}}; param is the wrong field. path: of the
+    request; it determines the name of the prompt field.
+    """
+    field = getattr(error, "field", None)
+    if field is None:
+        field = _checked_field(error.message)
+        field = PROMPTS.get(path, field) if field == "prompt" else field
+    return {
+        "error": {
+            "message": str(error),
+            "type": status_of(error)[1],
+            "param": field,
+            "code": error.reason.lower(),
+        }
+    }
+
+
+def _checked_field(message: str) -> str | None:
+    """The field at the start of a refusal by calls/planner.py."""
+    first = message.partition(" ")[0].rstrip(":")
+    return first if first in CHECKED_FIELDS else None
+
+
+def anthropic_error(error: errors.PacelineError) -> dict[str, Any]:
+    """{"type": "error", "error": {"type", "message"}}"""
+    status, kind = status_of(error)
+    if kind == "server_error":
+        kind = "api_error"
+    return {
+        "type": "error",
+        "error": {"type": ANTHROPIC_TYPES.get(status, kind), "message": str(error)},
+    }
+
+
+def answer(error: errors.PacelineError, request: Request) -> JSONResponse:
+    """The response, with retry-after (s) if a retry may help. `x-should-retry` keeps the clients of
+    OpenAI and Anthropic from repeating any other request; some of those have begun.
+    """
+    status, _ = status_of(error)
+    headers = {"x-should-retry": "true" if status in RETRY_STATUSES else "false"}
+    if status in RETRY_STATUSES:
+        headers["retry-after"] = str(
+            max(math.ceil(getattr(error, "retry_after_s", None) or 1.0), 1)
+        )
+    if isinstance(error, names.OtherGateway):
+        headers[GATEWAY_HEADER] = str(error.gateway)
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    path = request.url.path
+    anthropic = path.startswith("/v1/messages")
+    body = anthropic_error(error) if anthropic else openai_error(error, path)
+    spelled = getattr(request.state, "spelled", {})
+    if (field := body["error"].get("param")) in spelled:
+        message = body["error"]["message"].removeprefix(field)
+        body["error"] |= {"param": spelled[field], "message": f"{spelled[field]}{message}"}
+    return JSONResponse(body, status_code=status, headers=headers)
+
 
 Event = dict[str, Any]
 """A server-sent event. Its `type`, if present, is also the event's name."""
-B = TypeVar("B", bound=SampledBody)
+B = TypeVar("B", bound=shapes.SampledBody)
 
 
 class Answers(ABC, Generic[B]):
@@ -37,10 +138,10 @@ class Answers(ABC, Generic[B]):
     end = b""
     """Bytes at the end of a stream."""
 
-    def __init__(self, request: Request, body: B, caller: Caller) -> None:
+    def __init__(self, request: Request, body: B, caller: session.Caller) -> None:
         self.body = body
         self.size: int = request.state.body_bytes
-        self._gateway = gateway_of(request)
+        self._gateway = requests.gateway_of(request)
         self.id = self._gateway.names.draw(self.prefix)
         self._caller = caller
         self._created = int(time.time())
@@ -86,7 +187,7 @@ class Answers(ABC, Generic[B]):
         """Events after the choices."""
 
     @abstractmethod
-    def failed(self, error: PacelineError) -> Event:
+    def failed(self, error: errors.PacelineError) -> Event:
         """The event of a stream that failed."""
 
 

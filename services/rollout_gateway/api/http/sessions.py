@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.errors import NotFound
-from paceline.services.rollout_gateway.api.http import bodies
-from paceline.services.rollout_gateway.api.http.keys import (
+from paceline.services.rollout_gateway import environments, sessions
+from paceline.services.rollout_gateway.api.http import requests, shapes, streaming
+from paceline.services.rollout_gateway.api.http.requests import (
     caller_of,
     exportable_session_of,
     gateway_of,
@@ -19,22 +20,17 @@ from paceline.services.rollout_gateway.api.http.keys import (
     require_token,
     session_of,
 )
-from paceline.services.rollout_gateway.api.http.shapes import StrictShape
-from paceline.services.rollout_gateway.api.http.streaming import unless_gone
 from paceline.services.rollout_gateway.config import SessionsConfig
-from paceline.services.rollout_gateway.environments.base import EpisodeTask
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.sessions.assignment import Assignment, FailReason
-from paceline.services.rollout_gateway.sessions.registry import Ended
+from paceline.services.rollout_gateway.sessions import registry
 from paceline.services.rollout_gateway.sessions.session import Grant, Session
-from paceline.services.rollout_gateway.sessions.view import samples_json, session_json, tree_json
 
 MAX_WAIT_S = 60.0
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^/\x00-\x1f]*$")]
 Value = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class OpenBody(StrictShape):
+class OpenBody(shapes.StrictShape):
     """POST /v1/sessions."""
 
     task_id: Name = ""
@@ -50,13 +46,13 @@ class OpenBody(StrictShape):
 
     def assignment(
         self, run_id: str, config: SessionsConfig, step: int = 0, *, open_group: bool = True
-    ) -> Assignment:
+    ) -> sessions.Assignment:
         """The assignment of the session."""
         own = self.model_dump(exclude={"claim", "wait_s", "override_sampling"})
         override = self.override_sampling
         if override is None:
             override = config.untrainable == "override"
-        return Assignment(
+        return sessions.Assignment(
             run_id,
             step,
             **own,
@@ -66,7 +62,7 @@ class OpenBody(StrictShape):
         )
 
 
-class RewardBody(StrictShape):
+class RewardBody(shapes.StrictShape):
     """POST /v1/sessions/{id}/reward."""
 
     value: Value
@@ -85,13 +81,13 @@ class CompletionRewardBody(RewardBody):
     completion_id: Name = Field(min_length=1)
 
 
-class CompleteBody(StrictShape):
+class CompleteBody(shapes.StrictShape):
     """POST /v1/sessions/{id}/complete."""
 
     reward: Value | None = None
 
 
-class FailBody(StrictShape):
+class FailBody(shapes.StrictShape):
     """POST /v1/sessions/{id}/fail."""
 
     reason: Literal["infra", "data"]
@@ -101,17 +97,19 @@ class FailBody(StrictShape):
 async def open_session(request: Request) -> Response:
     """Open a session of the agent's own, or a session with a task of the run."""
     await require_token(request)
-    body = await bodies.read(request, OpenBody)
+    body = await requests.read(request, OpenBody)
     gateway = gateway_of(request)
     gateway.admit()
     if body.claim:
-        claimed = await unless_gone(request, _claim(gateway, body))
+        claimed = await streaming.unless_gone(request, _claim(gateway, body))
         return Response(status_code=204) if claimed is None else _opened(*claimed)
     about = body.assignment(gateway.config.run.id, gateway.config.sessions)
     return _opened(await gateway.agents.open(about))
 
 
-def _claim(gateway: Gateway, body: OpenBody) -> Awaitable[tuple[Session, EpisodeTask] | None]:
+def _claim(
+    gateway: Gateway, body: OpenBody
+) -> Awaitable[tuple[Session, environments.EpisodeTask] | None]:
     return gateway.agents.claim(body.wait_s, body.timeout_s, body.override_sampling)
 
 
@@ -124,24 +122,26 @@ async def export(request: Request) -> Response:
     """The message tree, or the training samples; also of a recently ended session."""
     form = request.query_params.get("form", "tree")
     if form not in ("tree", "samples"):
-        raise bodies.FieldError("form", "is unknown", seen=form, allowed="tree, samples")
+        raise requests.FieldError("form", "is unknown", seen=form, allowed="tree, samples")
     session = await exportable_session_of(request)
-    return JSONResponse(tree_json(session) if form == "tree" else samples_json(session))
+    return JSONResponse(
+        registry.tree_json(session) if form == "tree" else registry.samples_json(session)
+    )
 
 
 async def reward(request: Request) -> Response:
     """Reward a session or one of its turns."""
     session = await open_session_of(request)
-    session.score((await bodies.read(request, RewardBody)).grant())
+    session.score((await requests.read(request, RewardBody)).grant())
     return _shown(session)
 
 
 async def complete(request: Request) -> Response:
     """Complete a session; a repeated call returns its final state."""
     found = await _ended_only_as(request, "final", "unscored")
-    if isinstance(found, Ended):
+    if isinstance(found, registry.Ended):
         return _shown(found)
-    body = await bodies.read(request, CompleteBody)
+    body = await requests.read(request, CompleteBody)
     if body.reward is not None:
         found.score(Grant(body.reward))
     await gateway_of(request).agents.complete(found)
@@ -160,8 +160,8 @@ async def fail(request: Request) -> Response:
     """End a session that could not be completed; a repeated call returns its final state."""
     found = await _ended_only_as(request, "failed")
     if isinstance(found, Session):
-        body = await bodies.read(request, FailBody)
-        reason = FailReason(body.reason)
+        body = await requests.read(request, FailBody)
+        reason = sessions.FailReason(body.reason)
         gateway_of(request).agents.finish(found, fail=reason, message=body.message)
     return _shown(found)
 
@@ -171,7 +171,7 @@ async def completion_reward(request: Request) -> Response:
     caller's session lacks it.
     """
     caller = await caller_of(request)
-    grant = (await bodies.read(request, CompletionRewardBody)).grant()
+    grant = (await requests.read(request, CompletionRewardBody)).grant()
     session = gateway_of(request).agents.sessions.by_completion(grant.completion_id)
     if caller.session is not None and caller.session is not session:
         raise NotFound("the session has no such completion", seen=grant.completion_id)
@@ -179,20 +179,22 @@ async def completion_reward(request: Request) -> Response:
     return _shown(session)
 
 
-async def _ended_only_as(request: Request, *states: str) -> Session | Ended:
+async def _ended_only_as(request: Request, *states: str) -> Session | registry.Ended:
     """The session in the path. Raises FailedPrecondition if it has ended in another state."""
     found = await session_of(request)
-    if isinstance(found, Ended) and found.state not in states:
+    if isinstance(found, registry.Ended) and found.state not in states:
         raise found.error()
     return found
 
 
-def _shown(found: Session | Ended) -> JSONResponse:
-    return JSONResponse(found.json() if isinstance(found, Ended) else session_json(found))
+def _shown(found: Session | registry.Ended) -> JSONResponse:
+    return JSONResponse(
+        found.json() if isinstance(found, registry.Ended) else registry.session_json(found)
+    )
 
 
-def _opened(session: Session, task: EpisodeTask | None = None) -> JSONResponse:
-    body = {**session_json(session), "api_key": session.api_key}
+def _opened(session: Session, task: environments.EpisodeTask | None = None) -> JSONResponse:
+    body = {**registry.session_json(session), "api_key": session.api_key}
     if task is not None:
         body["task"] = {"id": task.task_id, "prompt": task.prompt, "metadata": dict(task.metadata)}
     return JSONResponse(body, status_code=201)

@@ -10,13 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall
-from paceline.services.rollout_gateway.chat.tool_formats.growing import (
-    BLANK,
-    Deviation,
-    GrowingText,
-    Reading,
-)
+from paceline.services.rollout_gateway.chat.tool_formats import base
 from paceline.whole_text import is_whole
 
 DEEPEST = 100
@@ -31,7 +25,7 @@ _WORDS = {"t": "true", "f": "false", "n": "null"}
 _CLOSING = {"{": "}", "[": "]"}
 
 
-def json_value(text: GrowingText) -> Reading[str]:
+def json_value(text: base.GrowingText) -> base.Reading[str]:
     """Reads one JSON value and returns its text.
 
     Raises Deviation at the first character that cannot be JSON.
@@ -44,7 +38,7 @@ def json_value(text: GrowingText) -> Reading[str]:
             text.take()
             open_.append(_CLOSING[opened])
             if len(open_) > DEEPEST:
-                raise Deviation
+                raise base.Deviation
             yield from text.blanks()
             if (yield from text.peek()) != open_[-1]:
                 if opened == "{":
@@ -56,7 +50,7 @@ def json_value(text: GrowingText) -> Reading[str]:
             return text.since(start)
 
 
-def json_members(text: GrowingText) -> Reading[dict[str, str]]:
+def json_members(text: base.GrowingText) -> base.Reading[dict[str, str]]:
     """Reads one JSON object and returns the texts of its members; of equal keys the last counts, as
     in `json`.
 
@@ -82,13 +76,13 @@ def json_members(text: GrowingText) -> Reading[dict[str, str]]:
     return members
 
 
-def json_arguments(text: GrowingText) -> Reading[str]:
+def json_arguments(text: base.GrowingText) -> base.Reading[str]:
     """Reads the arguments of a call: a JSON object, or a JSON string that contains one.
 
     Returns the text of the object. Raises Deviation for every other value.
     """
     if (yield from text.peek()) not in ("{", '"'):
-        raise Deviation
+        raise base.Deviation
     return arguments_object((yield from json_value(text)))
 
 
@@ -99,32 +93,32 @@ def arguments_object(written: str) -> str:
     if written.startswith('"'):
         written = _held_object(str(json.loads(written)))
     if not written.startswith("{"):
-        raise Deviation
+        raise base.Deviation
     return written
 
 
 def _held_object(inner: str) -> str:
     """The JSON object inside a string. Raises Deviation for every other string."""
-    check_json(inner.strip(BLANK))
-    return _sendable(inner.strip(BLANK))
+    check_json(inner.strip(base.BLANK))
+    return _sendable(inner.strip(base.BLANK))
 
 
 def check_json(whole: str) -> None:
     """Raises Deviation for a text that is not one JSON value of depth at most DEEPEST."""
-    text = GrowingText()
+    text = base.GrowingText()
     text.push(whole)
     text.ended = True
     next(_only_value(text), None)
 
 
-def _only_value(text: GrowingText) -> Reading[None]:
+def _only_value(text: base.GrowingText) -> base.Reading[None]:
     yield from json_value(text)
     yield from text.expect_end()
 
 
 def call_object(
-    text: GrowingText, argument_keys: Sequence[str], *, required: bool = False
-) -> Reading[SpelledCall]:
+    text: base.GrowingText, argument_keys: Sequence[str], *, required: bool = False
+) -> base.Reading[base.SpelledCall]:
     """Reads a call written as an object with "name" and one of `argument_keys`; other members are
     ignored.
 
@@ -134,12 +128,12 @@ def call_object(
     members = yield from json_members(text)
     arguments = next((members[key] for key in argument_keys if key in members), None)
     if "name" not in members or (required and arguments is None):
-        raise Deviation
+        raise base.Deviation
     name = _name(members["name"])
-    return SpelledCall(name, "{}" if arguments is None else arguments_object(arguments))
+    return base.SpelledCall(name, "{}" if arguments is None else arguments_object(arguments))
 
 
-def _comma(text: GrowingText, open_: list[str]) -> Reading[bool]:
+def _comma(text: base.GrowingText, open_: list[str]) -> base.Reading[bool]:
     """After a value, closes finished objects and arrays.
 
     Returns True when a comma and the key of the next value have been read.
@@ -156,7 +150,7 @@ def _comma(text: GrowingText, open_: list[str]) -> Reading[bool]:
     return False
 
 
-def _key(text: GrowingText) -> Reading[str]:
+def _key(text: base.GrowingText) -> base.Reading[str]:
     """A key with its colon, up to the value."""
     key = yield from _string(text)
     yield from text.blanks()
@@ -165,17 +159,17 @@ def _key(text: GrowingText) -> Reading[str]:
     return str(json.loads(key))
 
 
-def _scalar(text: GrowingText) -> Reading[None]:
+def _scalar(text: base.GrowingText) -> base.Reading[None]:
     first = yield from text.peek()
     if first == '"':
         yield from _string(text)
     elif first in _WORDS:
         yield from text.expect(_WORDS[first])
     elif not _NUMBER.fullmatch((yield from text.run(_NUMBER_CHARACTERS))):
-        raise Deviation
+        raise base.Deviation
 
 
-def _string(text: GrowingText) -> Reading[str]:
+def _string(text: base.GrowingText) -> base.Reading[str]:
     start = text.mark()
     yield from text.expect('"')
     while True:
@@ -186,26 +180,26 @@ def _string(text: GrowingText) -> Reading[str]:
         yield from text.expect("\\")
         escaped = yield from text.peek()
         if escaped not in tuple('"\\/bfnrtu'):
-            raise Deviation
+            raise base.Deviation
         text.take()
         for _ in range(4 if escaped == "u" else 0):
             if (yield from text.peek()) not in tuple("0123456789abcdefABCDEF"):
-                raise Deviation
+                raise base.Deviation
             text.take()
 
 
 def _name(written: str) -> str:
     """Name of a tool from its JSON text. Raises Deviation for a name that cannot be sent."""
     if not written.startswith('"'):
-        raise Deviation
+        raise base.Deviation
     name = _sendable(str(json.loads(written)))
     if not name:
-        raise Deviation
+        raise base.Deviation
     return name
 
 
 def _sendable(text: str) -> str:
     """The text itself. Raises Deviation when UTF-8 cannot encode it."""
     if not is_whole(text):
-        raise Deviation
+        raise base.Deviation
     return text

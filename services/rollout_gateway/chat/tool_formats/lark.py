@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paceline.services.rollout_gateway.engines.requests.json_schema import FORM
+from paceline.services.rollout_gateway.engines.requests.structures import FORM
 
 _JSON_WORDS = re.compile(r'"[^"]*"|[{}:,\[\]]| +|[^"{}:,\[\] ]+|"')
 """Text in the words of JSON. If an object may be a call or an answer, words of both must end at the

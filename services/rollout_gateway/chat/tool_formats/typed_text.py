@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.chat.tool_formats.growing import Deviation
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import check_json
-from paceline.services.rollout_gateway.chat.tool_formats.lark import ANY_TEXT, Lark, Rules
+from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
 
 _KINDS: dict[type, str] = {
     str: "string",
@@ -108,7 +106,7 @@ class Parameters:
 
     # ---- grammar
 
-    def pieces(self, rules: Rules, tags: Tags) -> Lark:
+    def pieces(self, rules: lark.Rules, tags: Tags) -> lark.Lark:
         """All arguments in the order of the schema; optional arguments may be absent.
 
         Raises InvalidInput for a schema that this form cannot enforce.
@@ -120,7 +118,7 @@ class Parameters:
         names = [*self._properties, *(name for name in required if name not in self._properties)]
         if not names:
             closed = self._object.get("additionalProperties") is False
-            return Lark("") if closed else self._free(rules, tags)
+            return lark.Lark("") if closed else self._free(rules, tags)
         parts = []
         for name in names:
             if not tags.holds(name):
@@ -128,11 +126,11 @@ class Parameters:
             one = rules.sequence(
                 [rules.text(tags.open(name)), self._spelled(name, rules, tags)],
             )
-            parts.append(one if name in required else Lark(f"({one.text})?"))
+            parts.append(one if name in required else lark.Lark(f"({one.text})?"))
         return rules.sequence(parts)
 
     @staticmethod
-    def _free(rules: Rules, tags: Tags) -> Lark:
+    def _free(rules: lark.Rules, tags: Tags) -> lark.Lark:
         before, after = tags.open("\0").split("\0")
         one = rules.sequence(
             [
@@ -144,7 +142,7 @@ class Parameters:
         )
         return rules.rule(f"({one.text})*")
 
-    def _spelled(self, name: str, rules: Rules, tags: Tags) -> Lark:
+    def _spelled(self, name: str, rules: lark.Rules, tags: Tags) -> lark.Lark:
         """The value of a parameter and the end of its tags."""
         schema = self._resolved(self._properties.get(name, {}))
         kinds = self._kinds(schema)
@@ -158,7 +156,9 @@ class Parameters:
         self._check_union(name, schema, kinds)
         return rules.until(tags.end, tags.close)
 
-    def _strings(self, name: str, schema: Mapping[str, Any], rules: Rules, tags: Tags) -> Lark:
+    def _strings(
+        self, name: str, schema: Mapping[str, Any], rules: lark.Rules, tags: Tags
+    ) -> lark.Lark:
         texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if texts is not None:
             if not all(tags.close not in one for one in texts):
@@ -221,8 +221,8 @@ def _kind_of(text: str) -> str:
     strictness.
     """
     try:
-        check_json(text)
-    except Deviation:
+        json_text.check_json(text)
+    except base.Deviation:
         return ""
     first = text[:1]
     if first in _FIRSTS:
@@ -255,7 +255,7 @@ def _matching(name: str, pattern: str) -> str:
     if (first or last) and "|" in inner:
         raise _beyond(f"{name}: a pattern with anchors and alternatives", "a pattern without one")
     body = pattern[1 if first else 0 : len(pattern) - 1 if last else len(pattern)]
-    return f"{'' if first else ANY_TEXT}(?:{body}){'' if last else ANY_TEXT}"
+    return f"{'' if first else lark.ANY_TEXT}(?:{body}){'' if last else lark.ANY_TEXT}"
 
 
 def _beyond(seen: str, allowed: str) -> InvalidInput:

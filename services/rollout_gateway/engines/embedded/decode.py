@@ -17,20 +17,19 @@ from paceline.arm_names import OFF
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
+from paceline.services.rollout_gateway.engines.embedded import kv_cache, rejection, speculative
 from paceline.services.rollout_gateway.engines.embedded.capture import (
     Capture,
 )
-from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
-from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
-from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
-from paceline.services.rollout_gateway.engines.embedded.sampled import verify_drawn
-from paceline.services.rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
-from paceline.services.rollout_gateway.engines.embedded.stopwatch import Stopwatch
-from paceline.services.rollout_gateway.engines.embedded.verify import Verdict, verify
+from paceline.services.rollout_gateway.engines.embedded.verify import (
+    Grammars,
+    Nodes,
+    Verdict,
+    verify,
+)
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.nouns import RoundSplit
-from paceline.services.rollout_gateway.engines.requests.draws import DrawTable
-from paceline.services.rollout_gateway.engines.requests.penalties import Penalties
+from paceline.services.rollout_gateway.engines.requests import draws, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 
 
@@ -44,7 +43,7 @@ class Round:
     roots: Tensor
     """int64 [B]: positions of the rows' last tokens."""
     nodes: Nodes
-    parts: Sequence[DraftPart]
+    parts: Sequence[speculative.DraftPart]
     block: Block
     hidden: Tensor
     """[N, W]"""
@@ -69,19 +68,19 @@ class Decoder:
     def __init__(
         self,
         weights: EngineWeights,
-        speculation: Speculation,
-        store: SlotStore,
+        speculation: speculative.Speculation,
+        store: kv_cache.SlotStore,
         capture: Capture,
         grammars: Grammars,
-        stopwatch: Stopwatch,
+        stopwatch: timing.Stopwatch,
     ) -> None:
         self._weights = weights
         self._speculation = speculation
         self._store = store
         self._capture = capture
-        self._penalties = Penalties()
+        self._penalties = draws.Penalties()
         self._grammars = grammars
-        self._draws = DrawTable()
+        self._draws = draws.DrawTable()
         self._stopwatch = stopwatch
         self._rounds = self._nodes = 0
         self.tokens_emitted = 0
@@ -122,7 +121,7 @@ class Decoder:
 
     def changed(self, ended: Sequence[RunningSequence]) -> None:
         """Drop the state of ended rows after a change of the batch."""
-        self._draws = DrawTable()
+        self._draws = draws.DrawTable()
         self._penalties.drop(ended)
         self._grammars.drop(ended)
 
@@ -140,7 +139,7 @@ class Decoder:
         slots: Sequence[int],
         places: tuple[Tensor, Tensor],
         nodes: Nodes,
-        parts: Sequence[DraftPart],
+        parts: Sequence[speculative.DraftPart],
     ) -> Round:
         policy, store, roots = self._weights.policy, self._store, places[1]
         length = max(sequence.length for sequence in rows) - 1 + nodes.width
@@ -178,7 +177,7 @@ class Decoder:
             params = params.rows(nodes.compute(owners))
         if self._speculation.rejection and one.parts:
             probs = self._speculation.draft_probs(one.parts, nodes, logits.shape[-1])
-            return verify_drawn(logits, nodes, positions, params, probs, adjusted)
+            return rejection.verify_drawn(logits, nodes, positions, params, probs, adjusted)
         return verify(logits, nodes, positions, params, adjusted)
 
     def _accept(self, one: Round, verdict: Verdict) -> list[int]:

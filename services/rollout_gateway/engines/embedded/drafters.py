@@ -1,4 +1,4 @@
-"""The speculators of one engine: all untrained kinds, and the serving trained kind.
+"""The speculators of one engine, and the drafter kinds that its settings allow.
 
 Only the serving trained kind is in memory. A version of another kind is built beside it at its
 Prepare, and replaces it at its commit. The new speculator then catches up from the states that the
@@ -7,20 +7,121 @@ engine keeps, without any computation by the target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from paceline.errors import ConfigError, WeightsError
+from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
+from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.services.rollout_gateway.engines.embedded.kinds import Kinds
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Capability, missing
-from paceline.speculators.base import DraftBatch, Speculator, SpeculatorSetup
-from paceline.speculators.net import build_drafter
+from paceline.speculators import base, net
+from paceline.speculators.kinds import (
+    SPECULATORS,
+    SpeculatorKind,
+    drafter_directory,
+    find_kind,
+    kind_of_checkpoint,
+)
 from paceline.speculators.shift import AcceptanceShift, read_shift
 from paceline.telemetry import get_logger
+
+LARGEST = TreeSize(steps=15, topk=16, draft_tokens=64)
+"""Largest value of each number in an arm's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """The kinds of one engine, by their name in arms."""
+
+    trained: Mapping[str, SpeculatorKind]
+    """The configured kind is first."""
+    untrained: Mapping[str, SpeculatorKind]
+    """Kinds that always serve."""
+    configured: str
+    """The trained kind that serves before the first commit; empty: none."""
+    directory: Path | None
+    """Checkpoint of the configured kind; None: initialised from the seed."""
+
+    def of(self, directory: Path) -> str:
+        """The kind of a version. Without a config.json, as in spools of only tensors, it is the
+        configured kind.
+
+        Raises InvalidInput for a kind that this engine does not have.
+        """
+        if self.configured and not (directory / "config.json").is_file():
+            return self.configured
+        return find_architecture(directory, self.trained.values()).name
+
+
+def engine_kinds(spec: EmbeddedSpec) -> Kinds:
+    """The kinds named in the settings.
+
+    Raises ConfigError or InvalidInput for a kind that cannot be trained or does not exist.
+    """
+    more = [find_kind(name) for name in spec.more_drafters]
+    for kind in more:
+        net.net_of(kind)  # raises for a kind without weights
+    directory = drafter_directory(spec.drafter)
+    named = more
+    if directory is not None:
+        named = [find_architecture(directory, [*SPECULATORS.values(), *more]), *more]
+    elif spec.drafter != OFF:
+        named = [find_kind(spec.drafter), *more]
+
+    if spec.drafter != OFF:
+        named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any kind
+    kinds: dict[str, SpeculatorKind] = {}
+    for kind in named:
+        if kinds.setdefault(kind.name, kind) is not kind:
+            raise ConfigError(
+                "two speculators have one name", seen=kind.name, allowed="names that differ"
+            )
+
+    trained = {name: kind for name, kind in kinds.items() if kind.trained}
+    untrained = {name: kind for name, kind in kinds.items() if not kind.trained}
+    configured = named[0].name if spec.drafter != OFF and named[0].trained else ""
+    return Kinds(trained, untrained, configured, directory)
+
+
+def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
+    """The kind that reads a checkpoint directory.
+
+    Raises InvalidInput naming the directory if no kind reads it.
+    """
+    try:
+        return kind_of_checkpoint(directory, kinds)
+    except InvalidInput as error:
+        message = (
+            f"{error.message} (gateway.drafter and engine.embedded.more_drafters name those "
+            f"there are)"
+        )
+        raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
+
+
+def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
+    """Arms by name, `off` first.
+
+    Raises ConfigError for an arm that this engine cannot draft.
+    """
+    speculators = {**kinds.trained, **kinds.untrained}
+    names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
+    trees = dict.fromkeys(speculators, spec.verification != "rejection")
+    wanted = (OFF, *(name for name in names if name != OFF))
+    return {name: parse_arm(name, trees, LARGEST) for name in wanted}
+
+
+def slack(arms: Iterable[ArmName]) -> int:
+    """Cache positions that a round may use after the last token, for verified nodes or for rows of
+    drafting.
+    """
+    shapes = [arm.shape for arm in arms]
+    used = [max(one.draft_tokens, one.topk * max(one.steps - 1, 0) + 1) for one in shapes]
+    return max(used, default=1) + 1
+
 
 log = get_logger(__name__)
 
@@ -30,7 +131,7 @@ class DrafterVersion:
     """A version loaded beside the serving version."""
 
     kind: str
-    speculator: Speculator
+    speculator: base.Speculator
     """Its speculator."""
     state: object | None
     """Input of the speculator's commit_state; None: the speculator was built from the version."""
@@ -41,7 +142,7 @@ class DrafterVersion:
 class Drafters:
     """Speculators by name, and the versions of trained kinds."""
 
-    def __init__(self, kinds: Kinds, used: Mapping[str, int], setup: SpeculatorSetup) -> None:
+    def __init__(self, kinds: Kinds, used: Mapping[str, int], setup: base.SpeculatorSetup) -> None:
         """used: the speculators named by arms, with the most draft levels of their arms; no other
         speculator is built.
 
@@ -53,7 +154,7 @@ class Drafters:
         self._setup, self._used = setup, used
         self.serving = ""
         """Name of the serving trained kind; empty: none yet."""
-        self.live: dict[str, Speculator] = {}
+        self.live: dict[str, base.Speculator] = {}
         if kinds.configured in self._kinds.trained:
             self._place(
                 DrafterVersion(
@@ -63,7 +164,7 @@ class Drafters:
 
         for name, kind in kinds.untrained.items():
             if name in used:
-                self.live[name] = build_drafter(kind, replace(setup, steps=used[name]))
+                self.live[name] = net.build_drafter(kind, replace(setup, steps=used[name]))
 
     @property
     def trainable(self) -> bool:
@@ -134,9 +235,9 @@ class Drafters:
         return kind
 
     @torch.inference_mode()
-    def _built(self, kind: str, directory: Path | None) -> Speculator:
+    def _built(self, kind: str, directory: Path | None) -> base.Speculator:
         setup = replace(self._setup, directory=directory, steps=self._used[kind])
-        speculator = build_drafter(self._kinds.trained[kind], setup)
+        speculator = net.build_drafter(self._kinds.trained[kind], setup)
         kept = setup.layers.split(",")
         lacking = [
             name for name in speculator.capture.layers.split(",") if name and name not in kept
@@ -149,7 +250,7 @@ class Drafters:
             raise ConfigError(message, seen=", ".join(lacking), allowed=setup.layers)
         return speculator
 
-    def ended(self, batch: DraftBatch) -> None:
+    def ended(self, batch: base.DraftBatch) -> None:
         """Report complete sequences; speculators that learn from text read them."""
         for speculator in self.live.values():
             speculator.ended(batch)

@@ -10,41 +10,17 @@ from pathlib import Path
 
 import torch
 
+from paceline.services.rollout_gateway.engines import nouns
+from paceline.services.rollout_gateway.engines.embedded import (
+    decode,
+    kv_cache,
+    prefill,
+    speculative,
+    verify,
+)
 from paceline.services.rollout_gateway.engines.embedded.capture import WAITING, Capture
-from paceline.services.rollout_gateway.engines.embedded.decode import Decoder
-from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
-from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
-from paceline.services.rollout_gateway.engines.embedded.prefill import Prefill
-from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
-from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
-from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
-from paceline.services.rollout_gateway.engines.embedded.stopwatch import (
-    Stopwatch,
-    compute_clock,
-)
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
-from paceline.services.rollout_gateway.engines.nouns import (
-    Capability,
-    Chunk,
-    EngineInfo,
-    EngineLoad,
-    Finish,
-    MemoryTag,
-    PauseMode,
-    Request,
-    RowLayout,
-    Withheld,
-)
-from paceline.services.rollout_gateway.engines.requests.admission import (
-    Admission,
-    check_capabilities,
-)
-from paceline.services.rollout_gateway.engines.requests.memory import (
-    EngineMemory,
-    MemoryPart,
-    check_held,
-    check_idle,
-)
+from paceline.services.rollout_gateway.engines.requests import control, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 
@@ -55,13 +31,13 @@ class EmbeddedEngine:
     def __init__(
         self,
         weights: EngineWeights,
-        speculation: Speculation,
-        scheduler: Scheduler,
-        store: SlotStore,
-        prefixes: PrefixCache,
+        speculation: speculative.Speculation,
+        scheduler: prefill.Scheduler,
+        store: kv_cache.SlotStore,
+        prefixes: kv_cache.PrefixCache,
         capture: Capture,
-        admission: Admission,
-        grammars: Grammars,
+        admission: control.Admission,
+        grammars: verify.Grammars,
         device_tflops: float,
     ) -> None:
         self._weights = weights
@@ -70,26 +46,28 @@ class EmbeddedEngine:
         self._store = store
         self._prefixes = prefixes
         self._capture = capture
-        self._prefill = Prefill(scheduler, prefixes, store, weights)
+        self._prefill = prefill.Prefill(scheduler, prefixes, store, weights)
         self._grammars = grammars
-        self._stopwatch, self._busy = Stopwatch(compute_clock()), Stopwatch()
-        self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
+        self._stopwatch, self._busy = timing.Stopwatch(timing.compute_clock()), timing.Stopwatch()
+        self._decoder = decode.Decoder(
+            weights, speculation, store, capture, grammars, self._stopwatch
+        )
         self._admission = admission
         self._device_tflops = device_tflops
         parts = {
-            MemoryTag.WEIGHTS: MemoryPart(weights.release, weights.resume),
-            MemoryTag.KV_CACHE: MemoryPart(self._release_cache, store.allocate),
+            nouns.MemoryTag.WEIGHTS: control.MemoryPart(weights.release, weights.resume),
+            nouns.MemoryTag.KV_CACHE: control.MemoryPart(self._release_cache, store.allocate),
         }
-        self._memory = EngineMemory(parts if weights.memory_saver else {})
+        self._memory = control.EngineMemory(parts if weights.memory_saver else {})
         capabilities = {
-            Capability.PENALTIES: True,
-            Capability.PROMPT_LOGPROBS: True,
-            Capability.CAPTURE: capture.possible,
-            Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
-            Capability.JSON_SCHEMA: grammars.possible,
-            Capability.GRAMMARS: grammars.possible,
-            Capability.RELEASE_MEMORY: True,
-            Capability.PROFILES: True,
+            nouns.Capability.PENALTIES: True,
+            nouns.Capability.PROMPT_LOGPROBS: True,
+            nouns.Capability.CAPTURE: capture.possible,
+            nouns.Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
+            nouns.Capability.JSON_SCHEMA: grammars.possible,
+            nouns.Capability.GRAMMARS: grammars.possible,
+            nouns.Capability.RELEASE_MEMORY: True,
+            nouns.Capability.PROFILES: True,
         }
         self._capabilities = frozenset(one for one, there in capabilities.items() if there)
         self._ended = SpeculationStats()
@@ -98,7 +76,7 @@ class EmbeddedEngine:
     # ---- the round
 
     @torch.inference_mode()
-    def step(self) -> list[Chunk]:
+    def step(self) -> list[nouns.Chunk]:
         """One round; see Engine.step."""
         self._busy.start()
         for slot in self._scheduler.admit():
@@ -154,15 +132,15 @@ class EmbeddedEngine:
 
     # ---- requests
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: nouns.Request) -> None:
         """See Engine.enqueue."""
-        check_held(self._memory.released)
+        control.check_held(self._memory.released)
         self._speculation.check_arm(request.forced_arm)
-        check_capabilities("embedded", self._capabilities, request)
+        control.check_capabilities("embedded", self._capabilities, request)
         self._grammars.check(request.sampling)
         self._scheduler.waiting.append(self._admission.sequence(request))
 
-    def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
+    def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
         """See Engine.abort."""
 
         def asked(sequence: RunningSequence) -> bool:
@@ -172,7 +150,7 @@ class EmbeddedEngine:
         waiting = [sequence for sequence in self._scheduler.waiting if asked(sequence)]
         self._scheduler.drop_waiting(waiting)
         for sequence in (*running, *waiting):
-            sequence.finish = Finish.ABORT
+            sequence.finish = nouns.Finish.ABORT
         with torch.inference_mode():
             self._release(running)
         return [sequence.chunk() for sequence in (*running, *waiting)]
@@ -188,7 +166,7 @@ class EmbeddedEngine:
 
     # ---- control
 
-    def pause(self, mode: PauseMode) -> list[Chunk]:
+    def pause(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """See Engine.pause."""
         self._paused = True
         return self._apply(mode)
@@ -197,10 +175,10 @@ class EmbeddedEngine:
         """See Engine.resume."""
         self._paused = False
 
-    def _apply(self, mode: PauseMode) -> list[Chunk]:
-        if mode is PauseMode.ABORT:
+    def _apply(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
+        if mode is nouns.PauseMode.ABORT:
             return self.abort(None)
-        if mode is PauseMode.RETRACT:
+        if mode is nouns.PauseMode.RETRACT:
             for slot, sequence in enumerate(self._scheduler.running):
                 sequence.retract()
                 self._prefixes.withdraw(slot)
@@ -214,7 +192,7 @@ class EmbeddedEngine:
         self._weights.prepare(target, version, path, profile)
 
     @torch.inference_mode()
-    def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
+    def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """See Engine.commit_weights; `mode` applies only to a change of the policy."""
         if versions.policy != self.versions.policy:  # waiting rows belong to the former policy
             self._take_rows(least=1)
@@ -234,14 +212,14 @@ class EmbeddedEngine:
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
 
-    def quarantine(self, withheld: Withheld) -> None:
+    def quarantine(self, withheld: nouns.Withheld) -> None:
         """See Engine.quarantine."""
         self._speculation.bar(frozenset(withheld.arms))
         if withheld.reuse and not self._prefixes.closed:
             self._prefixes.close()
 
     @torch.inference_mode()
-    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
         """See Engine.release_memory; 0 bytes without engine.embedded.memory_saver."""
         return self._memory.release(tags, self._unfinished)
 
@@ -250,13 +228,13 @@ class EmbeddedEngine:
         return self._store.release()
 
     @torch.inference_mode()
-    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
         """See Engine.resume_memory."""
         self._memory.resume(tags)
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; drafters that learn from text drop their learned text too."""
-        check_idle(self._unfinished)
+        control.check_idle(self._unfinished)
         self._prefixes.forget()
         self._speculation.drafters.flush()
 
@@ -268,16 +246,16 @@ class EmbeddedEngine:
     # ---- facts
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> nouns.EngineInfo:
         """See Engine.info."""
         config = self._weights.policy.config
-        return EngineInfo(
+        return nouns.EngineInfo(
             config.vocab_size,
             config.hidden_size,
             self._admission.max_sequence_tokens,
             tuple(self._speculation.arms),
             self._capabilities,
-            RowLayout.entering(config.hidden_size, self._store.inner),
+            nouns.RowLayout.entering(config.hidden_size, self._store.inner),
             self._device_tflops,
         )
 
@@ -292,10 +270,10 @@ class EmbeddedEngine:
         return self._weights.policy.head_hash
 
     @property
-    def load(self) -> EngineLoad:
+    def load(self) -> nouns.EngineLoad:
         """See Engine.load."""
         bandit = self._speculation.bandit
-        return EngineLoad(
+        return nouns.EngineLoad(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             tokens_emitted=self._decoder.tokens_emitted,

@@ -1,5 +1,4 @@
-"""Speculative sampling: drafts drawn from the drafter's distribution q, and the acceptance rule
-that makes the output exactly p.
+"""Speculative sampling: drafts drawn from the drafter's distribution q, and the acceptance rule.
 
 Chain (Leviathan et al. 2023, arXiv 2211.17192): accept draft x with probability min(1, p(x) /
 q(x)). On rejection, draw from norm(relu(p - q)). After the last draft, draw from p. Siblings are
@@ -15,24 +14,23 @@ distribution does not.
 
 The decision to keep a draft must not depend on its token, or the output is not p. So all pruning
 precedes the draw.
+
+Drafts of an n-gram are not drawn: its q has all its mass on the draft.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.errors import InvalidInput
-from paceline.models.sampling import (
-    DrawParams,
-    NoiseStream,
-    behavior_logprobs,
-    gumbel_noise,
-    mask_scores,
-    uniform_of,
-)
+from paceline.models import sampling
+from paceline.services.rollout_gateway.engines.embedded.verify import Nodes, Verdict
+from paceline.speculators.base import Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class SampledDrafts:
 
 
 def sample_drafts(
-    draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int
+    draft_logits: Tensor, positions: Tensor, params: sampling.DrawParams, count: int
 ) -> SampledDrafts:
     """Children drawn from q without replacement: the top `count` of log q + Gumbel noise, in that
     order.
@@ -59,8 +57,8 @@ def sample_drafts(
     vocab = draft_logits.shape[-1]
     if not 1 <= count <= vocab:
         raise InvalidInput("count of drafts is out of range", seen=count, allowed=f"1 to {vocab}")
-    scores = _scores(behavior_logprobs(draft_logits, params.temperatures), params)
-    noise = gumbel_noise(params.seeds, positions, vocab, NoiseStream.DRAFT)
+    scores = _scores(sampling.behavior_logprobs(draft_logits, params.temperatures), params)
+    noise = sampling.gumbel_noise(params.seeds, positions, vocab, sampling.NoiseStream.DRAFT)
     top = (
         noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
         .add_(scores)
@@ -97,7 +95,7 @@ def verify_sampled(
     parents: Tensor | None,
     draft_probs: Tensor,
     positions: Tensor,
-    params: DrawParams,
+    params: sampling.DrawParams,
     adjusted: Tensor | None = None,
 ) -> SampledVerdict:
     """Walk from the root, accepting or rejecting children, and draw the token that ends the round.
@@ -110,23 +108,23 @@ def verify_sampled(
     0 this is the rule of verify.py: follow the argmax.
     """
     batch, nodes, vocab = logits.shape
-    logprobs = behavior_logprobs(logits.reshape(-1, vocab), params.temperatures)
+    logprobs = sampling.behavior_logprobs(logits.reshape(-1, vocab), params.temperatures)
     wanted = (
         logprobs
         if adjusted is None
-        else behavior_logprobs(adjusted.reshape(-1, vocab), params.temperatures)
+        else sampling.behavior_logprobs(adjusted.reshape(-1, vocab), params.temperatures)
     )
     target = _normalised(_scores(wanted, params), params).view(batch, nodes, vocab)
     if parents is None:
         parents = torch.arange(-1, nodes - 1, device=logits.device).clamp(min=0).expand(batch, -1)
     at = positions.gather(1, parents).view(-1)
-    coins = uniform_of(params.seeds, at, draft_tokens.clamp(min=0).view(-1), NoiseStream.COIN).view(
-        batch, nodes
-    )
+    coins = sampling.uniform_of(
+        params.seeds, at, draft_tokens.clamp(min=0).view(-1), sampling.NoiseStream.COIN
+    ).view(batch, nodes)
     p, accepted, path = _walk(target, draft_tokens, parents, draft_probs, coins)
     here = path.gather(1, accepted[:, None])
     seeds = params.seeds.view(batch, nodes)[:, 0]
-    noise = gumbel_noise(seeds, positions.gather(1, here)[:, 0], vocab)
+    noise = sampling.gumbel_noise(seeds, positions.gather(1, here)[:, 0], vocab)
     last = noise.add_(p.log()).argmax(dim=-1)
     return _verdict(last, accepted, path, draft_tokens, logprobs.view(batch, nodes, vocab))
 
@@ -178,13 +176,13 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(mass > 0, rest / mass, 0.0)
 
 
-def _scores(logprobs: Tensor, params: DrawParams) -> Tensor:
+def _scores(logprobs: Tensor, params: sampling.DrawParams) -> Tensor:
     """Log-probs [N, V] in float64, masked as in `draw`."""
     scores = logprobs.double()
-    return mask_scores(scores, params) if params.any_masked else scores
+    return sampling.mask_scores(scores, params) if params.any_masked else scores
 
 
-def _normalised(scores: Tensor, params: DrawParams) -> Tensor:
+def _normalised(scores: Tensor, params: sampling.DrawParams) -> Tensor:
     """Probabilities float64 [N, V] of masked scores; all on the argmax at temperature 0."""
     probs = scores.softmax(dim=-1)
     if not params.any_greedy:
@@ -206,3 +204,59 @@ def _verdict(
     )
     said = logprobs[torch.arange(len(path), device=path.device)[:, None], path, tokens.clamp(min=0)]
     return SampledVerdict(tokens, accepted, path, said.masked_fill(tokens < 0, 0.0))
+
+
+class ChainSampler:
+    """The DraftSampler (speculators/base.py) of some rows of a round."""
+
+    def __init__(self, params: sampling.DrawParams, lengths: Tensor) -> None:
+        self._params = params
+        self._lengths = lengths
+        self.probs: list[Tensor] = []
+        """float64 [B, V] per level: q of its drafts."""
+
+    def __call__(self, logits: Tensor, level: int) -> Tensor:
+        """Draws int64 [B] at the level."""
+        drawn = sample_drafts(logits, self._lengths + level, self._params, 1)
+        self.probs.append(drawn.probs)
+        return drawn.tokens[:, 0]
+
+
+def draft_probs(
+    nodes: Nodes, parts: Sequence[tuple[Sequence[int], Drafts, ChainSampler | None]], vocab: int
+) -> Tensor:
+    """q [B, Q, V] of every node's child, from (rows, drafts, sampler) of each part; zero without a
+    child.
+    """
+    probs = torch.zeros(*nodes.tokens.shape, vocab, dtype=torch.float64, device=nodes.tokens.device)
+    for members, drafts, sampler in parts:
+        count = drafts.tokens.shape[1]
+        if sampler is not None and sampler.probs:
+            probs[members, :count] = torch.stack(sampler.probs[:count], dim=1)
+        else:
+            present = (drafts.tokens >= 0)[:, :, None]
+            probs[members, :count] = (
+                functional.one_hot(drafts.tokens.clamp(min=0), vocab).double() * present
+            )
+    return probs
+
+
+def verify_drawn(
+    logits: Tensor,
+    nodes: Nodes,
+    positions: Tensor,
+    params: sampling.DrawParams,
+    probs: Tensor,
+    adjusted: Tensor | None = None,
+) -> Verdict:
+    """As `verify`, but by rejection; all nodes are forwarded and form a chain.
+
+    logits, adjusted [B Q, V]; positions int64 [B, Q]; params: B Q rows; probs float64 [B, Q, V],
+    see draft_probs. Gaps are infinite: a seed's tokens may depend on the drafts, so near-ties
+    explain no difference.
+    """
+    shape = (*nodes.tokens.shape, logits.shape[-1])
+    whole = None if adjusted is None else adjusted.view(shape)
+    found = verify_sampled(logits.view(shape), nodes.tokens, None, probs, positions, params, whole)
+    gaps = torch.full(nodes.tokens.shape, torch.inf, dtype=torch.float64, device=logits.device)
+    return Verdict(found.tokens, found.accepted, found.logprobs, gaps, None)

@@ -1,23 +1,30 @@
-"""Settings of the embedded engine.
+"""Settings of the embedded engine, and the layout of its hidden rows.
 
 This module does not import torch, so that the gateway can check settings.
+
+This module does not import torch: the gateway allocates its rings by the layout before engines
+start.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from paceline.config import Config
-from paceline.errors import InvalidInput
-from paceline.models.profiles import check_profile
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models import config, inner_layers, profiles
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
+from paceline.speculators.kinds import inner_layers_read
 
 
 def _checked(value: str) -> str:
     try:
-        return check_profile(value)
+        return profiles.check_profile(value)
     except InvalidInput as error:  # pydantic adds the setting's path
         raise ValueError(str(error)) from error
 
@@ -68,3 +75,30 @@ class EmbeddedSpec(EmbeddedConfig, ModelSpec):
     that `drafter` and `more_drafters` read. The layers of a kind by import path are unknown before
     it is loaded.
     """
+
+
+def layout_of_settings(settings: dict[str, Any]) -> RowLayout:
+    """The layout for the values of EmbeddedSpec; see `row_layout`."""
+    drafters = (settings["drafter"], *settings["more_drafters"])
+    return row_layout(Path(settings["model_dir"]), drafters, tuple(settings["capture_inner"]))
+
+
+def row_layout(model_dir: Path, drafters: Sequence[str], asked: tuple[int, ...]) -> RowLayout:
+    """Rows with the requested inner states; without a request, with the states that the drafters
+    read.
+
+    Raises ConfigError for an unknown drafter, for layers that the model does not have, and for
+    requested layers that omit a layer read by a drafter.
+    """
+    model = config.read_config_json(model_dir)
+    hidden_size = int(model.get("hidden_size", 0))
+    num_layers = int(model.get("num_hidden_layers", 0))
+    needed = inner_layers_read(drafters, num_layers)
+    inner_layers.check_inner_layers(asked, num_layers)
+    if asked and not set(needed) <= set(asked):
+        raise ConfigError(
+            "gateway.features.layers leaves out what a drafter reads",
+            seen=asked,
+            allowed=list(needed),
+        )
+    return RowLayout.entering(hidden_size, asked or needed)

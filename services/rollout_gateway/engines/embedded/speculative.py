@@ -12,19 +12,14 @@ from torch import Tensor
 
 from paceline.arm_names import OFF, ArmName
 from paceline.errors import InvalidInput
-from paceline.models.decoder import DecoderWeights
-from paceline.models.sampling import DrawParams
+from paceline.models import decoder, sampling
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
+from paceline.services.rollout_gateway.engines.embedded import kv_cache, rejection, verify
 from paceline.services.rollout_gateway.engines.embedded.budget import Budget, row_drafts
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
-from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
-from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
-from paceline.services.rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.services.rollout_gateway.engines.embedded.stopwatch import Stopwatch
-from paceline.services.rollout_gateway.engines.embedded.verify import Verdict
-from paceline.services.rollout_gateway.engines.requests.arms import check_arm, situation_of
+from paceline.services.rollout_gateway.engines.requests import control, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
 from paceline.speculators.shift import shift_over
@@ -94,7 +89,7 @@ class Speculation:
         """Raises InvalidInput for an arm that does not exist or has no committed drafter; empty is
         valid.
         """
-        check_arm(name, self.arms)
+        control.check_arm(name, self.arms)
         if name and name not in self.served and name not in self._barred:
             message = "no drafter of this arm's kind is committed; it rests"
             raise InvalidInput(message, seen=name, allowed=", ".join(self.served))
@@ -106,7 +101,7 @@ class Speculation:
         A forced arm drafts nothing while its kind has no serving version or while the arm is
         disabled.
         """
-        situation = situation_of(rows)
+        situation = control.situation_of(rows)
         if self.forced:
             arm = self.forced if self.forced in self.served else OFF
             return RoundPlan({arm: list(range(len(rows)))}, situation)
@@ -127,7 +122,7 @@ class Speculation:
         plan: RoundPlan,
         slots: Sequence[int],
         rows: Sequence[RunningSequence],
-        store: SlotStore,
+        store: kv_cache.SlotStore,
         version: int,
     ) -> list[DraftPart]:
         """The speculator and batch of each arm's rows, under a policy version. Speculators that
@@ -146,8 +141,8 @@ class Speculation:
         return parts
 
     def draft(
-        self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams
-    ) -> tuple[Nodes, list[DraftPart]]:
+        self, parts: Sequence[DraftPart], last: Tensor, params: sampling.DrawParams
+    ) -> tuple[verify.Nodes, list[DraftPart]]:
         """The nodes to verify, and the parts with their drafts.
 
         last int64 [B, 1]: last token of each row. params: B rows, the sampling of the requests.
@@ -155,25 +150,27 @@ class Speculation:
         if self.rejection:
             parts = [_sampling(part, params, last.device) for part in parts]
         drafted = [replace(part, drafts=self._propose(part)) for part in parts]
-        drafts = merge_drafts(
+        drafts = verify.merge_drafts(
             len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None]
         )
         if drafts is None or not bool((drafts.tokens >= 0).any()):
-            return Nodes(last), []
-        return arrange(last, drafts, whole=self.rejection), drafted
+            return verify.Nodes(last), []
+        return verify.arrange(last, drafts, whole=self.rejection), drafted
 
-    def draft_probs(self, parts: Sequence[DraftPart], nodes: Nodes, vocab: int) -> Tensor:
+    def draft_probs(self, parts: Sequence[DraftPart], nodes: verify.Nodes, vocab: int) -> Tensor:
         """Distributions q of a round's drafts, see sampled.draft_probs."""
         drawn = [
             (
                 part.members,
                 part.drafts,
-                part.batch.sampler if isinstance(part.batch.sampler, ChainSampler) else None,
+                part.batch.sampler
+                if isinstance(part.batch.sampler, rejection.ChainSampler)
+                else None,
             )
             for part in parts
             if part.drafts is not None
         ]
-        return draft_probs(nodes, drawn, vocab)
+        return rejection.draft_probs(nodes, drawn, vocab)
 
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
@@ -183,7 +180,7 @@ class Speculation:
         proposed = part.speculator.propose(part.batch, replace(shape, floor=budget.floor(arm.name)))
         return budget.prune(proposed, arm.speculator, arm.name)
 
-    def learn_drafts(self, parts: Sequence[DraftPart], verdict: Verdict) -> None:
+    def learn_drafts(self, parts: Sequence[DraftPart], verdict: verify.Verdict) -> None:
         """Record the followed drafts for the budget's calibration."""
         if self.budget is None or self.measuring or not parts:
             return
@@ -196,7 +193,7 @@ class Speculation:
                 )
 
     def learn_costs(
-        self, plan: RoundPlan, taken: Sequence[int], nodes: int, stopwatch: Stopwatch
+        self, plan: RoundPlan, taken: Sequence[int], nodes: int, stopwatch: timing.Stopwatch
     ) -> None:
         """Record a round: tokens per row and total seconds for the bandit. The budget gets the
         seconds of the forward over `nodes` tokens with its draws, and the seconds of all other
@@ -239,14 +236,18 @@ class Speculation:
         self.measuring = False
 
     def ended(
-        self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
+        self,
+        slots: Sequence[int],
+        rows: Sequence[RunningSequence],
+        store: kv_cache.SlotStore,
+        version: int,
     ) -> None:
         """Report complete sequences under a policy version; speculators that learn from text read
         them.
         """
         self.drafters.ended(draft_batch(slots, rows, store, version))
 
-    def bind(self, target: DecoderWeights) -> None:
+    def bind(self, target: decoder.DecoderWeights) -> None:
         """Draft for new target weights; the bandit measures their acceptance again."""
         self.drafters.bind(target)
         self.policy_changed()
@@ -257,7 +258,7 @@ class Speculation:
 
 
 def draft_batch(
-    slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
+    slots: Sequence[int], rows: Sequence[RunningSequence], store: kv_cache.SlotStore, version: int
 ) -> DraftBatch:
     """Data of these rows for speculators, under a policy version."""
     return DraftBatch(
@@ -270,14 +271,16 @@ def draft_batch(
     )
 
 
-def _sampling(part: DraftPart, params: DrawParams, device: torch.device) -> DraftPart:
+def _sampling(part: DraftPart, params: sampling.DrawParams, device: torch.device) -> DraftPart:
     """The part with a sampler that draws drafts as its requests draw."""
     members = torch.tensor(part.members, device=device)
-    sampler = ChainSampler(params.rows(members), torch.tensor(part.batch.lengths, device=device))
+    sampler = rejection.ChainSampler(
+        params.rows(members), torch.tensor(part.batch.lengths, device=device)
+    )
     return replace(part, batch=replace(part.batch, sampler=sampler))
 
 
-def _followed(verdict: Verdict) -> list[Set[int]]:
+def _followed(verdict: verify.Verdict) -> list[Set[int]]:
     """Per row the drawn nodes, including its root."""
     accepted = verdict.accepted.tolist()
     if verdict.path is None:

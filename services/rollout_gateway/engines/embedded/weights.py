@@ -21,9 +21,8 @@ from paceline.models.in_place import (
     check_staged,
     written_over,
 )
-from paceline.services.rollout_gateway.engines.embedded.drafters import DrafterVersion
-from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
-from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
+from paceline.services.rollout_gateway.engines.embedded import drafters, speculative
+from paceline.services.rollout_gateway.engines.requests.control import PreparedVersions
 from paceline.telemetry import get_logger
 from paceline.trajectory import Target, VersionSet
 
@@ -36,7 +35,7 @@ class EngineWeights:
     def __init__(
         self,
         policy: DecoderWeights,
-        speculation: Speculation,
+        speculation: speculative.Speculation,
         model: ServedModel,
         directory: Path,
         *,
@@ -50,8 +49,8 @@ class EngineWeights:
         self.memory_saver = memory_saver
         self._released = False
         self._torn: BaseException | None = None
-        self._prepared: PreparedVersions[StagedWeights | DrafterVersion] = PreparedVersions(
-            model.profile.name if model.profile else ""
+        self._prepared: PreparedVersions[StagedWeights | drafters.DrafterVersion] = (
+            PreparedVersions(model.profile.name if model.profile else "")
         )
 
     @property

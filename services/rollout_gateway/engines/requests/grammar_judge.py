@@ -1,6 +1,9 @@
 """Builds every new grammar first in a separate process, which is killed when the build takes too
 long.
 
+Imports no torch. llguidance is part of the engine's installation, and is imported only where tokens
+are loaded.
+
 Some schemas of a few bytes take hours to build, whatever limits are set: a large multipleOf, or
 many patterns in an allOf. The builder cannot be interrupted. For an accepted grammar, the engine
 repeats the build in the same time and no longer.
@@ -16,14 +19,115 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.local.patience import patient
-from paceline.local.processes import child_environment, die_with_parent
-from paceline.services.rollout_gateway.engines.requests.grammar_tokens import GrammarTokens
-from paceline.services.rollout_gateway.engines.requests.json_schema import (
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from paceline.errors import ConfigError, InvalidInput
+from paceline.local import patience, processes
+from paceline.models.reading import read_text
+from paceline.services.rollout_gateway.engines.requests.structures import (
     GrammarFault,
     build_matcher,
 )
+from paceline.services.rollout_gateway.engines.requests.tokenizer import (
+    TokenSpelling,
+    decoder_name,
+    lost_at_front,
+    read_tokenizers,
+    token_bytes,
+)
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+_BY_PLACE = {"WordPiece", "BPEDecoder"}
+"""Decoders that place spaces between words by position. No grammar of characters can follow them.
+"""
+
+
+class GrammarTokens:
+    """The tokens of a tokenizer.json in the form that a grammar needs."""
+
+    def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Reads the file, in about a second for 100 000 tokens.
+
+        Raises InvalidInput naming a decoder that does not map tokens to bytes.
+        """
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        try:
+            _, self._within = read_tokenizers(read_text(path.parent))
+        except ConfigError as error:
+            raise InvalidInput(
+                f"structured output needs another tokenizer: {error}", seen=path
+            ) from error
+        kinds = _checked_decoder(self._within, path)
+        found = token_bytes(self._within)
+        lost = [] if kinds == ("ByteLevel",) else lost_at_front(self._within, found)
+        self._special = {
+            token.content: token_id
+            for token_id, token in self._within.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._within.encode_special_tokens = True  # the name of a special token is text here
+        # A model's vocabulary is often padded beyond its tokenizer's.
+        self.tokens = found + [b""] * (vocab_size - len(found))
+        kept = np.ones(len(self.tokens), dtype=np.bool_)
+        kept[lost] = False
+        kept[list(eos_token_ids)] = True
+        self.kept_at_front: npt.NDArray[np.uint8] = np.packbits(kept, bitorder="little")
+        """[ceil(V / 8)] bitmask, lowest bit first: tokens that keep all bytes at the start of a
+        response. Other tokens lose bytes there, mostly a space.
+        """
+        self.special_token_ids = sorted({*self._special.values(), *eos_token_ids})
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = None
+        self.guide: LLTokenizer = LLTokenizer(
+            TokenizerWrapper(self),
+            eos_token=list(eos_token_ids),
+            slices=LLTokenizer.json_slices(),
+        )
+        """The tokens for a matcher; llguidance calls `__call__` to tokenize a text."""
+
+    def special(self, text: str) -> int | None:
+        """The special token with this name, or None."""
+        return self._special.get(text)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a UTF-8 text in the middle of another text, as the tokenizer splits it.
+
+        Where the tokenizer changes the text, or uses special tokens, the longest tokens that fit
+        are returned.
+        """
+        try:
+            ids: list[int] = self._within.encode(text.decode(), add_special_tokens=False).ids
+        except Exception:  # noqa: BLE001 - tokenizers has no class of its own for unknown words
+            ids = []
+        same = b"".join(self.tokens[token] for token in ids) == text
+        kept = same and not any(token in self.special_token_ids for token in ids)
+        if kept or not hasattr(self, "guide"):
+            return ids
+        return self.guide.greedy_tokenize(text.decode())
+
+
+def _checked_decoder(tokenizer: Tokenizer, path: Path) -> tuple[str, ...]:
+    """Stages of a decoder that only joins its tokens' bytes. Raises InvalidInput for another
+    decoder.
+    """
+    kinds = TokenSpelling(tokenizer).kinds
+    if not kinds or _BY_PLACE & set(kinds):
+        raise InvalidInput(
+            f"structured output needs another tokenizer than {path}: its decoder "
+            f"{decoder_name(kinds)} puts spaces between tokens by their place",
+            seen=decoder_name(kinds),
+            allowed="ByteLevel, ByteFallback, Metaspace, or Replace and Strip around them",
+        )
+    return kinds
+
 
 BUILD_DEADLINE_S = 2.0
 """Deadline for building a grammar, in seconds; a slower grammar is rejected. The deadline is
@@ -49,7 +153,7 @@ class GrammarJudge:
         """
         process = self._process or self._start()
         assert process.stdin is not None
-        deadline_s = patient(BUILD_DEADLINE_S)
+        deadline_s = patience.patient(BUILD_DEADLINE_S)
         try:
             process.stdin.write(json.dumps(grammar).encode() + b"\n")
             process.stdin.flush()
@@ -83,10 +187,10 @@ class GrammarJudge:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=child_environment(),
+            env=processes.child_environment(),
         )
         self._process, self._finalizer = process, weakref.finalize(self, _end, process)
-        deadline_s = patient(START_DEADLINE_S)
+        deadline_s = patience.patient(START_DEADLINE_S)
         if self._answer(process, deadline_s) is None:
             self.close()
             raise GrammarFault(f"nothing that builds grammars started within {deadline_s:g} s")
@@ -112,7 +216,7 @@ def main() -> int:
     Arguments: tokenizer.json, vocabulary size, end tokens.
     """
     path, vocab_size, eos_token_ids = sys.argv[1:]
-    die_with_parent()
+    processes.die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
     tokens = GrammarTokens(Path(path), int(vocab_size), json.loads(eos_token_ids))
     print(json.dumps(""), flush=True)

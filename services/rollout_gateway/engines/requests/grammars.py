@@ -10,7 +10,7 @@ of decoding without drafts, so verification is unchanged and drafts change no to
 the grammar rejects has probability 0. Where the grammar leaves only one text, its token is the
 tokenizer's own token for it.
 
-This module owns one matcher per structured request. structures.py and json_schema.py define the
+This module owns one matcher per structured request. structures.py and structures.py define the
 grammars. Draws and an engine's layout of nodes are elsewhere.
 """
 
@@ -31,15 +31,12 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from paceline.services.rollout_gateway.engines.requests.grammar_judge import GrammarJudge
-from paceline.services.rollout_gateway.engines.requests.grammar_tokens import GrammarTokens
-from paceline.services.rollout_gateway.engines.requests.json_schema import (
-    GrammarFault,
-    build_matcher,
-)
+from paceline.services.rollout_gateway.engines.requests import grammar_judge
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.requests.structures import (
+    GrammarFault,
     Structure,
+    build_matcher,
     structure_grammar,
     structure_of,
 )
@@ -89,8 +86,8 @@ class GrammarMasks:
         self._vocab = config.vocab_size
         self._eos = config.eos_token_ids
         self._path = model_dir / "tokenizer.json"
-        self._tokens: GrammarTokens | None = None
-        self._judge: GrammarJudge | None = None
+        self._tokens: grammar_judge.GrammarTokens | None = None
+        self._judge: grammar_judge.GrammarJudge | None = None
         self._built: OrderedDict[Structure, LLMatcher] = OrderedDict()
         # end of the block, error message
         self._faults: dict[Structure, tuple[float, str]] = {}
@@ -174,7 +171,7 @@ class GrammarMasks:
     def _build(self, structure: Structure) -> LLMatcher:
         if self._tokens is None:
             try:
-                self._tokens = GrammarTokens(self._path, self._vocab, self._eos)
+                self._tokens = grammar_judge.GrammarTokens(self._path, self._vocab, self._eos)
             except InvalidInput as error:
                 raise structure.refused(error) from error
         grammar = structure_grammar(structure, self._tokens.special(structure.after))
@@ -194,7 +191,7 @@ class GrammarMasks:
         if time.monotonic() < until_s:
             return fault
         if self._judge is None:
-            self._judge = GrammarJudge(self._path, self._vocab, self._eos)
+            self._judge = grammar_judge.GrammarJudge(self._path, self._vocab, self._eos)
         try:
             self._judge.judge(grammar)
         except GrammarFault as error:

@@ -1,17 +1,89 @@
-"""Follows one request inside the engine: its tokens, its progress and its end."""
+"""Follows one request inside the engine: its tokens, its stages and its end.
+
+Each stage has one entry, however many rounds it had, so the engine's report is bounded. Times are
+from the machine's clock, which the gateway shares.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, PromptScore, Request
-from paceline.services.rollout_gateway.engines.requests.stages import Stages
+from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests.stop_texts import StopText
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
+
+QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"
+DECODE_STAGES = 12
+"""Pairs of arm and policy version with an entry of their own. Rounds of further pairs are added to
+the last entry.
+"""
+
+
+class Stages:
+    """The stages of a request from its enqueueing on."""
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self._clock = clock
+        self._enqueued = self._last = clock()
+        self._admitted = self._cached = 0  # 0: not yet
+        self._rounds: dict[tuple[str, int], list[int]] = {}  # start, end, busy, rounds, tokens
+
+    def admitted(self) -> None:
+        """The request has got a slot; only the first call counts."""
+        self._admitted = self._admitted or self._clock()
+
+    def cached(self) -> None:
+        """The prompt is cached and rounds begin; only the first call counts.
+
+        An engine that draws the first token with the prompt never calls this method.
+        """
+        if not self._cached:
+            self._cached = self._last = self._clock()
+
+    def round(self, arm: str, policy_version: int, tokens: int, *, begins: bool = True) -> None:
+        """The request took tokens of a round that ends now. begins: they are the round's first
+        tokens.
+        """
+        now = self._clock()
+        if not self._cached:  # the prompt's own forward gave the tokens
+            self._cached = self._last = now
+        key = (arm, policy_version)
+        if key not in self._rounds and len(self._rounds) >= DECODE_STAGES:
+            key = next(reversed(self._rounds))
+        stage = self._rounds.setdefault(key, [self._last, now, 0, 0, 0])
+        stage[1] = now
+        stage[2] += now - self._last
+        stage[3] += begins
+        stage[4] += tokens
+        self._last = now
+
+    def times(self, prompt_tokens: int) -> tuple[nouns.StageTime, ...]:
+        """All stages so far, ordered by their start.
+
+        prompt_tokens: prompt tokens that were computed for the request, not copied.
+        """
+        found = []
+        if self._admitted:
+            found.append(_between(QUEUE, self._enqueued, self._admitted))
+        if self._cached:
+            start = self._admitted or self._enqueued
+            found.append(_between(PREFILL, start, self._cached, prompt_tokens))
+        for (arm, version), (start, end, busy, rounds, tokens) in self._rounds.items():
+            found.append(
+                nouns.StageTime(DECODE, arm, version, start, end, busy / 1e9, rounds, tokens)
+            )
+        return tuple(found)
+
+
+def _between(stage: str, start_ns: int, end_ns: int, tokens: int = 0) -> nouns.StageTime:
+    return nouns.StageTime(
+        stage, start_ns=start_ns, end_ns=end_ns, busy_s=(end_ns - start_ns) / 1e9, tokens=tokens
+    )
 
 
 class DrawnBy(NamedTuple):
@@ -28,7 +100,7 @@ class DrawnBy(NamedTuple):
 class RunningSequence:
     """A request that has a slot or waits for a slot."""
 
-    request: Request
+    request: nouns.Request
     stop_ids: frozenset[int]
     token_limit: int  # response tokens at most
     stop_text: StopText | None = None
@@ -49,9 +121,9 @@ class RunningSequence:
     stale: bool = False  # part of the cache was computed under an earlier policy
     told: int = 0  # response tokens already reported
     # scores of the prompt's tokens from the second on, if requested; None once reported
-    prompt_scores: list[PromptScore] | None = field(default_factory=list)
+    prompt_scores: list[nouns.PromptScore] | None = field(default_factory=list)
     smallest_gap: float = float("inf")
-    finish: Finish | None = None
+    finish: nouns.Finish | None = None
     error: str = ""  # reason, when the request ends by a fault of its own
     matched_stop: str = ""
     first_token_s: float = 0.0
@@ -111,11 +183,11 @@ class RunningSequence:
     def _ended(self, token: int) -> bool:
         least = self.request.sampling.min_tokens
         if token in self.stop_ids:
-            self.finish = Finish.STOP
+            self.finish = nouns.Finish.STOP
         elif self.stop_text is not None and (matched := self.stop_text.match(self.tokens, least)):
-            self.matched_stop, self.finish = matched, Finish.STOP
+            self.matched_stop, self.finish = matched, nouns.Finish.STOP
         elif len(self.tokens) >= self.token_limit:
-            self.finish = Finish.LENGTH
+            self.finish = nouns.Finish.LENGTH
         return self.finish is not None
 
     def count(
@@ -159,12 +231,12 @@ class RunningSequence:
         if self.prompt_scores is not None:
             self.prompt_scores.clear()
 
-    def chunk(self) -> Chunk:
+    def chunk(self) -> nouns.Chunk:
         """Results since the last chunk."""
         told, self.told = self.told, len(self.tokens)
         ended, drawn = self.finish is not None, self._drawn(told)
         scores = self._new_scores()
-        return Chunk(
+        return nouns.Chunk(
             request_id=self.request.request_id,
             token_ids=tuple(self.tokens[told:]),
             behavior_logprobs=tuple(self.logprobs[told:]),
@@ -189,14 +261,14 @@ class RunningSequence:
     def end_scored(self) -> None:
         """End a request that generates nothing; call it once the prompt is cached."""
         if self.token_limit == 0:
-            self.finish = Finish.LENGTH
+            self.finish = nouns.Finish.LENGTH
 
     @property
     def scoring(self) -> bool:
         """Whether log-probs of the prompt have yet to be computed or reported."""
         return self.request.sampling.scored and self.prompt_scores is not None
 
-    def _new_scores(self) -> tuple[PromptScore, ...]:
+    def _new_scores(self) -> tuple[nouns.PromptScore, ...]:
         """The prompt's scores, once they are complete."""
         scores = self.prompt_scores
         if scores is None or len(scores) < len(self.request.prompt) - 1:

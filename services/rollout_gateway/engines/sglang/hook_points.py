@@ -108,7 +108,7 @@ HOOK_POINTS = (
     HookPoint(
         "model_loader.loader.DefaultModelLoader.load_weights_only",
         "AROUND",
-        "int8.loading",
+        "rounded.loading",
         "model, weights, target_device",
     ),
     HookPoint(

@@ -23,19 +23,19 @@ from paceline.addresses import loopback
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.memory_plan import check_experts
 from paceline.local.ports import free_ports
-from paceline.local.process_directory import process_directory, socket_directory, sweep_with_us
 from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_parent
+from paceline.local.user_directory import process_directory, socket_directory, sweep_with_us
 from paceline.models.config import read_config, read_config_json
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.spec import QUANTIZATION, SGLangSpec
-from paceline.services.rollout_gateway.engines.worker.peer import Peer
-from paceline.services.rollout_gateway.engines.worker.process import begin
-from paceline.services.rollout_gateway.engines.worker.spec import (
+from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
     SPEC_VARIABLE,
     WorkerSpec,
 )
+from paceline.services.rollout_gateway.engines.worker.peer import Peer
+from paceline.services.rollout_gateway.engines.worker.process import begin
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 
 CPU_KERNELS = Path(paceline.__file__).resolve().parents[2] / "tests/sglang/cpu_kernels"

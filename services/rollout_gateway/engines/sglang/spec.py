@@ -1,22 +1,109 @@
-"""Defines the settings of the SGLang engine.
+"""Defines the settings of the SGLang engine, its refused arguments and its hidden rows.
+
+A worker is one scheduler and its tensor-parallel ranks. A command reaches all ranks between the
+same two rounds. All ranks therefore serve one version set, and each token has one policy version.
+SGLang's other layouts have further schedulers, which a command would not reach.
 
 Imports neither torch nor SGLang, so that the gateway can check the settings.
+
+The gateway sizes its row rings by this layout. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from paceline.arm_names import OFF
 from paceline.config import Config
 from paceline.errors import ConfigError
+from paceline.models.config import read_config_json
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
-from paceline.services.rollout_gateway.engines.sglang.refused import check_arguments
-from paceline.speculators.kinds import SGLANG, drafter_directory
+from paceline.speculators.kinds import SGLANG, SPECULATORS, drafter_directory
+
+
+class Refusal(NamedTuple):
+    """Reason for rejecting an argument, and its alternative."""
+
+    off: tuple[object, ...]
+    """Values that leave the feature off; they are accepted."""
+    why: str
+    instead: str
+
+
+_SERVERS = Refusal(
+    ("null",),
+    "prefill and decode servers are two schedulers that exchange keys and values on CUDA: both "
+    "would have to change the version set at the same token of each request, and the prompt's "
+    "hidden rows would stay on the prefill server",
+    "workers for both (gateway.engine.workers), short prefills (gateway.engine.prefill_tokens)",
+)
+_SCHEDULERS = Refusal(
+    (1, False),
+    "it starts further schedulers, which would not receive a version set between the same two "
+    "rounds",
+    "more workers (gateway.engine.workers)",
+)
+_HOSTS = Refusal(
+    (0, 1, ""),
+    "the ranks of a worker rendezvous through a file on one host",
+    "one worker per host (gateway.engine.workers) with all GPUs of the host",
+)
+_MOVING = Refusal(
+    (0, False, "none"),
+    "experts would move between GPUs during a load of a version",
+    "gateway.engine.sglang.expert_parallel_size, with one copy of each expert",
+)
+_OWN = "it has its own setting, which the memory plan and the slot leases use"
+REFUSED: Mapping[str, Refusal] = {
+    "disaggregation_mode": _SERVERS,
+    **dict.fromkeys(
+        (
+            "dp_size",
+            "enable_dp_attention",
+            "pp_size",
+            "attn_cp_size",
+            "dcp_size",
+            "moe_dp_size",
+            "dwdp_size",
+        ),
+        _SCHEDULERS,
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), _HOSTS),
+    **dict.fromkeys(
+        (
+            "enable_eplb",
+            "ep_num_redundant_experts",
+            "elastic_ep_backend",
+            "enable_elastic_expert_backup",
+        ),
+        _MOVING,
+    ),
+    "tp_size": Refusal((), _OWN, "gateway.engine.sglang.tensor_parallel_size"),
+    "ep_size": Refusal((), _OWN, "gateway.engine.sglang.expert_parallel_size"),
+}
+_PREFIXES = {"disaggregation_": _SERVERS._replace(off=()), "encoder_": _SERVERS._replace(off=())}
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first argument that a worker does not support."""
+    for name, value in arguments.items():
+        begun = (found for prefix, found in _PREFIXES.items() if name.startswith(prefix))
+        refusal = REFUSED.get(name) or next(begun, None)
+        if refusal is None or any(type(one) is type(value) and one == value for one in refusal.off):
+            continue  # by type, since True == 1
+        off = ", ".join(f"{one!r}" for one in refusal.off) or "nothing"
+        raise ConfigError(
+            f"gateway.engine.sglang.arguments.{name} is not served: {refusal.why}",
+            seen=value,
+            allowed=f"{off}; instead: {refusal.instead}",
+        )
+
 
 _PROFILE, _WEIGHTS, _CACHE = "profile", "arguments.quantization", "arguments.kv_cache_dtype"
 QUANTIZATION = {"int8_w8a8": "w8a8_int8"}
@@ -183,3 +270,40 @@ class SGLangSpec(SGLangConfig, ModelSpec):
         shapes = () if self.drafter == OFF else SGLANG[self.speculator].shapes
         arms = self.arms or tuple(f"{self.speculator}:{shape}" for shape in shapes)
         return (OFF, *(arm for arm in arms if arm != OFF))
+
+
+SHALLOWEST = 7
+"""Fewest layers L at which SGLang's default layers 2, L // 2 and L - 3 ascend. For a shallower
+model the drafter's config.json must name the layers.
+"""
+
+
+def layout_of_settings(settings: dict[str, Any]) -> RowLayout:
+    """Row layout from the values of SGLangSpec; see `row_layout`."""
+    return row_layout(SGLangSpec(**settings))
+
+
+def row_layout(spec: SGLangSpec) -> RowLayout:
+    """Layout of one hidden row of this engine.
+
+    Raises ConfigError for a model that is too shallow for EAGLE-3.
+    """
+    model = read_config_json(Path(spec.model_dir))
+    hidden_size, layers = int(model["hidden_size"]), int(model["num_hidden_layers"])
+    if spec.speculator == OFF:
+        return RowLayout.last(hidden_size)
+    drafter = read_config_json(Path(spec.drafter_dir)) if spec.drafter_dir else {}
+    inner = SPECULATORS[spec.speculator].inner_layers(drafter, layers)
+    if (
+        inner
+        and spec.drafter_dir  # a newly initialized drafter names its layers
+        and layers < SHALLOWEST
+        and not (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ):
+        raise ConfigError(
+            "EAGLE-3 in SGLang: the model is too shallow",
+            seen=layers,
+            allowed=f">= {SHALLOWEST} layers",
+        )
+
+    return RowLayout.entering(hidden_size, inner)

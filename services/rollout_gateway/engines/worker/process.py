@@ -16,17 +16,15 @@ from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.local.processes import die_with_parent
 from paceline.plugins import import_object
-from paceline.services.rollout_gateway.engines import find_engine
-from paceline.services.rollout_gateway.engines.base import Engine, RowSink
-from paceline.services.rollout_gateway.engines.nouns import Finish
-from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.engines.worker.peer import Peer
-from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import (
+from paceline.services.rollout_gateway.engines import base, find_engine, nouns
+from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
     SPEC_VARIABLE,
     WorkerSpec,
+    wire,
 )
+from paceline.services.rollout_gateway.engines.worker.peer import Peer
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1 import engine_pb2 as pb
 
 PARENT_CHECK_MS = 1000
@@ -39,21 +37,21 @@ class EngineBroken(Exception):
     """
 
 
-def build_engine(spec: WorkerSpec, sink: RowSink | None) -> Engine:
+def build_engine(spec: WorkerSpec, sink: base.RowSink | None) -> base.Engine:
     """Builds the engine of a spec.
 
     Raises ConfigError for an unknown kind.
     """
     kind = find_engine(spec.kind)
     settings = import_object(kind.settings).model_validate(spec.engine)
-    engine: Engine = import_object(kind.build)(settings, sink)
+    engine: base.Engine = import_object(kind.build)(settings, sink)
     return engine
 
 
 class Worker:
     """The command loop of one engine."""
 
-    def __init__(self, engine: Engine, peer: Peer, worker_index: int) -> None:
+    def __init__(self, engine: base.Engine, peer: Peer, worker_index: int) -> None:
         self._engine = engine
         self._peer = peer
         self._index = worker_index
@@ -103,7 +101,7 @@ class Worker:
             text = f"{type(error).__name__}: {error}"
             ended = self._engine.abort(None)
             self._peer.chunks += [
-                dataclasses.replace(chunk, finish=Finish.ERROR, error=text) for chunk in ended
+                dataclasses.replace(chunk, finish=nouns.Finish.ERROR, error=text) for chunk in ended
             ]
             if self._faults >= FAULTS_UNTIL_BROKEN:
                 self._peer.flush()

@@ -1,5 +1,9 @@
 """From the launcher to the confined interpreter: broker, guard, code, in this order.
 
+A root gateway gives each run a user id that no other process has. Only the run's processes can then
+be signalled, no file of root can be written, and the process limit counts the run alone. Any other
+gateway has no id to give, and the code keeps the gateway's.
+
 Each failing step ends its process with a line on the report pipe; the code never runs without a
 layer.
 """
@@ -11,13 +15,124 @@ import json
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import identity, landlock, linux, mounts, python_files, seccomp
-from .interpreter import replace_process
-from .request import CODE_FILE, RunRequest
+from . import landlock, linux, mounts, seccomp
+from .request import CODE_FILE, MEMORY_EXIT, RunRequest
+
+_OWN_IDS = 0x7000_0000
+_NEWEST_ID = 1 << 22  # Linux process ids are below
+
+
+def own_id() -> int | None:
+    """A user id for this run alone, from this process's number; None if none is available."""
+    if os.geteuid() != 0:
+        return None
+    with open("/proc/self/uid_map") as table:
+        ranges = [tuple(map(int, line.split())) for line in table]
+    wanted = _OWN_IDS + os.getpid()
+    if any(
+        start <= _OWN_IDS and start + count > _OWN_IDS + _NEWEST_ID for start, _, count in ranges
+    ):
+        return wanted
+    start, _, count = max(ranges, key=lambda one: one[2])
+    # A container with a small map: its upper half, so that parallel runs seldom share an id.
+    return start + count // 2 + os.getpid() % (count // 2 - 1) if count > 4096 else None
+
+
+def become(user: int | None, *, read_everything: bool) -> None:
+    """Takes that user and group, without other groups, and drops every capability and every way to
+    gain one.
+
+    `read_everything` keeps one capability: reading files of any owner. Landlock still selects the
+    files. Raises OSError.
+    """
+    kept = 1 << linux.CAP_DAC_READ_SEARCH if read_everything and user is not None else 0
+    linux.shrink_bounding_set(kept)
+    linux.prctl(linux.PR_CAP_AMBIENT, linux.PR_CAP_AMBIENT_CLEAR_ALL)
+    if user is not None:
+        linux.prctl(linux.PR_SET_KEEPCAPS, 1)
+        with contextlib.suppress(
+            PermissionError
+        ):  # a user namespace made without root forbids it; groups then map to none
+            os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+    linux.set_capabilities(kept)
+    if kept:
+        linux.prctl(linux.PR_CAP_AMBIENT, linux.PR_CAP_AMBIENT_RAISE, linux.CAP_DAC_READ_SEARCH)
+    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+
+
+def id_map(user: int | None, own: int) -> str:
+    """Lines of a namespace's map: 0 is a root launcher, 1 is the code."""
+    return f"0 0 1\n1 {user} 1\n" if user is not None else f"1 {own} 1\n"
+
+
+def tasks_of(user: int) -> int:
+    """Number of threads under a user id now; the process limit counts them."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if os.stat(f"/proc/{name}").st_uid == user:
+                    total += len(os.listdir(f"/proc/{name}/task"))
+    return total
+
+
+# No file of the gateway is readable any more, so the first code is passed as text. The program sees
+# itself as `__main__` with its own traceback. exit() works although `site` did not run, since
+# `site` would search for packages.
+_FIRST = f"""
+def first():
+    import os, site, sys, types
+    site.setquit()
+    sys.argv[:] = [{CODE_FILE!r}]
+    sys.path.insert(0, os.getcwd())
+    module = types.ModuleType("__main__")
+    module.__file__ = {CODE_FILE!r}
+    module.__builtins__ = __builtins__
+    sys.modules["__main__"] = module
+    code = 0
+    try:
+        with open({CODE_FILE!r}, encoding="utf-8") as file:
+            text = file.read()
+        exec(compile(text, {CODE_FILE!r}, "exec"), module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = {MEMORY_EXIT} if isinstance(error, MemoryError) else 1
+    if code == {MEMORY_EXIT}:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+main_before = __import__("sys").modules["__main__"]
+first()
+"""
+
+
+def replace_process() -> None:
+    """Never returns. Raises OSError when the interpreter cannot be started."""
+    here = os.getcwd()
+    environment = {
+        "HOME": here,
+        "TMPDIR": here,
+        "PATH": "",
+        "LANG": "C.UTF-8",
+        "PYTHONUTF8": "1",
+        "PYTHONHASHSEED": "0",  # sets have the same order in every run, so scores are reproducible
+    }
+    executable = os.path.realpath(sys.executable)
+    os.execve(executable, [executable, "-S", "-s", "-P", "-B", "-c", _FIRST], environment)  # noqa: S606
+
 
 OPEN_FILES = 64
 _COUNTED_BY_NAMESPACE = (5, 14)  # since this Linux a user namespace counts its own processes only
@@ -43,8 +158,8 @@ class Confinement:
         """Raises OSError."""
         self._request = request
         self._ends = ends
-        self._own_id = identity.own_id()
-        self._python = python_files.find()
+        self._own_id = own_id()
+        self._python = mounts.find()
         self._spaces = "namespaces" in request.layers
         self._others = self._others_counted()
 
@@ -83,8 +198,8 @@ class Confinement:
         folder = Path(f"/proc/{child}")
         if self._own_id is None:
             (folder / "setgroups").write_text("deny")
-        (folder / "uid_map").write_text(identity.id_map(self._own_id, os.geteuid()))
-        (folder / "gid_map").write_text(identity.id_map(self._own_id, os.getegid()))
+        (folder / "uid_map").write_text(id_map(self._own_id, os.geteuid()))
+        (folder / "gid_map").write_text(id_map(self._own_id, os.getegid()))
 
     def _broker(self, asked: int, answered: int) -> None:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -143,8 +258,8 @@ class Confinement:
         for caught in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(caught, signal.SIG_DFL)
         self._set_limits()
-        hidden = not self._spaces and (self._python.private() or not python_files.enterable(box))
-        identity.become(self._inner_id(), read_everything=hidden)
+        hidden = not self._spaces and (self._python.private() or not mounts.enterable(box))
+        become(self._inner_id(), read_everything=hidden)
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of ids clears it
         # most of a huge page can be returned without the kernel's reclaiming it
         linux.prctl(linux.PR_SET_THP_DISABLE, 1)
@@ -162,7 +277,7 @@ class Confinement:
     def _rules(self, box: str) -> list[tuple[str, int]]:
         rules = [(path, landlock.EXECUTE) for path in self._python.executables]
         rules += [(path, landlock.READ) for path in self._python.readable]
-        rules += [(path, landlock.READ_WRITE) for path in python_files.DEVICES]
+        rules += [(path, landlock.READ_WRITE) for path in mounts.DEVICES]
         return [*rules, (box, landlock.EVERYTHING)]
 
     def _others_counted(self) -> int:
@@ -173,7 +288,7 @@ class Confinement:
         release = tuple(int(part) for part in os.uname().release.split(".")[:2])
         if self._spaces and release >= _COUNTED_BY_NAMESPACE:
             return ours
-        return identity.tasks_of(os.geteuid()) + ours
+        return tasks_of(os.geteuid()) + ours
 
     def _set_limits(self) -> None:
         request = self._request

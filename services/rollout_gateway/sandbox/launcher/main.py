@@ -10,11 +10,10 @@ import signal
 import sys
 import time
 
-from . import linux, reaping
+from . import linux, processes
 from .confine import Confinement, Ends
-from .removal import remove_tree
-from .request import MEMORY_EXIT, RunRequest, SandboxResult, encode
-from .usage import BoxUsage
+from .processes import BoxUsage
+from .request import MEMORY_EXIT, RunRequest, SandboxResult, encode, remove_tree
 
 _PIECE = 1 << 16
 # for output of processes that could not be killed; only reached without any isolation
@@ -76,7 +75,7 @@ class _Launcher:
                 os.close(fd)
             self._watch(child)
         finally:
-            reaping.kill_all(child, confinement.sweep)
+            processes.kill_all(child, confinement.sweep)
         self._drain()
         return self._answer()
 
@@ -194,7 +193,7 @@ def main() -> None:
     if os.getppid() != request.parent:
         return
     try:
-        reaping.adopt_orphans()
+        processes.adopt_orphans()
         answer = _Launcher(request).run()
     except OSError as error:
         answer = SandboxResult(failed=f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The system-call filter as a BPF program; its lists are in syscalls.py.
+"""The system-call filter as a BPF program; its lists are in linux.py.
 
 It refuses calls known to reach outside and permits the rest, so that any Python runs. Landlock
 governs files.
@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 
-from . import syscalls
+from . import linux
 from .linux import (
     ALL_NAMESPACES,
     MACHINE,
@@ -91,22 +91,22 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
 
     Raises OSError for an unknown architecture.
     """
-    refused = dict(syscalls.ALWAYS)
+    refused = dict(linux.ALWAYS)
     if not alone:
-        refused |= syscalls.SHARED_SYSTEM
+        refused |= linux.SHARED_SYSTEM
         if not signals_are_scoped:
-            refused |= syscalls.SIGNALS
+            refused |= linux.SIGNALS
 
-    known = syscalls.numbers(machine, syscalls.WITH_CONDITIONS)
+    known = linux.numbers(machine, linux.WITH_CONDITIONS)
     filter_ = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
-        (_JUMP_AT_LEAST, 0, 1, syscalls.UNKNOWN),  # x32's numbers too
+        (_JUMP_AT_LEAST, 0, 1, linux.UNKNOWN),  # x32's numbers too
         _return_error(errno.ENOSYS),
     ]
-    for number in syscalls.numbers(machine, refused).values():
+    for number in linux.numbers(machine, refused).values():
         filter_ += _refuse(number)
     # its flags are in memory; libc then uses clone
     filter_ += _refuse(known["clone3"], errno.ENOSYS)

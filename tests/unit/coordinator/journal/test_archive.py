@@ -14,9 +14,13 @@ from benchmarks.growth_coordinator import JournaledRun
 from paceline.errors import DataLoss, FailedPrecondition
 from paceline.report.journal import copy_journal, read_history
 from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
-from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.journal.journal import (
+    Journal,
+    Snapshot,
+    pack_snapshot,
+    unpack_snapshot,
+)
 from paceline.services.coordinator.journal.records import Carried
-from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.state import (
     DrawnStep,
@@ -26,8 +30,7 @@ from paceline.services.coordinator.machine.state import (
     State,
 )
 from paceline.streams import run_key
-from paceline.streams.journal_line import unpack_entry
-from paceline.streams.journal_pages import journal_lines
+from paceline.streams.journal import journal_lines, unpack_entry
 
 STEPS = 6
 
@@ -84,7 +87,7 @@ async def test_a_reader_is_not_disturbed_by_a_snapshot_that_is_written_meanwhile
     redis_client: redis.asyncio.Redis, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = await _written(redis_client, run_id, 30)
-    monkeypatch.setattr("paceline.streams.journal_pages._PAGE", 4)
+    monkeypatch.setattr("paceline.streams.journal._PAGE", 4)
     found = []
     async for line in journal_lines(redis_client, run_id):
         found.append(int(unpack_entry(line)["at_s"]))

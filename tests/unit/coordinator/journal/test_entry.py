@@ -17,7 +17,7 @@ from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Service
 from paceline.services.coordinator.machine.step import EVENTS
-from paceline.streams.journal_line import pack_entry, unpack_entry
+from paceline.streams.journal import pack_entry, unpack_entry
 from paceline.v1.coordinator_pb2 import StepRecord
 
 NUMBERS = st.integers() | st.floats(allow_nan=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.services.coordinator.journal.entry import changed_slots
-from paceline.services.coordinator.journal.facts import all_slots, fact_of
+from paceline.services.coordinator.journal.entry import all_slots, changed_slots, fact_of
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.settings import RunSettings

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.coordinator.machine.row import BLOCK, Row
+from paceline.services.coordinator.machine.slots import BLOCK, Row
 
 VALUES = st.integers(0, 3)
 

@@ -9,9 +9,8 @@ from itertools import product
 import pytest
 
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.commands import Decision
 from paceline.services.coordinator.machine.drafter import FROZEN, captured
-from paceline.services.coordinator.machine.moves import free_slots, lease_slots, move_workers
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import (
     WORKER_TRANSITIONS,
@@ -31,6 +30,9 @@ from paceline.services.coordinator.machine.state import (
     RolloutTrack,
     Service,
     State,
+    free_slots,
+    lease_slots,
+    move_workers,
 )
 from paceline.services.coordinator.machine.step import EVENTS, PHASES, step
 from paceline.trajectory import VersionSet

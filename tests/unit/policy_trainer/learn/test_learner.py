@@ -21,7 +21,6 @@ from unit.policy_trainer.sharded_step import trajectories, whole
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, DataLoss
-from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
 from paceline.services.policy_trainer.algorithm_settings import (
     AlgorithmConfig,
@@ -47,6 +46,7 @@ from paceline.services.policy_trainer.trainer import PolicyTrainer
 from paceline.training.checkpoints import checkpoint_numbers
 from paceline.training.shards import local_of, tensors_of
 from paceline.trajectory import DrawSpan, Trajectory
+from paceline.whole_files import write_hashes
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

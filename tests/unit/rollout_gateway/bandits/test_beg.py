@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings
-from paceline.services.rollout_gateway.bandits.beg import bucket_arms, median_rate
-from paceline.services.rollout_gateway.bandits.window import GroupWindow, PlayedRound
+from paceline.services.rollout_gateway.bandits.kinds import (
+    GroupWindow,
+    PlayedRound,
+    bucket_arms,
+    median_rate,
+)
 
 FASTRL = ("off", "eagle:8_4_32", "eagle:8_4_16", "eagle:8_4_8", "eagle:8_4_48")
 SHARED = ("off", "eagle:3_2_8", "eagle:7_1_8", "eagle:3_1_4")

@@ -11,9 +11,9 @@ from bandit_rounds import batch_of, round_of
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings, group_of
-from paceline.services.rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
-from paceline.services.rollout_gateway.bandits.window import (
+from paceline.services.rollout_gateway.bandits.kinds import (
     BOUND_Z,
+    TRIAL_PULLS,
     ArmWindow,
     GroupWindow,
     PlayedRound,

@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.rollout_gateway.bandits.base import BanditSettings
-from paceline.services.rollout_gateway.bandits.ucb import UCB1, highest_rate, ucb1_index
-from paceline.services.rollout_gateway.bandits.window import GroupWindow, PlayedRound
+from paceline.services.rollout_gateway.bandits.kinds import (
+    UCB1,
+    GroupWindow,
+    PlayedRound,
+    highest_rate,
+    ucb1_index,
+)
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 RATES = {"off": 100, "a:3_1_4": 80, "b:3_1_4": 50}

@@ -17,8 +17,8 @@ from paceline.services.rollout_gateway.bandits.base import (
     BanditSettings,
     Situation,
 )
+from paceline.services.rollout_gateway.bandits.kinds import WindowedBandit
 from paceline.services.rollout_gateway.bandits.watchdog import AcceptanceWatchdog, Pulse
-from paceline.services.rollout_gateway.bandits.window import WindowedBandit
 from paceline.trajectory import Target
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import InvalidInput, ResourceExhausted
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.calls.aside import LARGE_BYTES, SMALL_BYTES, LargeRequests
+from paceline.services.rollout_gateway.background import LARGE_BYTES, SMALL_BYTES, LargeRequests
 
 LOOP = "MainThread"
 MEDIUM, LARGE = SMALL_BYTES + 1, LARGE_BYTES + 1

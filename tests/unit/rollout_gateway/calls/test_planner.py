@@ -24,7 +24,7 @@ from paceline.services.rollout_gateway.calls.call import Call, Plan, generation_
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolChoice
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
-from paceline.services.rollout_gateway.sessions.assignment import Assignment, SessionState
+from paceline.services.rollout_gateway.sessions import Assignment, SessionState
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
 from paceline.v1 import trajectory_pb2 as tpb
 

@@ -11,7 +11,7 @@ from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.chat.tool_formats import Deviation, GrowingText, Reading
+from paceline.services.rollout_gateway.chat.tool_formats.base import Deviation, GrowingText, Reading
 from paceline.services.rollout_gateway.chat.tool_formats.json_text import (
     DEEPEST,
     json_members,

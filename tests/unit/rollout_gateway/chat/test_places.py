@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from paceline.services.rollout_gateway.api.http.openai.logprobs import TokenLabels
-from paceline.services.rollout_gateway.chat.places import TextPlaces
-from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.api.http.openai import TokenLabels
+from paceline.services.rollout_gateway.chat.text import TextCodec, TextPlaces
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "é", "▁é"]

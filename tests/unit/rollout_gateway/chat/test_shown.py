@@ -28,12 +28,8 @@ from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
 from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.prompts import ChatPrompts, Known
-from paceline.services.rollout_gateway.chat.tool_formats import (
-    TOOL_FORMATS,
-    Offered,
-    SpelledCall,
-    tool_format,
-)
+from paceline.services.rollout_gateway.chat.tool_formats import TOOL_FORMATS, tool_format
+from paceline.services.rollout_gateway.chat.tool_formats.base import Offered, SpelledCall
 from paceline.services.rollout_gateway.config import ChatConfig
 from paceline.services.rollout_gateway.sessions.session import Caller
 

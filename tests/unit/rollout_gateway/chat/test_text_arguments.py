@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.services.rollout_gateway.chat.messages import joined
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.tool_formats import Offered, tool_format
+from paceline.services.rollout_gateway.chat.tool_formats import tool_format
+from paceline.services.rollout_gateway.chat.tool_formats.base import Offered
 
 KINDS: dict[str, tuple[dict[str, Any], st.SearchStrategy[Any]]] = {
     "s": ({"type": "string"}, st.text('ab1 \n<>/"é{}', max_size=8)),

@@ -22,12 +22,11 @@ from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.tool_formats import (
     TOOL_FORMATS,
-    Offered,
-    ToolFormat,
     ToolGrammar,
-    Vocabulary,
     tool_format,
 )
+from paceline.services.rollout_gateway.chat.tool_formats.base import Offered, ToolFormat
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Vocabulary
 
 TOKENIZER = Path(__file__).parents[4] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 EOS = 1

@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.engines.embedded.budget import (
     ForwardCost,
     row_drafts,
 )
-from paceline.services.rollout_gateway.engines.embedded.nodes import (
+from paceline.services.rollout_gateway.engines.embedded.verify import (
     Nodes,
     ancestors,
     arrange,

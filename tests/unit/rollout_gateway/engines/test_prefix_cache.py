@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.engines.embedded import prefix_cache
-from paceline.services.rollout_gateway.engines.embedded.prefix_cache import (
+from paceline.services.rollout_gateway.engines.embedded import kv_cache
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import (
     MIN_PREFIX,
     Match,
     PrefixCache,
@@ -179,7 +179,7 @@ def numbers(count: int, seed: int = 0) -> Tokens:
 def test_a_collision_of_hashes_costs_a_hit_and_never_gives_foreign_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "hash", lambda _: 7, raising=False)
+    monkeypatch.setattr(kv_cache, "hash", lambda _: 7, raising=False)
     index = PrefixIndex(2, CAPACITY)
     held, other = (
         np.array(numbers(60), dtype=np.int32),

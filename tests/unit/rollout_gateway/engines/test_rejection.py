@@ -16,7 +16,6 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.sampling import DrawParams, behavior_logprobs, draw
-from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
 from paceline.services.rollout_gateway.engines.embedded.rejection import (
     SampledVerdict,
     residual,
@@ -24,7 +23,7 @@ from paceline.services.rollout_gateway.engines.embedded.rejection import (
     verify_sampled,
     without,
 )
-from paceline.services.rollout_gateway.engines.embedded.verify import verify
+from paceline.services.rollout_gateway.engines.embedded.verify import Nodes, verify
 
 VOCAB = 6
 COUNTS = (3, 2)

@@ -13,14 +13,14 @@ from pydantic import ValidationError
 
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.models.config import read_config
-from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody
-from paceline.services.rollout_gateway.calls.checks import check_request
+from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody
+from paceline.services.rollout_gateway.calls.planner import check_request
 from paceline.services.rollout_gateway.engines.nouns import Request
-from paceline.services.rollout_gateway.engines.requests.admission import Admission
+from paceline.services.rollout_gateway.engines.requests.control import Admission
 from paceline.services.rollout_gateway.engines.sampling import RANGES, Sampling, untrainable
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
-from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.testing.engine import build_scripted
+from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 

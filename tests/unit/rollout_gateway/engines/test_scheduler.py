@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
+from paceline.services.rollout_gateway.engines.embedded.prefill import Scheduler
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling

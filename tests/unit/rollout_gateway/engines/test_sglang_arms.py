@@ -13,7 +13,7 @@ import pytest
 from paceline.arm_names import OFF, ROOT, TreeSize
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.bandits.base import BanditSettings
-from paceline.services.rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
+from paceline.services.rollout_gateway.bandits.kinds import TRIAL_PULLS
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling

@@ -23,11 +23,9 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import (
     Leaving,
     SlotRows,
 )
-from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
-from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
-from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
+from paceline.services.rollout_gateway.engines.worker import WorkerSpec, wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
 from paceline.trajectory import VersionSet
 
 CPU = torch.device("cpu")

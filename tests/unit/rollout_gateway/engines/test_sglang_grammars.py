@@ -15,10 +15,10 @@ from paceline.errors import InvalidInput
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.nouns import Request
-from paceline.services.rollout_gateway.engines.requests.json_schema import GrammarFault
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
+from paceline.services.rollout_gateway.engines.requests.structures import GrammarFault
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.engines.sglang.plugin.grammars import TreeGrammars, asks
+from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import TreeGrammars, asks
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
 
 POLICY = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"

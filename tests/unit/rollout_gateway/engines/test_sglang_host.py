@@ -16,13 +16,12 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from paceline.config import load_config
-from paceline.config.render import toml_value
+from paceline.config.load import toml_value
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.sglang import host
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
-from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
-from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo"
 

@@ -16,7 +16,7 @@ from paceline.errors import WeightsError
 from paceline.models.profiles import PROFILES
 from paceline.models.quantised import quantised
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounded
-from paceline.services.rollout_gateway.engines.sglang.plugin.int8 import (
+from paceline.services.rollout_gateway.engines.sglang.plugin.rounded import (
     WholeNumbers,
     as_profile,
     loading,

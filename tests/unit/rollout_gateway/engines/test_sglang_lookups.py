@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.services.rollout_gateway.engines.sglang.plugin.lookups import PrefixLookups
+from paceline.services.rollout_gateway.engines.sglang.plugin.process import PrefixLookups
 
 
 class Cache:

@@ -18,8 +18,8 @@ from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounds
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, Values
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import Unread
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
-from paceline.services.rollout_gateway.engines.sglang.plugin.unread import Unread
 from paceline.trajectory import SpeculationStats, VersionSet
 
 NAMES = ("off", "eagle:3_1_4", "eagle:3_2_8")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.errors import InternalError
 from paceline.models.sampling import Draw
 from paceline.services.rollout_gateway.engines.nouns import Finish, Request
-from paceline.services.rollout_gateway.engines.requests.admission import Admission
+from paceline.services.rollout_gateway.engines.requests.control import Admission
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (

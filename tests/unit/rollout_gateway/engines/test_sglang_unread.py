@@ -10,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
-from paceline.services.rollout_gateway.engines.sglang.plugin.unread import Unread, readings
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import (
+    SlotRows,
+    Unread,
+    readings,
+)
 
 SPANS = st.lists(
     st.integers(1, 60).flatmap(

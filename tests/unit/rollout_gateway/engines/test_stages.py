@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from paceline.services.rollout_gateway.engines.nouns import StageTime
-from paceline.services.rollout_gateway.engines.requests.stages import DECODE_STAGES, Stages
+from paceline.services.rollout_gateway.engines.requests.sequence import DECODE_STAGES, Stages
 
 
 def ticking(times: list[int]) -> Stages:

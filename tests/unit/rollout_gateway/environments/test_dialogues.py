@@ -11,9 +11,8 @@ from unit.rollout_gateway.environments.test_tool_use import Script, calls, says,
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.environments.interactions import Interactions
-from paceline.services.rollout_gateway.environments.tool_use import ToolUse
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments.kinds import Interactions, ToolUse
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.sandbox import Sandbox
 
@@ -21,7 +20,7 @@ OWN = '''
 import asyncio
 from typing import Annotated
 
-from paceline.services.rollout_gateway.environments.interactions import UserReply
+from paceline.services.rollout_gateway.environments.kinds import UserReply
 
 
 async def price(item: str, pieces: int = 1) -> float:

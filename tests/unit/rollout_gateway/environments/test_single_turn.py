@@ -9,13 +9,8 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.chat.messages import Message
-from paceline.services.rollout_gateway.environments.base import (
-    ChatTurn,
-    Episode,
-    EpisodeTask,
-    TextTurn,
-)
-from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
+from paceline.services.rollout_gateway.environments import ChatTurn, Episode, EpisodeTask, TextTurn
+from paceline.services.rollout_gateway.environments.kinds import SingleTurn
 
 
 class Says:

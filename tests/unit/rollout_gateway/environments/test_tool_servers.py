@@ -21,7 +21,7 @@ from paceline.errors import ConfigError, Unavailable
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.services.rollout_gateway.config import ToolServerConfig
-from paceline.services.rollout_gateway.environments.tool_use import ToolUse
+from paceline.services.rollout_gateway.environments.kinds import ToolUse
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 
 SERVER = """

@@ -16,18 +16,14 @@ import pytest
 from paceline.errors import InvalidInput, NotFound
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.environments.base import (
-    ChatTurn,
-    Episode,
-    EpisodeTask,
-    TextTurn,
-)
-from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
-from paceline.services.rollout_gateway.environments.table import Equipment, environment
-from paceline.services.rollout_gateway.environments.tool_use import (
+from paceline.services.rollout_gateway.environments import ChatTurn, Episode, EpisodeTask, TextTurn
+from paceline.services.rollout_gateway.environments.kinds import (
     DEFAULT_TURNS,
     MAX_CALLS,
+    Equipment,
+    SingleTurn,
     ToolUse,
+    environment,
 )
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.environments.tools import MAX_ANSWER_CHARACTERS

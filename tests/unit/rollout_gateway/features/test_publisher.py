@@ -18,7 +18,7 @@ from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import FeaturesConfig
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_dtype
-from paceline.services.rollout_gateway.features.publisher import FeaturePublisher, Origin
+from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.streams import RedisStream, run_key

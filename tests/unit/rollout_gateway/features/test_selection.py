@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_dtype
-from paceline.services.rollout_gateway.features.selection import longest_run
+from paceline.services.rollout_gateway.features import longest_run
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.errors import Unavailable
-from paceline.services.rollout_gateway.rewards.breaker import CircuitBreaker
+from paceline.services.rollout_gateway.rewards.remote import CircuitBreaker
 
 OPEN_S = 0.3
 

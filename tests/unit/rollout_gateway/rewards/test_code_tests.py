@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.code_tests import CodeTests, last_code_block
 from paceline.services.rollout_gateway.sandbox import Sandbox
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.format import FormatRule
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards.rules import FormatRule
 
 
 def episode(text: str, *, finish: str = "stop", **metadata: str) -> Episode:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.rollout_gateway.config import RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.base import RewardRule
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRule
 from paceline.services.rollout_gateway.rewards.math_answer import (
     MAX_ANSWER,
     MathAnswer,

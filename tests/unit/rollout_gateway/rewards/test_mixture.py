@@ -13,8 +13,8 @@ import pytest
 from paceline.config import TelemetryConfig
 from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.base import RuleScore
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RuleScore
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.telemetry import prometheus_page, setup, shutdown
 

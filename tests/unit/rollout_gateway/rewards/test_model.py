@@ -30,10 +30,10 @@ from transformers import (
 from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.config import ModelRewardConfig, RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.base import RewardRule
-from paceline.services.rollout_gateway.rewards.processes.pipes import Raised, Rewards, ScoreEpisodes
-from paceline.services.rollout_gateway.rewards.processes.reward_model import RewardModel
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRule
+from paceline.services.rollout_gateway.rewards.pipes import Raised, Rewards, ScoreEpisodes
+from paceline.services.rollout_gateway.rewards.reward_model import RewardModel
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
@@ -240,7 +240,7 @@ async def test_the_model_scores_in_a_process_of_its_own(
 
 STAND_IN = """
 import os, sys, time
-from paceline.services.rollout_gateway.rewards.processes.pipes import Raised, Rewards, serve, take_pipes
+from paceline.services.rollout_gateway.rewards.pipes import Raised, Rewards, serve, take_pipes
 
 def answer(request):
     texts = [episode.text for episode in request.episodes]

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.config import RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

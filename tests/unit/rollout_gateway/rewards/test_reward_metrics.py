@@ -11,7 +11,7 @@ import pytest_asyncio
 from paceline.config import TelemetryConfig
 from paceline.errors import InvalidInput, Unavailable
 from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.telemetry import prometheus_page, setup, shutdown
 

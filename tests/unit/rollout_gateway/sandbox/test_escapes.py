@@ -23,7 +23,8 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
+from paceline.services.rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.sandbox.launcher.request import SandboxResult
 
 LIMITS = SandboxConfig(
     wall_s=60,

@@ -25,11 +25,11 @@ from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.sandbox import Sandbox
-from paceline.services.rollout_gateway.sandbox.launcher.removal import remove_tree
 from paceline.services.rollout_gateway.sandbox.launcher.request import (
     RunRequest,
     SandboxResult,
     encode,
+    remove_tree,
 )
 
 SANDBOX = Path(__file__).parents[4] / "services" / "rollout_gateway" / "sandbox"

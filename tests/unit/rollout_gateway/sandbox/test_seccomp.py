@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.rollout_gateway.sandbox.launcher import seccomp, syscalls
+from paceline.services.rollout_gateway.sandbox.launcher import linux, seccomp
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -20,10 +20,10 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSE, UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 LISTED = {
-    **syscalls.ALWAYS,
-    **syscalls.SHARED_SYSTEM,
-    **syscalls.SIGNALS,
-    **syscalls.WITH_CONDITIONS,
+    **linux.ALWAYS,
+    **linux.SHARED_SYSTEM,
+    **linux.SIGNALS,
+    **linux.WITH_CONDITIONS,
 }
 
 
@@ -57,7 +57,7 @@ def test_numbers_are_the_kernels(machine: str) -> None:
         pytest.skip("no kernel headers here")
     lines = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
     known = {name: int(number) for name, number in lines}
-    ours = syscalls.numbers(machine, LISTED)
+    ours = linux.numbers(machine, LISTED)
     assert {name: number for name, number in ours.items() if name in known} == {
         name: known[name] for name in ours if name in known
     }
@@ -72,16 +72,16 @@ def test_every_call_gets_its_answer(machine: str, alone: bool, scoped: bool) -> 
     program = seccomp.program(machine, alone=alone, signals_are_scoped=scoped, pid=77)
     assert len(program) < 4096
     assert all(jump < 256 for _, true, false, _ in program for jump in (true, false))
-    numbers = syscalls.numbers(machine, LISTED)
+    numbers = linux.numbers(machine, LISTED)
 
     def answer(name: str, *arguments: int) -> int:
         return decide(program, numbers[name], ARCHITECTURES[machine], *arguments)
 
     refused = {
-        name for name in numbers if name not in syscalls.WITH_CONDITIONS and answer(name) == REFUSE
+        name for name in numbers if name not in linux.WITH_CONDITIONS and answer(name) == REFUSE
     }
-    expected = {*syscalls.ALWAYS, *([] if alone else syscalls.SHARED_SYSTEM)}
-    expected |= set() if alone or scoped else {*syscalls.SIGNALS}
+    expected = {*linux.ALWAYS, *([] if alone else linux.SHARED_SYSTEM)}
+    expected |= set() if alone or scoped else {*linux.SIGNALS}
     assert refused == expected & set(numbers)
     assert answer("clone3") == UNKNOWN
     assert answer("tgkill", 77) == ALLOW
@@ -120,7 +120,7 @@ def test_a_call_passes_by_its_arguments(
     machine: str, name: str, arguments: tuple[int, ...], passes: bool
 ) -> None:
     program = seccomp.program(machine, alone=True, signals_are_scoped=True, pid=77)
-    number = syscalls.numbers(machine, syscalls.WITH_CONDITIONS)[name]
+    number = linux.numbers(machine, linux.WITH_CONDITIONS)[name]
     answer = decide(program, number, ARCHITECTURES[machine], *arguments)
     assert answer == (ALLOW if passes else REFUSE)
 
@@ -128,7 +128,7 @@ def test_a_call_passes_by_its_arguments(
 def test_calls_of_another_architecture_end_the_process_and_newer_ones_are_unknown() -> None:
     program = seccomp.program("x86_64", alone=True, signals_are_scoped=True, pid=1)
     assert decide(program, 41, 0x40000003) == KILL
-    for number in (0x40000000 + 41, syscalls.UNKNOWN, 0xFFFFFFFF):
+    for number in (0x40000000 + 41, linux.UNKNOWN, 0xFFFFFFFF):
         assert decide(program, number, ARCHITECTURES["x86_64"]) == UNKNOWN
     with pytest.raises(OSError, match="riscv64"):
         seccomp.program("riscv64", alone=True, signals_are_scoped=True, pid=1)

@@ -13,13 +13,9 @@ import pytest
 from paceline.errors import FailedPrecondition, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import SessionsConfig
-from paceline.services.rollout_gateway.environments.base import EpisodeTask
-from paceline.services.rollout_gateway.sessions.assignment import (
-    Assignment,
-    FailReason,
-    SessionState,
-)
-from paceline.services.rollout_gateway.sessions.offers import TaskOffers
+from paceline.services.rollout_gateway.environments import EpisodeTask
+from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
+from paceline.services.rollout_gateway.sessions.groups import TaskOffers
 from paceline.services.rollout_gateway.sessions.registry import Sessions
 from paceline.services.rollout_gateway.sessions.session import Session
 

@@ -11,9 +11,9 @@ from session_turns import said, session
 
 from paceline.errors import ResourceExhausted
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.sessions import open_groups
-from paceline.services.rollout_gateway.sessions.assignment import Assignment
-from paceline.services.rollout_gateway.sessions.open_groups import TOKEN_BYTES, OpenGroups
+from paceline.services.rollout_gateway.sessions import Assignment
+from paceline.services.rollout_gateway.sessions import groups as open_groups
+from paceline.services.rollout_gateway.sessions.groups import TOKEN_BYTES, OpenGroups
 from paceline.services.rollout_gateway.sessions.session import Grant, Session
 
 LONG_S = 3600.0

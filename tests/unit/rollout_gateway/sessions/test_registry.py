@@ -10,11 +10,11 @@ from session_turns import SAMPLING, said, turn
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 from paceline.services.rollout_gateway.config import SessionsConfig
-from paceline.services.rollout_gateway.sessions import registry
-from paceline.services.rollout_gateway.sessions.assignment import (
+from paceline.services.rollout_gateway.sessions import (
     Assignment,
     FailReason,
     SessionState,
+    registry,
 )
 from paceline.services.rollout_gateway.sessions.registry import Ended, Sessions
 from paceline.services.rollout_gateway.sessions.session import Grant, Session

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from session_turns import said, session, turn
 
 from paceline.services.rollout_gateway.engines.sampling import OVERRIDABLE, Sampling, untrainable
-from paceline.services.rollout_gateway.sessions.assignment import Assignment
-from paceline.services.rollout_gateway.sessions.samples import overridden, restamped
+from paceline.services.rollout_gateway.sessions import Assignment
 from paceline.services.rollout_gateway.sessions.session import Grant, Session
-from paceline.services.rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.sessions.tree import Turn, overridden, restamped
 from paceline.trajectory import SpeculationStats, VersionSpan
 
 DISCOUNT = 0.9

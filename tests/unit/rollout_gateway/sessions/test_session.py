@@ -19,11 +19,7 @@ from paceline.errors import (
 )
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.sessions.assignment import (
-    Assignment,
-    FailReason,
-    SessionState,
-)
+from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
 from paceline.services.rollout_gateway.sessions.session import Grant
 from paceline.v1 import trajectory_pb2 as tpb
 

@@ -8,13 +8,13 @@ from dataclasses import fields
 from session_turns import said, session
 
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
-from paceline.services.rollout_gateway.sessions.assignment import Assignment, FailReason
-from paceline.services.rollout_gateway.sessions.session import Grant, Session
-from paceline.services.rollout_gateway.sessions.view import (
+from paceline.services.rollout_gateway.sessions import Assignment, FailReason
+from paceline.services.rollout_gateway.sessions.registry import (
     samples_json,
     session_json,
     tree_json,
 )
+from paceline.services.rollout_gateway.sessions.session import Grant, Session
 from paceline.tagged_json import from_object
 from paceline.trajectory import DrawSpan, Trajectory, VersionSpan
 

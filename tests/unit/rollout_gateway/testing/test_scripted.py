@@ -13,8 +13,8 @@ from paceline.errors import InvalidInput, WeightsError
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.testing.scripted.engine import ScriptedEngine, build_scripted
-from paceline.services.rollout_gateway.testing.scripted.script import (
+from paceline.services.rollout_gateway.testing.engine import ScriptedEngine, build_scripted
+from paceline.services.rollout_gateway.testing.script import (
     ScriptedSpec,
     next_beat,
     scripted_response,

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
-from paceline.services.rollout_gateway.testing.scripted.replies import Script
-from paceline.services.rollout_gateway.testing.scripted.script import (
+from paceline.services.rollout_gateway.testing.engine import build_scripted
+from paceline.services.rollout_gateway.testing.script import (
+    Script,
     ScriptedSpec,
     read_script,
     scripted_response,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.rollout_gateway.bandits.base import ArmReport
-from paceline.services.rollout_gateway.workers.regret import regret
+from paceline.services.rollout_gateway.workers.metrics import regret
 from paceline.v1 import engine_pb2 as pb
 
 

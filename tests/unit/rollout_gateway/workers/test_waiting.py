@@ -7,10 +7,8 @@ import asyncio
 import pytest
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.workers.generation import Generation
-from paceline.services.rollout_gateway.workers.held import HeldRequests
-from paceline.services.rollout_gateway.workers.placement import Seat
-from paceline.services.rollout_gateway.workers.waiting import Waiting, WaitingTraffic
+from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
+from paceline.services.rollout_gateway.workers.placement import Seat, Waiting, WaitingTraffic
 from paceline.v1 import engine_pb2 as pb
 
 AFTER_S = 0.05

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
-from paceline.services.rollout_gateway.engines.worker.spec import (
+from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
     SPEC_VARIABLE,
     WorkerSpec,
@@ -28,7 +28,6 @@ def register() -> None:
 
     from paceline.services.rollout_gateway.engines.sglang.plugin import (
         capture,
-        int8,
         loop,
         rounded,
         rounds,
@@ -36,7 +35,7 @@ def register() -> None:
     )
     from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 
-    hooked = (loop, sampling, capture, rounds, rounded, int8)
+    hooked = (loop, sampling, capture, rounds, rounded)
     modules = {module.__name__.rpartition(".")[2]: module for module in hooked}
     plugin = Plugin(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
     for point in HOOK_POINTS:

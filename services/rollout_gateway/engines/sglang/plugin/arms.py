@@ -3,8 +3,8 @@
 SGLang is launched with the smallest shape that covers all arms, because this shape sizes its
 reservation of KV slots. Every round runs one arm: one shape for the whole batch. `off` is a tree of
 the root alone, and nothing is drafted. The drafter reads the verified tokens when a round drafts
-again, see unread.py; where no rows are kept it reads them at once. rounds.py and runtimes.py apply
-a shape to SGLang's workers. Imports neither torch nor SGLang.
+again, see slot_rows.py; where no rows are kept it reads them at once. rounds.py and runtimes.py
+apply a shape to SGLang's workers. Imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ import numpy.typing as npt
 
 from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
 from paceline.errors import ConfigError
-from paceline.services.rollout_gateway.bandits import build_bandit
-from paceline.services.rollout_gateway.bandits.base import (
-    BanditSettings,
-    RoundOutcome,
-    Situation,
-    group_of,
-)
-from paceline.services.rollout_gateway.engines.requests.arms import check_arm, situation_of
+from paceline.services.rollout_gateway.bandits import base, build_bandit
+from paceline.services.rollout_gateway.engines.requests.control import check_arm, situation_of
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 from paceline.speculators.shift import AcceptanceShift
@@ -57,13 +51,13 @@ class ChosenArm:
     explored: bool
     teaches: bool  # False: the bandit does not observe the round
     era: int  # number of new drafters before the choice
-    situation: Situation | None = None  # set on the choosing rank only
+    situation: base.Situation | None = None  # set on the choosing rank only
 
 
 class ArmChooser:
     """Arms and bandit of one engine."""
 
-    def __init__(self, names: Sequence[str], bandit: BanditSettings, seed: int) -> None:
+    def __init__(self, names: Sequence[str], bandit: base.BanditSettings, seed: int) -> None:
         self.arms = parse_arms(names)
         self.forced = ""
         self.barred: Set[str] = frozenset()  # in quarantine
@@ -122,12 +116,12 @@ class ArmChooser:
         """
         if not plan.teaches or plan.era < self._era or plan.situation is None:
             return
-        key = (plan.arm.name, group_of(self._groups, len(taken)))
+        key = (plan.arm.name, base.group_of(self._groups, len(taken)))
         if key not in self._warm:
             self._warm.add(key)
             return
         self.bandit.observe(
-            RoundOutcome(plan.arm.name, plan.situation, taken, seconds, plan.explored)
+            base.RoundOutcome(plan.arm.name, plan.situation, taken, seconds, plan.explored)
         )
 
     def renew(self, changed: Target, shift: AcceptanceShift | None = None) -> None:

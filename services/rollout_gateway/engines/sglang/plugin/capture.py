@@ -1,4 +1,8 @@
-"""Captures hidden rows of verified tokens inside SGLang's scheduler process.
+"""Captures hidden rows and log-probs of prompts inside SGLang's scheduler process.
+
+SGLang's own prompt log-probs include neither temperature nor rank, and requesting them bypasses the
+plugin's draws. A scored request shares no prefix with other requests. All its states are therefore
+computed here, in the chunks of its prefill.
 
 Every forward of the target stores its rows under the KV slots of its tokens. When a request ends,
 the rows of its whole sequence are read through its slots. A prefix from the cache therefore loses
@@ -9,6 +13,7 @@ module owns neither the ring nor the choice of captured requests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +22,43 @@ from torch import Tensor
 
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError
-from paceline.models.inner_layers import INNER_STATES
-from paceline.models.loading import DTYPES
+from paceline.models import inner_layers, loading
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
-from paceline.services.rollout_gateway.engines.sglang.plugin.prompt_scores import score_prompts
+from paceline.services.rollout_gateway.engines.requests.draws import score_prompt
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from paceline.telemetry import get_logger
+
+
+def score_prompts(
+    plugin: Any, processor: Any, hidden_states: Tensor, lm_head: Any, logits_metadata: Any
+) -> None:
+    """Score the prompts in a prefill of the target, for requests with prompt log-probs.
+
+    hidden_states [N, H]: states of all tokens of the batch, perhaps followed by padding. Every rank
+    computes the scores, because each rank holds only its part of the head.
+    """
+    batch = plugin.batch
+    if batch is None or not batch.forward_mode.is_extend_without_speculative():
+        return
+    tracked = [plugin.requests.get(req.rid) for req in batch.reqs]
+    if not any(one is not None and one.sequence.scoring for one in tracked):
+        return
+    from sglang.srt.layers.logits_processor import LogitsMetadata
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    if isinstance(logits_metadata, ForwardBatch):
+        logits_metadata = LogitsMetadata.from_forward_batch(logits_metadata)
+    head = partial(
+        processor._get_logits,
+        lm_head=lm_head,
+        logits_metadata=logits_metadata,
+        use_logits_buffer=False,
+    )
+    states = hidden_states[: sum(batch.extend_lens)].split(batch.extend_lens)
+    for one, first, rows in zip(tracked, batch.prefix_lens, states, strict=True):
+        if one is not None and one.sequence.scoring:
+            score_prompt(head, one.sequence, first, rows)
+
 
 _TARGET = "paceline_adds_last"  # marks the target's LogitsProcessor, not the drafter's
 # on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer
@@ -52,7 +88,7 @@ def start(plugin: Any) -> None:
     if plugin.ring is None and not plugin.arms.reads_states:
         return
     pool = plugin.scheduler.token_to_kv_pool_allocator
-    dtype, device = DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
+    dtype, device = loading.DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
     plugin.slot_rows = SlotRows(pool.size + pool.page_size, plugin.rows.width, dtype, device)
     megabytes = round(plugin.slot_rows.nbytes / MB, 1)
     log.info(
@@ -197,7 +233,7 @@ def _part_from_last(layout: RowLayout, logits_output: Any) -> None:
     rows = getattr(logits_output, "hidden_states", None)
     if rows is not None and rows.shape[-1] == layout.width:
         setattr(logits_output, _ROWS, rows)
-        inner = layout.width * INNER_STATES // (INNER_STATES + 1)
+        inner = layout.width * inner_layers.INNER_STATES // (inner_layers.INNER_STATES + 1)
         logits_output.hidden_states = rows[:, :inner].contiguous()
 
 

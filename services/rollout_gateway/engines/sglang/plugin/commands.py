@@ -12,31 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import FailedPrecondition
-from paceline.services.rollout_gateway.engines.nouns import (
-    Capability,
-    Chunk,
-    EngineLoad,
-    Finish,
-    MemoryTag,
-    PauseMode,
-    Request,
-    Withheld,
-    missing,
-)
-from paceline.services.rollout_gateway.engines.requests.admission import check_capabilities
-from paceline.services.rollout_gateway.engines.requests.arms import check_arm
-from paceline.services.rollout_gateway.engines.requests.memory import (
-    check_held,
-    check_idle,
-    check_released,
-)
-from paceline.services.rollout_gateway.engines.sglang.plugin.requests import (
+from paceline.services.rollout_gateway.engines import nouns
+from paceline.services.rollout_gateway.engines.requests import control
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
+    Tracked,
     as_sglang_request,
     cache_key,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.services.rollout_gateway.engines.sglang.plugin.weights import check_rounding
-from paceline.services.rollout_gateway.engines.worker.commands import answer
+from paceline.services.rollout_gateway.engines.worker.peer import answer
 from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -71,21 +55,21 @@ class SchedulerEngine:
         return self._plugin.versions
 
     @property
-    def load(self) -> EngineLoad:
+    def load(self) -> nouns.EngineLoad:
         return self._plugin.load
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: nouns.Request) -> None:
         plugin = self._plugin
-        check_held(self._released)
-        check_arm(request.forced_arm, plugin.arms.arms)
-        check_capabilities("sglang", plugin.info.capabilities, request)
+        control.check_held(self._released)
+        control.check_arm(request.forced_arm, plugin.arms.arms)
+        control.check_capabilities("sglang", plugin.info.capabilities, request)
         plugin.grammars.check(request.sampling)
         sequence, rid = plugin.admission.sequence(request), plugin.rid_for(request.request_id)
         tracked = plugin.requests[rid] = Tracked(sequence, plugin.versions.drafter, rid)
         key = plugin.cache_key(rid)
         plugin.scheduler.handle_generate_request(as_sglang_request(tracked, key))
 
-    def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
+    def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
         """End requests now; later results of the running round are not reported.
 
         The plugin sends their last chunks, so the returned list is empty.
@@ -99,16 +83,16 @@ class SchedulerEngine:
             if request_ids is None or one.request.request_id in request_ids
         ]
         for rid in chosen:
-            plugin.end(rid, Finish.ABORT)
+            plugin.end(rid, nouns.Finish.ABORT)
             plugin.scheduler.abort_request(AbortReq(rid=rid))
         return []
 
-    def pause(self, mode: PauseMode) -> list[Chunk]:
+    def pause(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        if mode is PauseMode.ABORT:
+        if mode is nouns.PauseMode.ABORT:
             self.abort(None)
-        kind = "retract" if mode is PauseMode.RETRACT else "in_place"
+        kind = "retract" if mode is nouns.PauseMode.RETRACT else "in_place"
         self._plugin.scheduler.pause_generation(PauseGenerationReqInput(mode=kind))
         return []
 
@@ -125,10 +109,10 @@ class SchedulerEngine:
         convert.
         """
         if target is Target.POLICY and profile != self._plugin.spec.profile:
-            raise missing("sglang", Capability.PROFILES)
+            raise nouns.missing("sglang", nouns.Capability.PROFILES)
         self._plugin.weights.prepare(target, version, path, self._tried)
 
-    def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
+    def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """Serve a set of versions; the mode applies only to a change of the policy.
 
         Raises the errors of PreparedVersions.changes. Raises RuntimeError when SGLang does not load
@@ -136,16 +120,16 @@ class SchedulerEngine:
         """
         plugin = self._plugin
         changes, over = plugin.weights.prepared.changes(versions), plugin.versions.drafter
-        retract = Target.POLICY in changes and mode is PauseMode.RETRACT
+        retract = Target.POLICY in changes and mode is nouns.PauseMode.RETRACT
         retract |= Target.DRAFTER in changes and plugin.spec.drafter_swap == "retract"
         retract &= not self._released  # nothing runs then, and nothing is cached
-        if Target.POLICY in changes and mode is PauseMode.ABORT:
+        if Target.POLICY in changes and mode is nouns.PauseMode.ABORT:
             self.abort(None)
         was_paused = plugin.scheduler._engine_paused
         if retract:
-            self.pause(PauseMode.RETRACT)
+            self.pause(nouns.PauseMode.RETRACT)
         plugin.weights.commit(versions)
-        if MemoryTag.WEIGHTS not in self._released:
+        if nouns.MemoryTag.WEIGHTS not in self._released:
             plugin.weights.load_committed(self._updater)
         if retract:
             if not plugin.scheduler.flush_cache(empty_cache=False):
@@ -166,7 +150,7 @@ class SchedulerEngine:
     def force_arm(self, arm: str) -> None:
         self._plugin.arms.force(arm)
 
-    def quarantine(self, withheld: Withheld) -> None:
+    def quarantine(self, withheld: nouns.Withheld) -> None:
         """Bar arms, and stop prefix reuse where the quarantine requires it.
 
         Without reuse, each new or waiting request has its own namespace of the prefix cache.
@@ -176,7 +160,7 @@ class SchedulerEngine:
         plugin.reuses = not withheld.reuse
         self._relabel()
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
         """Release device memory; returns the growth of free memory on the device, in bytes.
 
         No request may be running, since SGLang would fail otherwise.
@@ -184,26 +168,26 @@ class SchedulerEngine:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         self._check_memory()
-        check_idle(len(self._plugin.requests))
-        wanted = [str(tag) for tag in tags or MemoryTag if tag not in self._released]
+        control.check_idle(len(self._plugin.requests))
+        wanted = [str(tag) for tag in tags or nouns.MemoryTag if tag not in self._released]
         if not wanted:
             return 0
         free, _ = torch.cuda.mem_get_info()
         self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=wanted))
         return max(torch.cuda.mem_get_info()[0] - free, 0)
 
-    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
         """Restore memory. Weights return from the host's copy; versions committed meanwhile load
         then.
         """
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._check_memory()
-        check_released(tags, self._released)
+        control.check_released(tags, self._released)
         wanted = [str(tag) for tag in tags] or sorted(self._released)
         if wanted:
             self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
-        if MemoryTag.WEIGHTS not in self._released:
+        if nouns.MemoryTag.WEIGHTS not in self._released:
             self._plugin.weights.load_committed(self._updater)
 
     def _tried(self, target: Target, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -212,7 +196,7 @@ class SchedulerEngine:
         Released weights have no memory for rounding. An update that fails later ends the process,
         which restarts with the serving set.
         """
-        if MemoryTag.WEIGHTS not in self._released:
+        if nouns.MemoryTag.WEIGHTS not in self._released:
             check_rounding(self._updater, target, tensors, self._plugin.weights.ranks)
 
     @property
@@ -227,7 +211,7 @@ class SchedulerEngine:
 
     def flush_cache(self) -> None:
         plugin = self._plugin
-        check_idle(len(plugin.requests))
+        control.check_idle(len(plugin.requests))
         if not plugin.scheduler.flush_cache(empty_cache=False):
             raise FailedPrecondition(
                 "SGLang did not flush its cache", seen=len(plugin.requests), allowed="no request"
@@ -252,5 +236,5 @@ class SchedulerEngine:
                 tracked.drafter_version = plugin.versions.drafter
 
     def _check_memory(self) -> None:
-        if Capability.RELEASE_MEMORY not in self._plugin.info.capabilities:
-            raise missing("sglang", Capability.RELEASE_MEMORY)
+        if nouns.Capability.RELEASE_MEMORY not in self._plugin.info.capabilities:
+            raise nouns.missing("sglang", nouns.Capability.RELEASE_MEMORY)

@@ -1,4 +1,7 @@
-"""Holds the plugin's requests, versions and parts inside one scheduler process of SGLang."""
+"""Holds the plugin's requests, versions and parts inside one scheduler process of SGLang.
+
+A lookup copies nothing. The wrapper works on the scheduler's cache object, of any kind.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +19,78 @@ from paceline.arm_names import OFF
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
-from paceline.services.rollout_gateway.engines.nouns import (
-    Capability,
-    Chunk,
-    EngineInfo,
-    EngineLoad,
-    Finish,
-    PrefixStats,
-    RowLayout,
+from paceline.services.rollout_gateway.engines import nouns
+from paceline.services.rollout_gateway.engines.requests import control, draws, sequence, timing
+from paceline.services.rollout_gateway.engines.sglang.plugin import (
+    arms,
+    capture,
+    check_hooks,
+    slot_rows,
 )
-from paceline.services.rollout_gateway.engines.requests.admission import Admission
-from paceline.services.rollout_gateway.engines.requests.device_peak import square_product_tflops
-from paceline.services.rollout_gateway.engines.requests.draws import DrawTable
-from paceline.services.rollout_gateway.engines.requests.penalties import Penalties
-from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
-from paceline.services.rollout_gateway.engines.sglang.plugin import capture, check_hooks
-from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
-from paceline.services.rollout_gateway.engines.sglang.plugin.grammars import TreeGrammars, asks
-from paceline.services.rollout_gateway.engines.sglang.plugin.lookups import PrefixLookups
-from paceline.services.rollout_gateway.engines.sglang.plugin.requests import cache_key
 from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
     PendingDraws,
+    TreeGrammars,
+    asks,
     foreign_sampling,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
-from paceline.services.rollout_gateway.engines.sglang.plugin.unread import Unread
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
+    Tracked,
+    cache_key,
+    rid_of,
+)
 from paceline.services.rollout_gateway.engines.sglang.plugin.weights import (
     PluginWeights,
     TensorParallel,
 )
-from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
-from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
-from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.engines.worker.peer import Peer
-from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, WorkerSpec
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
+from paceline.services.rollout_gateway.engines.worker import (
+    SOCKET_VARIABLE,
+    WorkerSpec,
+    peer,
+    ring,
+    wire,
+)
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
+
+_KEEPS = "cache_unfinished_req"
+
+
+class PrefixLookups:
+    """Lookups of one scheduler's cache; a waiting prompt is looked up again before each round."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._keeping = False
+
+    def watch(self, cache: Any) -> None:
+        """Measure the lookups of a cache from now on."""
+        match_prefix = cache.match_prefix
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._keeping:
+                return match_prefix(*args, **kwargs)
+            began = time.perf_counter()
+            try:
+                return match_prefix(*args, **kwargs)
+            finally:
+                self.count += 1
+                self.seconds += time.perf_counter() - began
+
+        cache.match_prefix = timed
+        keep = getattr(cache, _KEEPS, None)  # None from SGLang 0.5.23 on: no lookups to exclude
+        if keep is None:
+            return
+
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            self._keeping = True  # the cache's own lookup of a new entry does not count
+            try:
+                return keep(*args, **kwargs)
+            finally:
+                self._keeping = False
+
+        setattr(cache, _KEEPS, keeping)
+
 
 IDLE_MS = 1000
 """A sleeping scheduler checks its parent and its other sockets at least this often, in ms."""
@@ -66,10 +103,10 @@ class Plugin:
     """
 
     weights: PluginWeights
-    admission: Admission
+    admission: control.Admission
     grammars: TreeGrammars
     scheduler: Any
-    info: EngineInfo
+    info: nouns.EngineInfo
 
     def __init__(self, worker: WorkerSpec) -> None:
         self.worker = worker
@@ -77,21 +114,21 @@ class Plugin:
         self.targets: list[str] = []  # functions that the plugin has registered hooks for
         self.rank = 0  # tensor-parallel rank
         self.tp_group: Any = None  # SGLang's group of ranks; None with a single rank
-        self.peer: Peer | None = None  # rank 0 only
-        self.ring: RowRing | None = None
-        self.rows: RowLayout | None = row_layout(self.spec) if worker.ring_path else None
-        self.slot_rows: SlotRows | None = None
-        self.unread = Unread()
+        self.peer: peer.Peer | None = None  # rank 0 only
+        self.ring: ring.RowRing | None = None
+        self.rows: nouns.RowLayout | None = row_layout(self.spec) if worker.ring_path else None
+        self.slot_rows: slot_rows.SlotRows | None = None
+        self.unread = slot_rows.Unread()
         self.rows_invalid = 0
         self.reuses = True  # False in quarantine: no request takes another's keys and values
-        self.arms = ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
+        self.arms = arms.ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
         self.requests: dict[str, Tracked] = {}  # by SGLang's request id
         self._numbers = itertools.count(1)  # the same on every rank
         self.batch: Any = None  # batch of the target's forward that runs now
         self.arm = OFF  # arm of the round that runs now
         self._pending: list[PendingDraws] = []
-        self._table = DrawTable()
-        self._penalties = Penalties()
+        self._table = draws.DrawTable()
+        self._penalties = draws.Penalties()
         self._tokens_emitted = 0
         self._ended = SpeculationStats()
         self._prompt_tokens = self._reused_tokens = 0
@@ -105,9 +142,9 @@ class Plugin:
         return self.weights.prepared.serving if hasattr(self, "weights") else VersionSet()
 
     @property
-    def origin(self) -> DrawnBy:
+    def origin(self) -> sequence.DrawnBy:
         """Policy version, arm and number format of the draws of the present forward."""
-        return DrawnBy(self.versions.policy, self.arm, self.spec.number_format)
+        return sequence.DrawnBy(self.versions.policy, self.arm, self.spec.number_format)
 
     def start(self, scheduler: Any) -> None:
         """Start once the model is loaded; rank 0 then reports to the gateway that it serves.
@@ -124,42 +161,43 @@ class Plugin:
         self.tp_group = parallel.tp_group if parallel.tp_size > 1 else None
         self._lookups.watch(scheduler.tree_cache)
         if self.rank == 0 and self.worker.ring_path:
-            self.ring = RowRing.attach(Path(self.worker.ring_path))
+            self.ring = ring.RowRing.attach(Path(self.worker.ring_path))
         group = self.tp_group.cpu_group if self.tp_group is not None else None
         self.weights = PluginWeights(self.spec, TensorParallel(self.rank, parallel.tp_size, group))
         config = read_config(Path(self.spec.model_dir), experts=True)
         room = scheduler.req_to_token_pool.req_to_token.shape[1] - get_alloc_reserve_per_decode()
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len, room)
-        self.admission = Admission.of_model(config, Path(self.spec.model_dir), longest)
+        self.admission = control.Admission.of_model(config, Path(self.spec.model_dir), longest)
         self.grammars = TreeGrammars(config, Path(self.spec.model_dir), self.rank, self.tp_group)
         capture.start(self)
-        self.info = EngineInfo(
+        self.info = nouns.EngineInfo(
             config.vocab_size,
             config.hidden_size,
             longest,
             tuple(self.arms.arms),
             self._capabilities(),
-            self.rows or RowLayout.last(config.hidden_size),
+            self.rows or nouns.RowLayout.last(config.hidden_size),
             parallel.tp_size
-            * square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
+            * timing.square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
         )
         if self.rank == 0:
-            self.peer = Peer(os.environ[SOCKET_VARIABLE], self.ring)
+            self.peer = peer.Peer(os.environ[SOCKET_VARIABLE], self.ring)
             ready = wire.ready_to(
                 self.info, self.worker.worker_index, self.versions, self.weights.head_hash
             )
             self.peer.send(pb.WorkerEvent(ready=ready))
 
-    def _capabilities(self) -> frozenset[Capability]:
+    def _capabilities(self) -> frozenset[nouns.Capability]:
         capabilities = {
-            Capability.PENALTIES: True,
+            nouns.Capability.PENALTIES: True,
             # with it, each rank has only a part of the states where logits are computed
-            Capability.PROMPT_LOGPROBS: not self.spec.arguments.get("enable_layernorm_sp"),
-            Capability.JSON_SCHEMA: self.grammars.possible,
-            Capability.GRAMMARS: self.grammars.possible,
-            Capability.CAPTURE: self.rows is not None,
-            Capability.DRAFTER_UPDATE: self.weights.has_drafter,
-            Capability.RELEASE_MEMORY: self.spec.memory_saver and self.scheduler.device == "cuda",
+            nouns.Capability.PROMPT_LOGPROBS: not self.spec.arguments.get("enable_layernorm_sp"),
+            nouns.Capability.JSON_SCHEMA: self.grammars.possible,
+            nouns.Capability.GRAMMARS: self.grammars.possible,
+            nouns.Capability.CAPTURE: self.rows is not None,
+            nouns.Capability.DRAFTER_UPDATE: self.weights.has_drafter,
+            nouns.Capability.RELEASE_MEMORY: self.spec.memory_saver
+            and self.scheduler.device == "cuda",
         }
         return frozenset(one for one, present in capabilities.items() if present)
 
@@ -257,7 +295,7 @@ class Plugin:
         if not tracked.request.probe:
             self._tokens_emitted += len(tracked.sequence.tokens) - before
 
-    def end(self, rid: str, finish: Finish | None = None, error: str = "") -> None:
+    def end(self, rid: str, finish: nouns.Finish | None = None, error: str = "") -> None:
         """Send the last chunk of a request and forget the request.
 
         `finish` and `error`: given when the request ends before its own end.
@@ -270,12 +308,12 @@ class Plugin:
         self._prompt_tokens += len(tracked.request.prompt)
         self._reused_tokens += min(tracked.sequence.copied, len(tracked.request.prompt))
 
-    def tell(self, chunks: Sequence[Chunk]) -> None:
+    def tell(self, chunks: Sequence[nouns.Chunk]) -> None:
         """Queue chunks for the gateway; they are sent between two rounds."""
         if self.peer is not None:
             self.peer.chunks.extend(chunks)
 
-    def may_leave(self, chunk: Chunk) -> bool:
+    def may_leave(self, chunk: nouns.Chunk) -> bool:
         """False while hidden rows of an ended request are on their way to the ring."""
         return chunk.finish is None or not capture.on_their_way(self, chunk.request_id)
 
@@ -306,12 +344,12 @@ class Plugin:
         return nothing_runs and not scheduler.waiting_queue and scheduler.chunked_req is None
 
     @property
-    def load(self) -> EngineLoad:
+    def load(self) -> nouns.EngineLoad:
         """Load and statistics."""
         waiting = sum(req.rid in self.requests for req in self.scheduler.waiting_queue)
         stats = sum((one.sequence.speculation for one in self.requests.values()), self._ended)
         dropped = self.slot_rows.rows_dropped if self.slot_rows else 0
-        return EngineLoad(
+        return nouns.EngineLoad(
             running=len(self.requests) - waiting,
             waiting=waiting,
             tokens_emitted=self._tokens_emitted,
@@ -320,7 +358,7 @@ class Plugin:
             arms=tuple(self.arms.bandit.reports()),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
             rows_invalid=self.rows_invalid,
-            prefixes=PrefixStats(
+            prefixes=nouns.PrefixStats(
                 self._prompt_tokens,
                 self._reused_tokens,
                 self._lookups.count,

@@ -28,7 +28,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import (
     ngram_runtimes,
     swapped,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.unread import read_on
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import read_on
 
 RUNTIMES = "paceline_runtimes"
 """Attribute of a speculative worker that holds its Runtimes."""

@@ -18,10 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.errors import WeightsError
-from paceline.models.adapters import read_version
-from paceline.models.loading import check_tensors, hash_head, is_buffer, weight_files
+from paceline.models import adapters, loading
 from paceline.services.rollout_gateway.engines.nouns import Capability, missing
-from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
+from paceline.services.rollout_gateway.engines.requests.control import PreparedVersions
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounded
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.speculators.shift import AcceptanceShift, read_shift
@@ -41,10 +40,10 @@ _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, read from its file headers, without buffers."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(directory):
+    for path in loading.weight_files(directory):
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                if not is_buffer(name):
+                if not loading.is_buffer(name):
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
     return shapes
 
@@ -102,7 +101,7 @@ class PluginWeights:
         """Tensors of the serving set that are not on the device yet."""
         self._profile = spec.profile
         self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions(spec.profile)
-        self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
+        self.head_hash = loading.hash_head(head_of(read_some(policy, HEAD_NAMES)))
 
     @property
     def has_drafter(self) -> bool:
@@ -123,7 +122,7 @@ class PluginWeights:
         """
         if target not in self._shapes:
             raise missing("sglang", Capability.DRAFTER_UPDATE)
-        tensors = dict(read_version(path, self._start))
+        tensors = dict(adapters.read_version(path, self._start))
         expected = self._shapes[target]
         if target is Target.DRAFTER:
             self._check_vocabulary(tensors)
@@ -140,7 +139,7 @@ class PluginWeights:
 
         wrong = None
         try:
-            check_tensors(tensors, expected, looked_at=self.ranks.share(expected))
+            loading.check_tensors(tensors, expected, looked_at=self.ranks.share(expected))
         except WeightsError as error:
             wrong = error
         self.ranks.agree(wrong)
@@ -171,7 +170,7 @@ class PluginWeights:
         changes = self.prepared.changes(versions)
         self._unloaded |= {target: new.tensors for target, new in changes.items()}
         if Target.POLICY in changes and self.ranks.rank == 0:  # rank 0 reports the hash
-            self.head_hash = hash_head(head_of(changes[Target.POLICY].tensors))
+            self.head_hash = loading.hash_head(head_of(changes[Target.POLICY].tensors))
         self.prepared.serve(versions)
 
     def load_committed(self, updater: Any) -> None:
@@ -231,7 +230,7 @@ def _check(answer: Any, step: str) -> None:
 def read_some(directory: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
     """The `wanted` tensors that a checkpoint contains."""
     found: dict[str, Tensor] = {}
-    for path in weight_files(directory):
+    for path in loading.weight_files(directory):
         with safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
             found |= {name: opened.get_tensor(name) for name in wanted if name in names}

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.api.http.anthropic.schema import MessagesBody
+from paceline.services.rollout_gateway.api.http.anthropic_schema import MessagesBody
 from paceline.services.rollout_gateway.api.http.beyond import (
     CHAT,
     COMPLETIONS,
@@ -21,10 +21,9 @@ from paceline.services.rollout_gateway.api.http.beyond import (
     TOKENS,
     UnknownField,
 )
-from paceline.services.rollout_gateway.api.http.bodies import FieldError, judged, parse
-from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
-from paceline.services.rollout_gateway.api.http.openai.tokens import TokenizeBody
-from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
+from paceline.services.rollout_gateway.api.http.requests import FieldError, judged, parse
+from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
 from paceline.services.rollout_gateway.api.http.sessions import (
     CompleteBody,
@@ -33,6 +32,7 @@ from paceline.services.rollout_gateway.api.http.sessions import (
     RewardBody,
 )
 from paceline.services.rollout_gateway.api.http.shapes import OpenShape
+from paceline.services.rollout_gateway.api.http.tokens import TokenizeBody
 
 TABLES = {
     ChatBody: CHAT,

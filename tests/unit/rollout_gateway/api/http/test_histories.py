@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.api.http.anthropic.answers import ContentBlocks
-from paceline.services.rollout_gateway.api.http.anthropic.schema import ConversationBody
-from paceline.services.rollout_gateway.api.http.bodies import parse
-from paceline.services.rollout_gateway.api.http.responses.answers import OutputItems
-from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.api.http.anthropic import ContentBlocks
+from paceline.services.rollout_gateway.api.http.anthropic_schema import ConversationBody
+from paceline.services.rollout_gateway.api.http.requests import parse
+from paceline.services.rollout_gateway.api.http.responses import OutputItems
+from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.chat.messages import (
     Delta,
     Message,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.api.http.bodies import LEAST_VALUES, MAX_OBJECTS, Outline
+from paceline.services.rollout_gateway.api.http.requests import LEAST_VALUES, MAX_OBJECTS, Outline
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='a",{[\\]}:\u00e9 '),

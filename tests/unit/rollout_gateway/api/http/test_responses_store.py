@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.rollout_gateway.api.http.responses.store import (
-    PastResponses,
-    UnknownResponse,
-)
+from paceline.services.rollout_gateway.api.http.responses import PastResponses, UnknownResponse
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.config import SessionsConfig
-from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions import Assignment
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
 
 ANYBODY = Caller()

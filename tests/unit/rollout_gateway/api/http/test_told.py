@@ -12,8 +12,8 @@ from paceline.services.rollout_gateway.sessions.shard import Shard
 from starlette.requests import Request
 
 from paceline.services.rollout_gateway.api.http.answers import framed
-from paceline.services.rollout_gateway.api.http.openai.answers import ChatAnswers, CompletionAnswers
-from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from paceline.services.rollout_gateway.api.http.openai import ChatAnswers, CompletionAnswers
+from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
 from paceline.services.rollout_gateway.calls.call import Call, Piece
 from paceline.services.rollout_gateway.chat.messages import Delta, ToolCallDelta
 from paceline.services.rollout_gateway.sessions.session import Caller

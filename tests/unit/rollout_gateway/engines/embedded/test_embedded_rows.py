@@ -13,9 +13,9 @@ import pytest
 from paceline.errors import ConfigError, InvalidInput
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_settings import engine_settings
-from paceline.services.rollout_gateway.engines.embedded.rows import layout_of_settings
+from paceline.services.rollout_gateway.engines.embedded.spec import layout_of_settings
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.workers.local import engine_settings
 from paceline.speculators.kinds import drafter_directory
 
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"]}

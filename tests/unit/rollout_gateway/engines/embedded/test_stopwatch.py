@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.services.rollout_gateway.engines.embedded.stopwatch import Stopwatch
+from paceline.services.rollout_gateway.engines.requests.timing import Stopwatch
 
 
 def test_laps_are_of_the_last_start_and_totals_of_all() -> None:

@@ -12,9 +12,12 @@ from random_models import save_random
 
 from paceline.local.processes import usable_cores
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.build import (
+    build_embedded,
+    choose_threads,
+    fastest,
+)
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.services.rollout_gateway.engines.embedded.threads import choose_threads, fastest
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 

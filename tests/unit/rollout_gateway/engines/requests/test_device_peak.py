@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.services.rollout_gateway.engines.requests import device_peak
-from paceline.services.rollout_gateway.engines.requests.device_peak import square_product_tflops
+from paceline.services.rollout_gateway.engines.requests import timing
+from paceline.services.rollout_gateway.engines.requests.timing import square_product_tflops
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
-from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.testing.engine import build_scripted
+from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def _measured_anew() -> None:
 def test_the_first_product_that_is_long_enough_counts(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], size: int
 ) -> None:
-    monkeypatch.setattr(device_peak, "_median_s", lambda n, *_: seconds[n])
+    monkeypatch.setattr(timing, "_median_s", lambda n, *_: seconds[n])
     assert square_product_tflops(CPU, torch.float32) == pytest.approx(
         size**3 / seconds[size] * 2e-12
     )

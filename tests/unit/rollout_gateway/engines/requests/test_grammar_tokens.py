@@ -21,7 +21,7 @@ from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
-from paceline.services.rollout_gateway.engines.requests.token_bytes import token_bytes
+from paceline.services.rollout_gateway.engines.requests.tokenizer import token_bytes
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 DEMO = Path(__file__).parents[5] / "examples" / "demo" / "policy_start"

@@ -27,12 +27,11 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidInput, MissingCapability, TrainabilityError
 from paceline.models.config import read_config
-from paceline.services.rollout_gateway.calls.checks import check_request
+from paceline.services.rollout_gateway.calls.planner import check_request
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
-from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.embedded.verify import Grammars, Nodes
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
@@ -41,16 +40,16 @@ from paceline.services.rollout_gateway.engines.nouns import (
     Request,
 )
 from paceline.services.rollout_gateway.engines.requests import grammars as grammars_module
-from paceline.services.rollout_gateway.engines.requests.json_schema import (
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests.structures import (
     MAX_SCHEMA_BYTES,
     MAX_SPACE,
     GrammarFault,
     check_json_schema,
 )
-from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.sessions.samples import check_trainable
+from paceline.services.rollout_gateway.sessions.tree import check_trainable
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb

@@ -21,7 +21,7 @@ from paceline.services.rollout_gateway.engines.embedded.build import build_embed
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
-from paceline.services.rollout_gateway.engines.requests.penalties import Penalties
+from paceline.services.rollout_gateway.engines.requests.draws import Penalties
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling, check_sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked

@@ -20,19 +20,19 @@ from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.chat.tool_formats import (
     TOOL_FORMATS,
-    Offered,
     ToolGrammar,
-    Vocabulary,
     tool_format,
 )
+from paceline.services.rollout_gateway.chat.tool_formats.base import Offered
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Vocabulary
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
 from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks, forbid_
-from paceline.services.rollout_gateway.engines.requests.json_schema import MAX_SCHEMA_BYTES
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.requests.structures import (
     MAX_CHOICES,
+    MAX_SCHEMA_BYTES,
     Structure,
     structure_of,
 )

@@ -29,7 +29,7 @@ def test_children_end_when_the_gateway_is_killed(tmp_path: Path) -> None:
     program = f"""
 import asyncio, time
 from paceline.services.rollout_gateway.config import RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 async def main():
     own = {{name: f"{path}:{{name}}" for name in ("Pid", "Hangs")}}

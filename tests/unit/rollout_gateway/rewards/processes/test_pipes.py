@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import DataLoss, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.processes import pipes
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import pipes
 
 TEXT = st.text(st.characters(), max_size=12)  # lone surrogates included
 CALLS = st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple)

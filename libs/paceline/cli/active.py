@@ -1,0 +1,353 @@
+"""Prints the state of an active run, and sends an operator's requests: stop, pause, resume, choice.
+
+The coordinator is the source: its snapshot and the parts of all services. Beside it there are only
+the pushed sets of the gateway and the lengths of the streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from paceline.cli.access import DEADLINE_S, Coordinator, asked, coordinator_answers, coordinator_at
+from paceline.cli.live import away_line, step_line
+from paceline.cli.watch import enum_word
+from paceline.config import ServiceConfig
+from paceline.errors import PacelineError, Unavailable
+from paceline.local.redis import resolved
+from paceline.messages import versions_from_proto
+from paceline.rpc import channel, rpc_errors
+from paceline.rpc.progress import ask_progress
+from paceline.streams import RedisStream, connect, run_key
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1.progress_pb2 import GetProgressResponse, Part
+from paceline.v1.weights_pb2 import GetVersionsRequest
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
+
+_ASK_AGAIN_S = 0.2
+_WAITS_FOR = {
+    "ready": "step {step} to begin",
+    "paused": "the paused run to go on to its end",
+    "evaluate": "an evaluation after {step} steps",
+    "closing": "the trainers' checkpoints",
+}
+
+Ends = Callable[[pb.GetSnapshotResponse], tuple[str, int] | None]
+"""Checks a snapshot: None to wait on, or the text to print and the exit status."""
+
+
+def over(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
+    """Ends the wait if the run has ended: status 0, or 1 if it failed."""
+    if snapshot.phase == "failed":
+        return f"[bold red]the run failed:[/] {escape(snapshot.failure)}", 1
+    if snapshot.phase == "finished":
+        return f"the run has ended after {snapshot.step} steps", 0
+    return None
+
+
+async def wait_until(
+    stub: Any, console: Console, ends: Ends, left: tuple[str, int], if_cancelled: str
+) -> int:
+    """Prints the run's current work at each change and returns the exit status.
+
+    `left`: result if no coordinator responds, as for `ends`. `if_cancelled`: text on work that
+    continues after a cancelled wait.
+    """
+    try:
+        return await _told(stub, console, ends, left)
+    except asyncio.CancelledError:
+        console.print(f"not waiting any longer; {if_cancelled}", highlight=False)
+        raise
+
+
+async def _told(stub: Any, console: Console, ends: Ends, left: tuple[str, int]) -> int:
+    told = ""
+    while True:
+        try:
+            with rpc_errors():
+                snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
+            text, status = ends(snapshot) or ("", None)
+        except Unavailable:
+            text, status = left
+        if status is not None:
+            console.print(text, highlight=False)
+            return status
+        step_phase = f"step {{step}}: {snapshot.phase}"
+        waits_for = _WAITS_FOR.get(snapshot.phase, step_phase).format(step=snapshot.step)
+        if waits_for != told:
+            console.print(f"waiting for {waits_for}", highlight=False)
+            told = waits_for
+        await asyncio.sleep(_ASK_AGAIN_S)
+
+
+Request = pb.RollBackRequest | pb.PinDrafterRequest | pb.UnpinDrafterRequest
+_METHODS = {
+    pb.RollBackRequest: "RollBack",
+    pb.PinDrafterRequest: "PinDrafter",
+    pb.UnpinDrafterRequest: "UnpinDrafter",
+}
+
+
+async def choose_drafter(coordinator: Coordinator, request: Request, console: Console) -> int:
+    """Prints what serves from the next commit on; 0.
+
+    Raises Unavailable when no coordinator answers, FailedPrecondition naming what speaks against
+    it: no run goes on, the version is not kept, another one is pinned.
+    """
+    async with asked(coordinator, _METHODS[type(request)], request) as (_, answer):
+        console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
+    if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
+        console.print(
+            f"to keep it beyond the next step: paceline drafter pin {answer.drafters.chosen}",
+            highlight=False,
+        )
+    return 0
+
+
+async def choose_profile(coordinator: Coordinator, profile: str, console: Console) -> int:
+    """Prints what the policy is rounded to, and from when on; 0. Raises as `choose_drafter` does,
+    also for a profile that the run may not change to.
+    """
+    request = pb.ChooseProfileRequest(profile=profile)
+    async with asked(coordinator, "ChooseProfile", request) as (_, answer):
+        serving, following = (one or "no profile" for one in (answer.serving.profile, answer.next))
+        line = f"p{answer.serving.policy} serves under {serving}"
+        if following != serving:
+            line += f"; {following} from p{answer.serving.policy + 1} on"
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def drafter_line(drafters: pb.DrafterChoice) -> str:
+    """Which drafter serves, what was chosen, and what waits for it."""
+    parts = [f"drafter d{drafters.serving} serves"]
+    chosen = drafters.chosen if drafters.HasField("chosen") else None
+    if chosen is not None and chosen != drafters.serving:
+        parts.append(f"d{chosen} from the next commit on{', pinned' if drafters.pinned else ''}")
+    elif drafters.pinned:
+        parts[0] += ", pinned"
+    if drafters.HasField("promoted"):
+        waits = "its own commit" if chosen is None else "unpin" if drafters.pinned else "a step"
+        parts.append(f"d{drafters.promoted} was promoted and waits for {waits}")
+    return "; ".join(parts)
+
+
+async def pause_run(coordinator: Coordinator, console: Console) -> int:
+    """Prints the remaining work until the run is paused. Returns 0, or 1 if the run does not pause.
+
+    Raises Unavailable when no coordinator answers, FailedPrecondition when no run is active or all
+    its steps have begun. A cancelled caller stops waiting; the run pauses nevertheless.
+    """
+    async with asked(coordinator, "PauseRun", pb.PauseRunRequest()) as (stub, answer):
+        console.print(f"the run pauses after {answer.steps} steps", highlight=False)
+        left = "the coordinator has left; the next one of the run pauses it", 1
+        return await wait_until(stub, console, _rests, left, "the run still pauses")
+
+
+async def resume_run(coordinator: Coordinator, console: Console) -> int:
+    """Prints whether the run had been paused; 0. Raises as `pause_run` does."""
+    async with asked(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
+        told = "the run goes on" if answer.was_paused else "the run goes on: it was not paused"
+        console.print(told, highlight=False)
+        return 0
+
+
+def _rests(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
+    if snapshot.phase == "paused":
+        told = f"the run is paused after {snapshot.step} steps, of {snapshot.total_steps}"
+        return f"{told}; to go on: paceline resume", 0
+    if (ended := over(snapshot)) is not None:
+        return ended[0], 1
+    return None if snapshot.paused else ("the run is not paused any more", 1)
+
+
+async def stop_run(coordinator: Coordinator, console: Console) -> int:
+    """Prints the remaining work until the run has ended. Returns 0, or 1 if the run failed.
+
+    Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
+    is over. A cancelled caller stops waiting; the run ends nevertheless.
+    """
+    async with asked(coordinator, "StopRun", pb.StopRunRequest()) as (stub, answer):
+        console.print(f"the run ends with {answer.total_steps} steps", highlight=False)
+        left = "the coordinator has left", 0
+        return await wait_until(stub, console, over, left, "the run still ends")
+
+
+EXIT_ALARM = 1
+_ANSWER_S = 10.0
+"""Seconds to wait: the coordinator queries the other services before it replies."""
+_MIB = 1 << 20
+
+
+class Overview(NamedTuple):
+    """The coordinator's view of a run."""
+
+    snapshot: pb.GetSnapshotResponse
+    progress: GetProgressResponse
+
+
+async def read_overview(connection: grpc.aio.Channel) -> Overview:
+    """The state of a run and the work of its services. Raises Unavailable without a reply."""
+    with rpc_errors():
+        snapshot = await coordinator_at(connection).GetSnapshot(
+            pb.GetSnapshotRequest(), timeout=DEADLINE_S
+        )
+    return Overview(snapshot, await ask_progress(connection, _ANSWER_S))
+
+
+async def show_status(coordinator: Coordinator, console: Console) -> int:
+    """Prints phase, slots, versions and the last step; returns 1 after a failure, else 0. Raises
+    Unavailable if no coordinator responds.
+    """
+
+    def line(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    async with coordinator.channel() as connection:
+        with coordinator_answers(coordinator):
+            snapshot, progress = await read_overview(connection)
+    console.print(
+        f"run [bold]{escape(snapshot.run_id)}[/]  step {snapshot.step} of {snapshot.total_steps}  "
+        f"phase [bold]{snapshot.phase}[/]  "
+        f"serving {versions_from_proto(snapshot.versions)} (set {snapshot.versions.seq})"
+    )
+    if snapshot.paused:
+        when = "" if snapshot.phase == "paused" else " after the steps in progress"
+        line(f"paused{when}; to continue: paceline resume")
+    if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
+        line(drafter_line(snapshot.drafters))
+    console.print(_slots_table(snapshot.slots))
+    for part in progress.parts[1:]:  # the first part is shown above
+        if counts := _counts_text(part):
+            line(f"{part.name}: {counts}")
+    if progress.alarm:
+        line(f"[bold red]{escape(progress.alarm)}[/]")
+    if snapshot.last_step.step_s:
+        line(f"last: {step_line(snapshot.last_step, snapshot.total_steps)}")
+    if snapshot.samples_unscored:
+        unscored = sorted(snapshot.samples_unscored.items())
+        ways = ", ".join(f"{count} {way}" for way, count in unscored)
+        line(f"samples without a reward: {ways}")
+    if snapshot.away:
+        line(away_line(snapshot.away))
+    if snapshot.failure:
+        line(f"[bold red]{escape(snapshot.failure)}[/]")
+    return 1 if snapshot.failure else 0
+
+
+async def check_run(coordinator: Coordinator, console: Console, *, as_json: bool) -> int:
+    """Prints the work, the blockers and the alarm of a run's services; returns 0, or 1 under alarm.
+
+    Raises Unavailable if no coordinator responds.
+    """
+    async with coordinator.channel() as connection:
+        with coordinator_answers(coordinator):
+            progress = await ask_progress(connection, _ANSWER_S)
+    if as_json:
+        print(json.dumps(MessageToDict(progress, preserving_proto_field_name=True), indent=2))
+    else:
+        console.print(_parts_table(progress.parts))
+        alarm = f"[bold red]{escape(progress.alarm)}[/]" if progress.alarm else "[green]no alarm[/]"
+        console.print(alarm, highlight=False, soft_wrap=True)
+    return EXIT_ALARM if progress.alarm else 0
+
+
+async def read_figures(config: ServiceConfig) -> dict[str, str]:
+    """Queue lengths and versions of a run as text, by name, without unreachable services."""
+
+    async def found(read: Callable[[ServiceConfig], Awaitable[dict[str, str]]]) -> dict[str, str]:
+        try:
+            async with asyncio.timeout(DEADLINE_S):  # Redis retries for longer
+                return await read(config)
+        except (PacelineError, TimeoutError):
+            return {}  # the service restarts or has ended
+
+    requests, pushed, streams = await asyncio.gather(*map(found, (_requests, _pushed, _streams)))
+    return requests | pushed | streams
+
+
+async def _requests(config: ServiceConfig) -> dict[str, str]:
+    async with channel(config.addresses.coordinator, config.security) as connection:
+        snapshot, progress = await read_overview(connection)
+    promoted = snapshot.drafters.promoted if snapshot.drafters.HasField("promoted") else None
+    figures = {
+        "serving": str(versions_from_proto(snapshot.versions)),
+        "promoted": "none" if promoted is None else f"d{promoted}",
+    }
+    for counts in (part.counts for part in progress.parts if part.name == "gateway"):
+        for name in ("requests_running", "requests_waiting", "open_sessions"):
+            figures[name.replace("_", " ")] = str(counts[name])
+        figures["unsent"] = f"{counts['unsent_bytes'] / _MIB:.1f} MiB"
+    return figures
+
+
+async def _pushed(config: ServiceConfig) -> dict[str, str]:
+    """The prepared versions that all gateways have."""
+
+    async def versions_at(address: str) -> list[str]:
+        async with channel(address, config.security) as connection:
+            weights = WeightServiceStub(connection)  # type: ignore[no-untyped-call]
+            with rpc_errors():
+                known = await weights.GetVersions(GetVersionsRequest(), timeout=DEADLINE_S)
+        kinds = (("p", known.prepared_policy), ("d", known.prepared_drafter))
+        return [f"{letter}{version}" for letter, versions in kinds for version in versions]
+
+    first, *rest = await asyncio.gather(*map(versions_at, config.addresses.gateways))
+    pushed = [one for one in first if all(one in versions for versions in rest)]
+    return {"pushed": ", ".join(pushed) or "none"}
+
+
+async def _streams(config: ServiceConfig) -> dict[str, str]:
+    urls, found = resolved(config).redis, {}
+    for name, url in (("trajectories", urls.durable_url), ("features", urls.features)):
+        client = connect(url)
+        stream = RedisStream(client, run_key(config.run.id, name))
+        try:
+            depth = await stream.depth()
+        finally:
+            await stream.close()
+            await client.aclose()
+        found[name] = f"{depth.entries} entries, {depth.bytes / _MIB:.1f} MiB"
+    return found
+
+
+def _parts_table(parts: Iterable[Part]) -> Table:
+    table = Table("", "does", "for", "last progress", "waits for", "counts", "last span")
+    for part in parts:
+        table.add_row(
+            f"[bold]{escape(part.name)}[/]",
+            f"[bold red]{escape(part.trouble)}[/]" if part.trouble else escape(part.doing),
+            f"{part.doing_s:.1f} s" if part.doing else "",
+            f"{part.still_s:.1f} s ago" if part.doing else "",
+            escape(part.waits_for),
+            _counts_text(part),
+            f"{escape(part.last_span)}, {part.last_span_s:.1f} s ago" if part.last_span else "",
+        )
+    return table
+
+
+def _counts_text(part: Part) -> str:
+    """The counts that are not zero, as text."""
+    named = sorted((name.replace("_", " "), count) for name, count in part.counts.items() if count)
+    return ", ".join(f"{name} {count:,}" for name, count in named)
+
+
+def _slots_table(ranges: Iterable[pb.SlotRange]) -> Table:
+    slots = Table("slots", "holder", "epoch", "worker")
+    for some in ranges:
+        last = some.first + some.count - 1
+        slots.add_row(
+            str(last) if some.count == 1 else f"{some.first}-{last}",
+            enum_word(pb.Holder, some.holder),
+            str(some.epoch),
+            enum_word(pb.WorkerState, some.worker_state),
+        )
+    return slots

@@ -1,0 +1,390 @@
+"""Writes completions, chat completions and their log-probs in OpenAI's format, whole and
+streamed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+
+from paceline.errors import InvalidInput, PacelineError
+from paceline.services.rollout_gateway.api.http import answers, openai_schema
+from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
+from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from paceline.services.rollout_gateway.chat.text import TextCodec, TextPlaces
+from paceline.services.rollout_gateway.sessions.session import Caller
+from paceline.v1 import engine_pb2 as pb
+
+Row = Sequence[tuple[int, float]]
+"""Most likely tokens at a position with their log-probs, the most likely first."""
+
+
+def rows_of(tops: Iterable[pb.TopLogprobs], count: int | None = None) -> list[Row]:
+    """The `count` most likely tokens by position; None: all recorded tokens."""
+    return [list(zip(one.token_ids, one.logprobs, strict=True))[:count] for one in tops]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLabels:
+    """Formats the tokens of one answer."""
+
+    codec: TextCodec
+    as_ids: bool  # as `token_id:7` instead of text
+
+    def listed(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[Row]
+    ) -> list[dict[str, Any]]:
+        """Tokens by position with their alternatives, in the format of chat completions. rows:
+        empty without alternatives.
+        """
+        return [
+            {
+                **self._scored(token, logprob),
+                "top_logprobs": [self._scored(one, value) for one, value in row],
+            }
+            for token, logprob, row in zip(tokens, logprobs, rows or repeat(()), strict=False)
+        ]
+
+    def name(self, token: int) -> str:
+        """A token in the format of completions: its text, or its bytes if they are not valid
+        text.
+        """
+        if self.as_ids:
+            return _by_id(token)
+        data = self.codec.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + data.decode("ascii", errors="backslashreplace")
+
+    def keyed(self, token: int, row: Row) -> dict[str, float]:
+        """Alternatives at the position of a token by name, in the format of completions. A name
+        that the token or a likelier alternative already has becomes `token_id:7`.
+        """
+        owners = {self.name(token): token}
+        found: dict[str, float] = {}
+        for one, value in row:
+            name = self.name(one)
+            if owners.setdefault(name, one) != one:
+                name = _by_id(one)
+            found[name] = value
+        return found
+
+    def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": _by_id(token) if self.as_ids else self.codec.token_text(token),
+            "token_id": token,
+            "logprob": logprob,
+            "bytes": list(self.codec.token_bytes(token)),
+        }
+
+
+def _by_id(token: int) -> str:
+    return f"token_id:{token}"
+
+
+MAX_REQUESTS_PER_CALL = 256
+_TEXT = "\ufffc"
+"""Placeholder for the text of an event."""
+_BROKEN = {"abort": "stop", "error": "stop"}
+B = TypeVar("B", bound=openai_schema.GenerationBody)
+
+
+class _Choices(answers.Answers[B]):
+    """An answer with several choices."""
+
+    objects = ("", "")  # whole, chunk
+    end = b"data: [DONE]\n\n"
+
+    @abstractmethod
+    def _said(self, call: Call) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]: ...
+
+    def __init__(self, request: Request, body: B, caller: Caller) -> None:
+        super().__init__(request, body, caller)
+        self._started: set[int] = set()
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after an event's text
+        self._detailed = body.wanted_logprobs() is not None or bool(body.return_token_ids)
+
+    def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
+        choices = [
+            self._choice(index, call, call.whole, self._said(call), call.finish)
+            for index, call in enumerate(calls)
+        ]
+        head = self._head(chunk=False) | self._once(calls[0])
+        return {**head, "choices": choices, "usage": self._usage(calls)}
+
+    def piece(self, index: int, call: Call, piece: Piece) -> list[answers.Event]:
+        first = index not in self._started
+        event: answers.Event = self._head(chunk=True)
+        if first:
+            event |= self._once(call) if not self._started else {}
+            self._started.add(index)
+        news = self._news(piece, first=first)
+        choice = self._choice(index, call, piece.chunk, news, piece.finish, first=first)
+        event["choices"] = [choice]
+        return [event]
+
+    def told(self, index: int, call: Call, piece: Piece) -> bytes:
+        content = piece.content
+        if content is None or self._detailed or index not in self._started:
+            return super().told(index, call, piece)
+        if index not in self._around:
+            # Such events of a choice differ only in their text, so the rest is encoded once.
+            one = answers.framed(self.piece(index, call, Piece(piece.chunk, _TEXT)))
+            before, _, after = one.rpartition(orjson.dumps(_TEXT))
+            self._around[index] = before, after
+        before, after = self._around[index]
+        return before + orjson.dumps(content) + after
+
+    def _once(self, call: Call) -> dict[str, Any]:
+        """Fields of the shared prompt, once per answer."""
+        return {}
+
+    def _of_prompt(self, call: Call) -> dict[str, Any]:
+        """Fields of the prompt, in each choice."""
+        return {}
+
+    def last(self, calls: Sequence[Call]) -> Iterator[answers.Event]:
+        if self.body.with_usage():
+            yield {**self._head(chunk=True), "choices": [], "usage": self._usage(calls)}
+
+    def failed(self, error: PacelineError) -> answers.Event:
+        return answers.openai_error(error)
+
+    def _head(self, *, chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.objects[chunk],
+            "created": self._created,
+            "model": self._gateway.model,
+        }
+
+    def _choice(
+        self,
+        index: int,
+        call: Call,
+        chunk: pb.TokenChunk,
+        said: dict[str, Any],
+        finish: str,
+        *,
+        first: bool = True,
+    ) -> dict[str, Any]:
+        """A choice, or a chunk of it; first: it is the choice's first chunk."""
+        finish_reason = _BROKEN.get(finish, finish) or None
+        choice: dict[str, Any] = {
+            "index": index,
+            **said,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        if self.body.wanted_logprobs() is not None:
+            choice["logprobs"] = self._logprobs(index, chunk)
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(chunk.token_ids)
+        if first:
+            choice |= self._of_prompt(call)
+        if finish:
+            choice["stop_reason"] = call.stopped_by
+        return choice
+
+    @property
+    def _names(self) -> TokenLabels:
+        return TokenLabels(self._gateway.codec, bool(self.body.return_tokens_as_token_ids))
+
+    def _prompt_facts(self, call: Call) -> dict[str, Any]:
+        """prompt_token_ids and prompt_logprobs, as far as requested."""
+        facts: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            facts["prompt_token_ids"] = list(call.plan.prompt)
+        if self.body.prompt_logprobs is not None:
+            pairs = zip(call.plan.prompt[1:], call.whole.prompt_scores, strict=True)
+            count = self.body.prompt_logprobs
+            scores = [self._prompt_score(token, score, count) for token, score in pairs]
+            facts["prompt_logprobs"] = [None, *scores]
+        return facts
+
+    def _prompt_score(self, token: int, score: pb.PromptScore, count: int) -> dict[str, Any]:
+        """By token id as text: the token itself and the `count` most likely tokens."""
+        top = zip(score.top.token_ids[:count], score.top.logprobs, strict=False)
+        ranked = {one: (value, rank) for rank, (one, value) in enumerate(top, 1)}
+        ranked.setdefault(token, (score.logprob, score.rank))
+        return {
+            str(one): {
+                "logprob": value,
+                "rank": rank,
+                "decoded_token": self._gateway.codec.token_text(one),
+            }
+            for one, (value, rank) in ranked.items()
+        }
+
+    def _usage(self, calls: Sequence[Call]) -> dict[str, Any]:
+        counted = answers.usage(calls, self.body.n)
+        return {
+            "prompt_tokens": counted.prompt,
+            "completion_tokens": counted.said,
+            "total_tokens": counted.prompt + counted.said,
+            "prompt_tokens_details": {"cached_tokens": counted.cached},
+            "completion_tokens_details": {"reasoning_tokens": counted.thought},
+        }
+
+
+class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
+    """The answer `text_completion`. With `echo` a choice begins with its prompt."""
+
+    prefix = "cmpl-"
+    objects = ("text_completion", "text_completion")
+
+    def __init__(
+        self, request: Request, body: openai_schema.CompletionBody, caller: Caller
+    ) -> None:
+        super().__init__(request, body, caller)
+        self._echoes: dict[int, str] = {}  # by choice
+        self._places: dict[int, TextPlaces] = {}  # by choice
+
+    async def plans(self) -> list[Plan]:
+        prompts = self.body.prompts()
+        refuse_above(len(prompts) * self.body.n)
+        return await self._gateway.planner.completions(self._asked(self.body.n), prompts)
+
+    def _said(self, call: Call) -> dict[str, Any]:
+        return {"text": call.text}
+
+    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        return {"text": piece.text}
+
+    def _choice(
+        self,
+        index: int,
+        call: Call,
+        chunk: pb.TokenChunk,
+        said: dict[str, Any],
+        finish: str,
+        *,
+        first: bool = True,
+    ) -> dict[str, Any]:
+        prompt = self._echo(index, call) if self.body.echo else ""
+        if first:
+            said = {"text": prompt + said["text"]}
+            if self.body.logprobs is not None:
+                self._places[index] = self._gateway.codec.places(len(prompt))
+        choice = super()._choice(index, call, chunk, said, finish, first=first)
+        if self.body.echo and first and choice["logprobs"] is not None:
+            choice["logprobs"] = _behind(self._prompt_logprobs(call, prompt), choice["logprobs"])
+        return choice
+
+    def _of_prompt(self, call: Call) -> dict[str, Any]:
+        return self._prompt_facts(call)
+
+    def _echo(self, index: int, call: Call) -> str:
+        """The prompt of a choice as text: the given text, or the decoded tokens."""
+        if index not in self._echoes:
+            given = self.body.prompts()[index // self.body.n]
+            asked = isinstance(given, str) and not call.plan.cut
+            text = given if asked else self._gateway.codec.decode_all(call.plan.prompt)
+            self._echoes[index] = str(text)
+        return self._echoes[index]
+
+    def _prompt_logprobs(self, call: Call, text: str) -> dict[str, Any]:
+        tokens, scores = call.plan.prompt, call.whole.prompt_scores
+        rows = rows_of((score.top for score in scores), self.body.logprobs)
+        logprobs = [None, *(score.logprob for score in scores)]
+        found = self._spelled(tokens, logprobs, [(), *rows])
+        if found["top_logprobs"] is not None:
+            found["top_logprobs"][0] = None
+        return {**found, "text_offset": self._gateway.codec.places_in(text, tokens)}
+
+    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]:
+        tokens = chunk.token_ids
+        found = self._spelled(tokens, list(chunk.behavior_logprobs), rows_of(chunk.top_logprobs))
+        return {**found, "text_offset": self._places[index].take(tokens)}
+
+    def _spelled(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[Row]
+    ) -> dict[str, Any]:
+        """Log-probs without offsets; with alternatives both by name, as OpenAI does, and as a
+        list.
+        """
+        names, wanted = self._names, bool(self.body.logprobs)
+        tops = [names.keyed(token, row) for token, row in zip(tokens, rows, strict=False)]
+        found: dict[str, Any] = {
+            "tokens": [names.name(token) for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops if wanted and tops else None,
+        }
+        if wanted:
+            found["content"] = names.listed(tokens, logprobs, rows)
+        return found
+
+
+class ChatAnswers(_Choices[openai_schema.ChatBody]):
+    """The answer `chat.completion` and its chunks."""
+
+    prefix = "chatcmpl-"
+    objects = ("chat.completion", "chat.completion.chunk")
+
+    async def plans(self) -> list[Plan]:
+        refuse_above(self.body.n)
+        return await self._chat(self.body.request, self.body.n)
+
+    def _said(self, call: Call) -> dict[str, Any]:
+        return {"message": shown(joined(call.deltas))}
+
+    def _once(self, call: Call) -> dict[str, Any]:
+        return self._prompt_facts(call)
+
+    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        news: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta = piece.delta or Delta(piece.text)
+        if delta.reasoning:
+            news["reasoning_content"] = delta.reasoning
+        if delta.content or not (delta.reasoning or delta.tool_calls):
+            news["content"] = delta.content
+        if delta.tool_calls:
+            news["tool_calls"] = [_call_news(call) for call in delta.tool_calls]
+        return {"delta": news}
+
+    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]:
+        rows = rows_of(chunk.top_logprobs)
+        return {"content": self._names.listed(chunk.token_ids, chunk.behavior_logprobs, rows)}
+
+
+def refuse_above(count: int) -> None:
+    """Raises InvalidInput above the maximum generations of one request."""
+    if count > MAX_REQUESTS_PER_CALL:
+        raise InvalidInput("prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL)
+
+
+def _behind(prompt: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """Join the log-probs of a prompt and of the tokens after it."""
+    both = {name: prompt[name] + (said[name] or []) for name in prompt if prompt[name] is not None}
+    return {**said, **both}
+
+
+def shown(message: Message) -> dict[str, Any]:
+    """A message in the format of OpenAI's chat completions, with reasoning_content as in DeepSeek
+    and vLLM.
+    """
+    body = message.shown()
+    if message.tool_calls:
+        body["content"] = message.content or None
+    return body
+
+
+def _call_news(call: ToolCallDelta) -> dict[str, Any]:
+    news: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
+    if call.call_id:
+        news["id"], news["type"] = call.call_id, "function"
+    if call.name:
+        news["function"]["name"] = call.name
+    return news

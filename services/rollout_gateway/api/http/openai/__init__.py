@@ -1,1 +1,0 @@
-"""Chat completions and completions of OpenAI."""

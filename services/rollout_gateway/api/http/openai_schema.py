@@ -1,0 +1,364 @@
+"""Bodies of OpenAI's requests: their fields, types and ranges. beyond.py handles further fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from paceline.services.rollout_gateway.api.http import requests, shapes
+from paceline.services.rollout_gateway.api.http.beyond import CHAT, COMPLETIONS
+from paceline.services.rollout_gateway.chat.messages import (
+    ChatRequest,
+    Message,
+    Role,
+    ToolCall,
+    ToolChoice,
+)
+from paceline.services.rollout_gateway.engines import sampling
+from paceline.services.rollout_gateway.engines.requests.structures import MAX_CHOICES
+from paceline.trajectory import INT_LIMIT
+
+
+class SchemaBody(shapes.OpenShape):
+    """A schema with a name, as response_format contains it."""
+
+    json_schema: shapes.JsonObject | None = Field(None, alias="schema")
+
+
+class ResponseFormat(shapes.OpenShape):
+    """The required form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: SchemaBody | None = None
+
+    def schema_text(self) -> str:
+        """The schema as JSON text; "{}" is any object, "" no constraint."""
+        if self.type == "text":
+            return ""
+        named = (
+            self.json_schema.json_schema
+            if self.type == "json_schema" and self.json_schema
+            else None
+        )
+        return json.dumps(named or {})
+
+
+JsonDemand = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[shapes.JsonObject, Tag("<other>")],
+    shapes.TEXT_OR_OTHER,
+]
+"""A schema, or its text."""
+
+
+class StructuredOutputs(shapes.StrictShape):
+    """The required structure of the answer in vLLM's format: exactly one field is set."""
+
+    json_demand: JsonDemand | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of Sampling. Raises FieldError unless exactly one field is set."""
+        schema = self.json_demand
+        asked = [
+            ("json_schema", json.dumps(schema) if isinstance(schema, dict) else schema),
+            ("json_schema", "{}" if self.json_object else None),
+            ("regex", self.regex),
+            ("choice", self.choice),
+            ("grammar", self.grammar),
+        ]
+        given = [(name, value) for name, value in asked if value is not None]
+        if len(given) != 1 or not given[0][1]:
+            raise requests.FieldError(
+                "structured_outputs",
+                "holds one demand that is not empty",
+                seen=", ".join(name for name, _ in given) or "none",
+                allowed="json, regex, choice, grammar or json_object",
+            )
+        return dict(given)
+
+
+MAX_COMPLETIONS = 128
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+BiasedToken = Annotated[TokenId, Field(strict=False)]
+Bias = Annotated[float, Field(ge=sampling.BIAS.low, le=sampling.BIAS.high, allow_inf_nan=False)]
+
+
+def _few(bias: object) -> object:
+    """Refuse too many entries before each entry is checked."""
+    if isinstance(bias, dict) and len(bias) > sampling.MAX_BIASED_TOKENS:
+        raise PydanticCustomError("too_long", f"more than {sampling.MAX_BIASED_TOKENS} entries")
+    return bias
+
+
+def _prompt_kind(prompt: object) -> str:
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if isinstance(first, str):
+        return "<texts>" if isinstance(prompt, list) else "<text>"
+    return "<id lists>" if isinstance(first, list) and first is not prompt else "<ids>"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[shapes.Several[str], Tag("<texts>")]
+    | Annotated[shapes.Several[TokenId], Tag("<ids>")]
+    | Annotated[shapes.Several[shapes.Several[TokenId]], Tag("<id lists>")],
+    Discriminator(_prompt_kind),
+]
+"""One or several prompts, each text or token ids."""
+
+
+class StreamOptions(shapes.StrictShape):
+    """Options of a stream."""
+
+    include_usage: shapes.Off = False
+
+
+class GenerationBody(shapes.SampledBody):
+    """Fields of both kinds of completion."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS), shapes.NullIs(1)] = 1
+    max_tokens: shapes.Limit | None = None
+    top_k: shapes.TopK = 0
+    min_p: Annotated[float, shapes.within("min_p"), shapes.NullIs(0.0)] = 0.0
+    presence_penalty: Annotated[float, shapes.within("presence_penalty"), shapes.NullIs(0.0)] = 0.0
+    frequency_penalty: Annotated[float, shapes.within("frequency_penalty"), shapes.NullIs(0.0)] = (
+        0.0
+    )
+    # From here to return_tokens_as_token_ids, fields that OpenAI lacks have vLLM's names.
+    repetition_penalty: Annotated[
+        float, shapes.within("repetition_penalty"), shapes.NullIs(1.0)
+    ] = 1.0
+    min_tokens: Annotated[int, shapes.within("min_tokens", whole=True), shapes.NullIs(0)] = 0
+    # JSON has the ids as text.
+    logit_bias: Annotated[dict[BiasedToken, Bias], BeforeValidator(_few)] | None = None
+    stop: shapes.Stop | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=sampling.MAX_STOP_TOKENS)
+    include_stop_str_in_output: shapes.Off = False
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=sampling.MAX_ALLOWED_TOKENS
+    )
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: shapes.TopLogprobs | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT_LIMIT)] | None = None
+    ignore_eos: shapes.Off = False  # continue after an end token
+    return_token_ids: shapes.Off = False  # token_ids in each choice, prompt_token_ids
+    return_tokens_as_token_ids: shapes.Off = False  # log-probs show a token as "token_id:7"
+
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    def stops(self) -> list[str]:
+        return shapes.stop_list(self.stop)
+
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    def kept_prompt_tokens(self) -> int | None:
+        return self.truncate_prompt_tokens
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise requests.FieldError("stream_options", "needs a stream", seen="stream=false")
+        if self.prompt_logprobs is not None and self.stream:
+            raise requests.FieldError(
+                "prompt_logprobs", "is not served in a stream", seen="stream=true"
+            )
+
+    def json_schema(self) -> str:
+        return "" if self.response_format is None else self.response_format.schema_text()
+
+    def structure(self) -> dict[str, Any]:
+        demand = self.structured_outputs
+        if demand is None:
+            return {}
+        if self.json_schema():
+            raise requests.FieldError(
+                "structured_outputs", "goes with no response_format", seen="both", allowed="one"
+            )
+        return demand.parameters()
+
+    @property
+    def spelled(self) -> dict[str, str]:
+        """Fields with another name in errors."""
+        demand = self.structured_outputs
+        if demand is None or demand.json_demand is None:
+            return {}
+        return {"response_format": "structured_outputs.json"}
+
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    beyond = COMPLETIONS
+    prompt: Prompt
+    # 0 with echo or prompt_logprobs: the prompt is scored and no token is generated.
+    max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16
+    logprobs: shapes.TopLogprobs | None = None
+    echo: shapes.Off = False
+    add_special_tokens: shapes.On = (
+        True  # as in vLLM: bos before a text, even if the text begins with it
+    )
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def wanted_prompt_logprobs(self) -> int | None:
+        asked = [self.prompt_logprobs]
+        if self.echo:
+            asked += [self.logprobs, 0 if self.max_tokens == 0 else None]
+        return max((one for one in asked if one is not None), default=None)
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            raise requests.FieldError("suffix", "is not served", seen=self.suffix[:40])
+        if self.best_of not in (None, self.n):
+            raise requests.FieldError(
+                "best_of", "other than n is not served", seen=self.best_of, allowed=self.n
+            )
+
+    def with_special_tokens(self) -> bool:
+        return self.add_special_tokens
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or more prompts, each text or token ids. Raises FieldError for an empty list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise requests.FieldError(
+                "prompt", "is empty", seen="[]", allowed="text, token ids, or a list of these"
+            )
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(cast("list[str | list[int]]", self.prompt))
+
+
+class FunctionCall(shapes.OpenShape):
+    """The function of a tool call."""
+
+    name: str = Field(min_length=1)
+    arguments: shapes.Arguments = ""
+
+
+class CallBody(shapes.OpenShape):
+    """A tool call in a past message."""
+
+    id: str = ""
+    function: FunctionCall
+
+
+class ChatMessage(shapes.StrictShape):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: shapes.Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: shapes.Several[CallBody] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def message(self) -> Message:
+        """The gateway's Message."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        return Message(
+            cast("Role", role),
+            shapes.joined_text(self.content),
+            self.reasoning_content or "",
+            tuple(
+                ToolCall(one.id, one.function.name, one.function.arguments)
+                for one in self.tool_calls or ()
+            ),
+            self.tool_call_id or "",
+            self.name or "",
+        )
+
+
+class ToolBody(shapes.OpenShape):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: shapes.FunctionShape
+
+
+class NamedFunction(shapes.OpenShape):
+    """A function by name."""
+
+    name: str = Field(min_length=1)
+
+
+class NamedTool(shapes.OpenShape):
+    """A choice of one tool."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    beyond = CHAT
+    messages: shapes.Several[ChatMessage] = Field(min_length=1, max_length=shapes.MAX_MESSAGES)
+    max_completion_tokens: shapes.Limit | None = None
+    logprobs: shapes.Off = False
+    top_logprobs: shapes.TopLogprobs | None = None
+    tools: shapes.Several[ToolBody] | None = Field(None, max_length=shapes.MAX_TOOLS)
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("<text>")]
+            | Annotated[NamedTool, Tag("<other>")],
+            shapes.TEXT_OR_OTHER,
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: shapes.On = True
+
+    def unheeded(self) -> Sequence[str]:
+        one_call = "" if self.parallel_tool_calls else "parallel_tool_calls"
+        functions = [tool.function for tool in self.tools or ()]
+        return shapes.loose_tools(functions, "tools[].function.strict", one_call)
+
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise requests.FieldError("top_logprobs", "needs logprobs", seen="logprobs=false")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise requests.FieldError(
+                "max_tokens", "says another limit than max_completion_tokens", seen=both[0]
+            )
+
+    def request(self) -> ChatRequest:
+        """The gateway's ChatRequest."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            asked = ToolChoice("named", choice.function.name)
+        else:
+            asked = ToolChoice(choice or "auto")
+        return ChatRequest(
+            tuple(message.message() for message in self.messages),
+            tuple(tool.function.shown() for tool in self.tools or ()),
+            asked,
+            strict_tools=shapes.strict_names(tool.function for tool in self.tools or ()),
+            one_call=not self.parallel_tool_calls,
+        )

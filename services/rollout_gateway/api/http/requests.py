@@ -1,0 +1,309 @@
+"""Reads a request: its key, the name of its model, and its body under limits.
+
+A body is refused while it arrives if it could exceed the model's context. It is also refused if
+checking its values would delay other requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from paceline.errors import FailedPrecondition, InvalidInput, NotFound
+from paceline.services.rollout_gateway.api.http.shapes import OpenShape
+from paceline.services.rollout_gateway.background import LargeRequests
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.sessions import registry, session
+
+CURRENT = "current"
+"""Path segment for the key's own session."""
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that serves a request."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+def api_key(request: Request) -> str:
+    """The key of a request: OpenAI's bearer token, or Anthropic's x-api-key.
+
+    Raises InvalidInput (UNAUTHENTICATED) for two tokens.
+    """
+    if len(request.headers.getlist("authorization")) > 1:
+        raise InvalidInput(
+            "the request carries two tokens: a proxy has put its own beside the caller's",
+            reason="UNAUTHENTICATED",
+            seen="two headers authorization",
+            allowed="the caller's alone (SGLang's router: started without --api-key)",
+        )
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def caller_of(request: Request) -> session.Caller:
+    """The caller of a request.
+
+    Raises InvalidInput (UNAUTHENTICATED), FailedPrecondition for the key of an ended session.
+    """
+    return await gateway_of(request).agents.caller(api_key(request))
+
+
+async def require_token(request: Request) -> None:
+    """Raises InvalidInput for the key of a session, which only gives access to that session."""
+    if (await caller_of(request)).session is not None:
+        raise InvalidInput(
+            "a session's key cannot do this", reason="NOT_ALLOWED", allowed="the gateway's token"
+        )
+
+
+async def session_of(request: Request) -> session.Session | registry.Ended:
+    """The session in the path, open or ended, if the key may use it.
+
+    Raises InvalidInput, NotFound.
+    """
+    sessions = gateway_of(request).agents.sessions
+    named = str(request.path_params["id"])
+    owner = sessions.owner(api_key(request))
+    if owner is None:
+        await caller_of(request)
+        if named == CURRENT:
+            raise InvalidInput(
+                "current is the session of a session's key", seen="another key", allowed="an id"
+            )
+    elif named not in (CURRENT, owner):
+        raise InvalidInput(
+            "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
+        )
+
+    return sessions.find(owner or named)
+
+
+async def exportable_session_of(request: Request) -> session.Session:
+    """The session in the path, open or ended. Raises FailedPrecondition when its turns are no
+    longer kept.
+    """
+    found = await session_of(request)
+    if isinstance(found, session.Session):
+        return found
+    if found.session is None:
+        raise FailedPrecondition(
+            "the turns of this session are kept no longer",
+            seen=f"{found.session_id} ended ({found.state})",
+            allowed="an export sooner after the end, or more gateway.sessions.ended_tokens",
+            reason="SESSION_ENDED",
+        )
+    return found.session
+
+
+async def open_session_of(request: Request) -> session.Session:
+    """The session in the path, if it is open. Raises FailedPrecondition for an ended session."""
+    found = await session_of(request)
+    if isinstance(found, registry.Ended):
+        raise found.error()
+    return found
+
+
+ANY = "*"
+"""Configured name that accepts every model name."""
+
+
+class ModelNotFound(NotFound):
+    """A model that is not served."""
+
+    reason = "MODEL_NOT_FOUND"
+    field = "model"
+
+
+def model_names(gateway: Gateway) -> Sequence[str]:
+    """The model's own name first, then the names of gateway.api.model_names."""
+    return (gateway.model, *(name for name in gateway.config.api.model_names if name != ANY))
+
+
+def check_model(gateway: Gateway, name: str | None) -> None:
+    """Raises ModelNotFound for any other name than the served names and the configured model
+    directory. None or an empty name selects the served model.
+    """
+    names, config = model_names(gateway), gateway.config
+    if not name or name in (config.model, *names) or ANY in config.api.model_names:
+        return
+    raise ModelNotFound("the model is not served here", seen=name[:100], allowed=", ".join(names))
+
+
+MAX_BODY_BYTES = 8 << 20
+LEAST_BODY_BYTES, TOKEN_BYTES = 1 << 20, 64
+"""Maximum bytes of a body: a base, plus bytes for each token of the model's context."""
+MAX_OBJECTS, LEAST_VALUES = 8192, 32_768
+"""Maximum objects in a body, and base of the maximum of other values. Two more values are allowed
+per token of the model's context.
+"""
+BODY_DEADLINE_S = 30.0
+"""Maximum seconds until a body is complete."""
+OUTLINE_BYTES = 64 << 10
+"""Bytes of a body that are outlined at a time; a body above this size counts as large."""
+SEEN_CHARACTERS = 100
+B = TypeVar("B", bound=OpenShape)
+_SEEN = reprlib.Repr()
+_SEEN.maxstring = _SEEN.maxother = SEEN_CHARACTERS
+
+
+class FieldError(InvalidInput):
+    """A wrong field of the body."""
+
+    def __init__(self, field: str, message: str, *, seen: object, allowed: object = None) -> None:
+        super().__init__(f"{field}: {message}", seen=seen, allowed=allowed)
+        self.field = field
+
+
+class Outline:
+    """Counts the values of a JSON text as its bytes arrive, so that its cost is bounded before
+    parsing.
+
+    The content of strings does not count. After invalid JSON the counts may be wrong; parsing fails
+    there anyway.
+    """
+
+    def __init__(self, longest: int) -> None:
+        """`longest`: tokens of the model's context."""
+        self._most_values = LEAST_VALUES + 2 * longest
+        self._values = self._objects = 0
+        self._in_text = False
+        self._escape = b""
+
+    def add(self, part: bytes) -> None:
+        """Add the next bytes. Raises InvalidInput above the maximum of values."""
+        plain = (self._escape + part).replace(b"\\\\", b"")
+        self._escape = b"\\" if plain.endswith(b"\\") else b""
+        stretches = plain.removesuffix(self._escape).replace(b'\\"', b"").split(b'"')
+        outside = b"".join(stretches[self._in_text :: 2])
+        self._in_text ^= len(stretches) % 2 == 0
+        objects = outside.count(b"{")
+        self._objects += objects
+        self._values += objects + outside.count(b"[") + outside.count(b",")
+        for what, seen, most in (
+            ("objects", self._objects, MAX_OBJECTS),
+            ("values", self._values, self._most_values),
+        ):
+            if seen > most:
+                raise InvalidInput(
+                    f"the body holds too many {what}",
+                    reason="BODY_TOO_LARGE",
+                    seen=f"{seen} or more",
+                    allowed=most,
+                )
+
+
+def most_bytes(longest: int) -> int:
+    """Maximum bytes of a request for a model with `longest` tokens of context, far more than that
+    context needs.
+    """
+    return min(LEAST_BODY_BYTES + TOKEN_BYTES * longest, MAX_BODY_BYTES)
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """Read and check the body.
+
+    Sets `request.state`: `body_bytes` is its size, `ignored` its ignored fields, `spelled` the
+    names of fields that errors call otherwise. Raises InvalidInput with the first wrong field, when
+    the body is too large, slow or not JSON by its type; ResourceExhausted when too many large
+    bodies are in progress.
+    """
+    gateway = gateway_of(request)
+    raw = await received(request, gateway.router.ready.max_sequence_tokens, gateway.aside)
+    if raw:
+        _check_type(request)
+    request.state.body_bytes = len(raw)
+    body, ignored = await gateway.aside.run(len(raw), lambda: judged(kind, raw))
+    request.state.ignored = ignored
+    request.state.spelled = getattr(body, "spelled", {})
+    return body
+
+
+def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[str, ...]]:
+    """Check a body from JSON or from its fields; returns it with its harmless fields that are not
+    served. Empty bytes mean no fields. Raises FieldError or UnknownField.
+    """
+    try:
+        if isinstance(raw, Mapping):
+            body = kind.model_validate(raw)
+        else:
+            body = kind.model_validate_json(raw or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        given = first.get("input")
+        if isinstance(given, str | bytes):  # do not spell out megabytes
+            given = given[:SEEN_CHARACTERS]
+        seen = _SEEN.repr(given)[:SEEN_CHARACTERS]
+        raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
+    return body, kind.beyond.judge(body)
+
+
+def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
+    """Check a body without returning its harmless fields."""
+    return judged(kind, raw)[0]
+
+
+def _spelled(loc: tuple[Any, ...]) -> str:
+    """The path of a field, as in messages[0].content. Leaves out a union's branch that pydantic
+    tried, and a wrong key.
+    """
+    text = ""
+    if loc[-1:] == ("[key]",):
+        loc = loc[:-2]
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            text += f".{part}" if text else part
+    return text or "body"
+
+
+def _check_type(request: Request) -> None:
+    """Refuse media types that a page's form can send to another site without a preflight."""
+    media = request.headers.get("content-type", "")
+    if media.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidInput(
+            "the body has another media type",
+            reason="UNSUPPORTED_MEDIA_TYPE",
+            seen=media[:SEEN_CHARACTERS] or "no Content-Type",
+            allowed="Content-Type: application/json",
+        )
+
+
+async def received(request: Request, longest: int, aside: LargeRequests) -> bytes:
+    """The bytes of a body for a model with `longest` tokens of context. Raises InvalidInput when
+    the body is too large or slow, ResourceExhausted when too many large bodies are in progress.
+    """
+    most = most_bytes(longest)
+    outline, parts, size, held = Outline(longest), [], 0, 0
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise InvalidInput(
+                        "the body is too large",
+                        reason="BODY_TOO_LARGE",
+                        seen=f"over {most} bytes",
+                        allowed=f"{most} bytes",
+                    )
+                outline.add(part)
+                parts.append(part)
+                if size > OUTLINE_BYTES:
+                    aside.hold(size - held)
+                    held = size
+    except TimeoutError as error:
+        raise InvalidInput(
+            "the body was not there in time",
+            reason="BODY_TIMEOUT",
+            seen=f"{size} bytes",
+            allowed=f"the whole of it in {BODY_DEADLINE_S:g} s",
+        ) from error
+    finally:
+        aside.free(held)
+    return b"".join(parts)

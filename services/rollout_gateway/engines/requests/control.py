@@ -1,0 +1,253 @@
+"""Admits requests to an engine, and tracks its released memory and its versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from tokenizers import Tokenizer
+
+from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
+from paceline.models.config import ModelConfig
+from paceline.models.reading import read_text
+from paceline.services.rollout_gateway.bandits.base import Situation
+from paceline.services.rollout_gateway.engines.nouns import Capability, MemoryTag, Request, missing
+from paceline.services.rollout_gateway.engines.requests import stop_texts, structures
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import (
+    Sampling,
+    check_prompt,
+    check_sampling,
+)
+from paceline.trajectory import Target, VersionSet
+
+
+def check_arm(name: str, arms: Collection[str]) -> None:
+    """Raises InvalidInput for an arm outside `arms`; the empty name is accepted."""
+    if name and name not in arms:
+        raise InvalidInput("unknown arm", seen=name, allowed=", ".join(arms))
+
+
+def situation_of(rows: Sequence[RunningSequence | None]) -> Situation:
+    """The batch in the bandit's form. None represents a warm-up request of SGLang's own."""
+    context = max((one.length for one in rows if one is not None), default=1)
+    return Situation(len(rows), context)
+
+
+class MemoryPart(NamedTuple):
+    """Functions that release and restore one part."""
+
+    release: Callable[[], int]
+    """Frees the part; returns the bytes freed."""
+    resume: Callable[[], None]
+
+
+class EngineMemory:
+    """The parts of one engine; tags of absent parts count 0 bytes."""
+
+    def __init__(self, parts: Mapping[MemoryTag, MemoryPart]) -> None:
+        self._parts = parts
+        self.released: set[MemoryTag] = set()
+
+    def release(self, tags: Sequence[MemoryTag], running: int) -> int:
+        """See Engine.release_memory; `running` counts requests that run or wait."""
+        check_idle(running)
+        wanted = [tag for tag in tags or MemoryTag if tag not in self.released]
+        self.released.update(wanted)
+        return sum(self._parts[tag].release() for tag in wanted if tag in self._parts)
+
+    def resume(self, tags: Sequence[MemoryTag]) -> None:
+        """See Engine.resume_memory."""
+        check_released(tags, self.released)
+        for tag in tags or sorted(self.released):
+            if tag in self._parts:
+                self._parts[tag].resume()
+            self.released.discard(tag)
+
+
+def check_idle(running: int) -> None:
+    """Raises FailedPrecondition while requests run or wait."""
+    if running:
+        raise FailedPrecondition("requests run; abort them or wait", seen=running, allowed=0)
+
+
+def check_released(tags: Collection[str], released: Collection[str]) -> None:
+    """Raises FailedPrecondition for memory that was not released."""
+    if held := sorted(set(tags) - set(released)):
+        raise FailedPrecondition(
+            "this memory was not released", seen=held, allowed=sorted(released)
+        )
+
+
+def check_held(released: Collection[str]) -> None:
+    """Raises FailedPrecondition for a request while memory is released."""
+    if released:
+        raise FailedPrecondition(
+            "the engine has given memory back; resume it first",
+            seen=sorted(released),
+            allowed="nothing released",
+        )
+
+
+PREPARED_AT_MOST = 2
+"""Most versions of one target that may wait for their commit; preparing more drops the oldest."""
+S = TypeVar("S")
+Part = tuple[int, str]
+"""A version, and the profile that its policy is rounded to."""
+
+
+class PreparedVersions(Generic[S]):
+    """The serving set, and the prepared states of versions that may follow."""
+
+    def __init__(self, profile: str = "") -> None:
+        """`profile`: number format that the engine's first policy is rounded to."""
+        self.serving = VersionSet(profile=profile)
+        self._prepared: dict[Target, dict[Part, S]] = {target: {} for target in Target}
+
+    def put(self, target: Target, version: int, state: S, profile: str = "") -> None:
+        """Keep the state of a version that has been read and checked, a policy under a profile."""
+        prepared = self._prepared[target]
+        prepared[version, profile] = state
+        while len(prepared) > PREPARED_AT_MOST:
+            prepared.pop(next(iter(prepared)))
+
+    def forget(self, target: Target, version: int) -> None:
+        """Drop a prepared version, if present, under every profile."""
+        prepared = self._prepared[target]
+        for part in [part for part in prepared if part[0] == version]:
+            del prepared[part]
+
+    def changes(self, versions: VersionSet) -> dict[Target, S]:
+        """States that a commit of this set would change, by target.
+
+        Raises WeightsError when a part is not prepared or the set is older than the serving set.
+        """
+        if versions.seq < self.serving.seq:
+            raise WeightsError(
+                "an older set may not follow a newer one",
+                seen=versions.seq,
+                allowed=self.serving.seq,
+            )
+
+        found: dict[Target, S] = {}
+        for target, prepared in self._prepared.items():
+            part, serving = _part(versions, target), _part(self.serving, target)
+            if part in prepared:
+                found[target] = prepared[part]
+            elif part != serving:
+                raise WeightsError(
+                    f"this {target} version is not prepared",
+                    seen=_words(part),
+                    allowed=", ".join(map(_words, sorted({serving, *prepared}))),
+                    reason="WEIGHTS_NOT_PREPARED",
+                )
+
+        return found
+
+    def serve(self, versions: VersionSet) -> None:
+        """Make the set the serving set; its parts are no longer kept as prepared."""
+        self.serving = versions
+        for target in Target:
+            self.forget(target, getattr(versions, target))
+
+
+def _part(versions: VersionSet, target: Target) -> Part:
+    return getattr(versions, target), versions.profile if target is Target.POLICY else ""
+
+
+def _words(part: Part) -> str:
+    version, profile = part
+    return f"{version} under {profile}" if profile else str(version)
+
+
+def check_capabilities(engine: str, capabilities: Collection[Capability], request: Request) -> None:
+    """Raises MissingCapability for a request that needs an undeclared capability of the engine."""
+    asked = {
+        Capability.CAPTURE: request.capture,
+        Capability.PENALTIES: request.sampling.adjusted,
+        Capability.PROMPT_LOGPROBS: request.sampling.scored,
+        Capability.JSON_SCHEMA: bool(request.sampling.json_schema),
+        Capability.GRAMMARS: structures.beyond_json(request.sampling),
+    }
+    for capability, wanted in asked.items():
+        if wanted and capability not in capabilities:
+            raise missing(engine, capability)
+
+
+class Admission:
+    """Turns requests into sequences."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        tokenizer: Path,
+        max_sequence_tokens: int,
+    ) -> None:
+        """tokenizer: path of a tokenizer.json, which stop strings need."""
+        self.max_sequence_tokens = max_sequence_tokens
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._tokenizer_path = tokenizer
+        self._words: tuple[Tokenizer, stop_texts.TokenNames] | None = None
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, model_dir: Path, max_sequence_tokens: int) -> Admission:
+        """Admission for a model; no sequence is longer than the model's context."""
+        longest = min(max_sequence_tokens, config.max_position_embeddings)
+        tokenizer = model_dir / "tokenizer.json"
+        return cls(config.vocab_size, config.eos_token_ids, tokenizer, longest)
+
+    def sequence(self, request: Request) -> RunningSequence:
+        """A sequence that waits for a slot. Raises InvalidInput naming the rejected value."""
+        prompt, sampling, said = request.prompt, request.sampling, request.response
+        check_prompt(prompt, self._vocab_size, self.max_sequence_tokens)
+        check_sampling(sampling, self._vocab_size)
+        limit = min(sampling.max_tokens, self.max_sequence_tokens - len(prompt))
+        if said:
+            check_prompt(request.known, self._vocab_size, self.max_sequence_tokens)
+            if len(said) >= limit:
+                raise InvalidInput(
+                    "a response that has ended cannot go on", seen=len(said), allowed=limit - 1
+                )
+
+        eos = () if sampling.ignore_eos else self._eos
+        self._check_room(sampling, limit, frozenset((*eos, *sampling.stop_token_ids)))
+        return RunningSequence(
+            request=request,
+            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            token_limit=limit,
+            stop_text=self._stop_text(sampling.stop) if sampling.stop else None,
+            length=len(request.known),
+            tokens=list(said),
+            logprobs=[0.0] * len(said),
+            accepted_drafts=[False] * len(said),
+            alternatives=[()] * len(said),
+            told=len(said),
+        )
+
+    def _check_room(self, sampling: Sampling, limit: int, stops: frozenset[int]) -> None:
+        """Raises InvalidInput for a response that must end before min_tokens allows it."""
+        if not sampling.min_tokens:
+            return
+        if sampling.min_tokens > limit:
+            raise InvalidInput(
+                "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=limit
+            )
+        drawable = set(sampling.allowed_token_ids) or set(range(self._vocab_size))
+        if drawable <= stops:
+            raise InvalidInput(
+                "min_tokens leaves no token that could be drawn",
+                seen="stops alone in allowed_token_ids" if sampling.allowed_token_ids else "stops",
+                allowed="a token that ends nothing",
+            )
+
+    def _stop_text(self, stops: tuple[str, ...]) -> stop_texts.StopText:
+        if self._words is None:
+            if not self._tokenizer_path.is_file():
+                raise InvalidInput("stop strings need a tokenizer.json", seen=self._tokenizer_path)
+            tokenizer = read_text(self._tokenizer_path.parent).tokenizer()
+            self._words = tokenizer, stop_texts.TokenNames(tokenizer, self._eos)
+        tokenizer, names = self._words
+        return stop_texts.StopText(tokenizer, stops, names)

@@ -1,0 +1,310 @@
+"""The environments: one answer, a conversation with tools, a simulated user; and their table."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
+from paceline.plugins import find_variant
+from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
+from paceline.services.rollout_gateway.environments import Environment, Episode, EpisodeTask, Model
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.environments.tools import Tool, answer, schema
+from paceline.services.rollout_gateway.sandbox import Sandbox
+from paceline.telemetry import get_logger
+
+METADATA = "interaction"
+"""Key of a task's metadata with the name of its simulated user."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserReply:
+    """A user's reaction to the model's message."""
+
+    text: str = ""
+    """The user's next message; unused when the dialogue ends."""
+    reward: float | None = None
+    """Reward of the model's turn; None leaves it unscored."""
+    ends: bool = False
+    """Whether this was the last turn."""
+
+
+class Interaction(Protocol):
+    """The user of one dialogue. Its class is built with the task, once per sample."""
+
+    def answer(self, messages: Sequence[Message]) -> Any:
+        """A UserReply to the model's last message; may be a coroutine."""
+        ...
+
+
+class Interactions:
+    """The configured simulated users, by name."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._paths = paths
+
+    def check(self, metadata: Mapping[str, str]) -> None:
+        """Raises ConfigError for a class that cannot be imported, InvalidInput for an unlisted
+        name.
+        """
+        self._class(metadata)
+
+    def of(self, task: EpisodeTask) -> Interaction | None:
+        """The user that the task's metadata selects, or the only configured user. None ends the
+        dialogue at the model's first answer without a call. Raises InvalidInput for an unknown name
+        or a failing class.
+        """
+        own = self._class(task.metadata)
+        if own is None:
+            return None
+        try:
+            user: Interaction = own(task)
+        except Exception as error:  # a user's class may raise anything
+            message = f"an interaction cannot begin: {type(error).__name__}: {error}"
+            raise InvalidInput(message, seen=task.task_id) from error
+        return user
+
+    def _class(self, metadata: Mapping[str, str]) -> Callable[[EpisodeTask], Any] | None:
+        only = next(iter(self._paths)) if len(self._paths) == 1 else ""
+        name = metadata.get(METADATA, only)
+        if not name:
+            return None
+        if name not in self._paths:
+            allowed = f"{', '.join(self._paths) or 'none'}; gateway.interactions adds yours"
+            raise InvalidInput(f'metadata["{METADATA}"]', seen=name, allowed=allowed)
+        own: Any = find_variant(self._paths[name], {}, "interaction")
+        if not callable(own):
+            seen = self._paths[name]
+            raise ConfigError("an interaction is no class", seen=seen, allowed="a class")
+        return own  # type: ignore[no-any-return]
+
+
+async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
+    """The user's reply. Raises InvalidInput when the user's code raises or returns no UserReply."""
+    try:
+        found = user.answer(messages)
+        reply = await found if inspect.isawaitable(found) else found
+    except Exception as error:  # a user's class may raise anything
+        message = f"an interaction failed: {type(error).__name__}: {error}"
+        raise InvalidInput(message, seen=type(user).__name__) from error
+    if not isinstance(reply, UserReply) or not isinstance(reply.text, str):
+        raise InvalidInput("an interaction answers with a UserReply", seen=repr(reply)[:80])
+    return reply
+
+
+log = get_logger(__name__)
+DEFAULT_TURNS = 8
+MAX_TURNS = 512
+MAX_CALLS = 16
+"""Calls of one message that run; further calls of the message get an error."""
+_ROLES = ("system", "user", "assistant")
+
+
+class ToolUse:
+    """Alternates between the model and its tools until the model answers without a call. Then the
+    task's interaction, a simulated user, may continue the dialogue.
+
+    metadata["messages"], a JSON list of {"role", "content"}, is the start of the conversation.
+    Without it the user's message is the task's prompt, after metadata["system"] if present.
+    metadata["tools"], a JSON list of names, selects the tools (default: all). metadata["max_turns"]
+    limits the model's turns. metadata["interaction"] selects the user.
+
+    The finish is the last turn's, with two exceptions: "length" when the turns are used up while
+    the model still calls tools, "error" when the sandbox fails.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox | None,
+        toolbox: Toolbox | None = None,
+        interactions: Interactions | None = None,
+    ) -> None:
+        """Without a sandbox there is no tool `python`."""
+        self._sandbox = sandbox
+        self._toolbox = toolbox or Toolbox(sandbox)
+        self._interactions = interactions or Interactions({})
+
+    async def prepare(self, metadata: Iterable[Mapping[str, str]]) -> None:
+        """Check the tasks' requirements.
+
+        Raises ConfigError when a task offers `python` and the sandbox cannot isolate code as
+        configured, or when a tool or an interaction cannot be loaded. Raises InvalidInput for an
+        unlisted interaction.
+        """
+        told = list(metadata)
+        if self._sandbox and any("python" in one.get("tools", "python") for one in told):
+            await self._sandbox.layers()
+        await self._toolbox.tools()
+        for one in told:
+            self._interactions.check(one)
+
+    async def run(self, task: EpisodeTask, model: Model) -> Episode:
+        """Raises InvalidInput for metadata of another form."""
+        messages = opening(task)
+        tools = await self._offered(task)
+        user = self._interactions.of(task)
+        schemas = [schema(tool) for tool in tools.values()]
+        for left in reversed(range(_turns(task))):
+            turn = await model.chat(tuple(messages), schemas)
+            messages.append(turn.message)
+            calls = turn.message.tool_calls
+            finish = "stop" if turn.finish == "tool_calls" else turn.finish
+            if finish != "stop" or (not calls and user is None):
+                return _episode(task, messages, finish)
+            if not calls and user is not None:
+                if not await _goes_on(user, messages, model):
+                    return _episode(task, messages, "stop")
+            elif left:
+                answers = await asyncio.gather(
+                    *(_answer(call, index, tools) for index, call in enumerate(calls))
+                )
+                messages += [one for one in answers if isinstance(one, Message)]
+                failures = [str(one) for one in answers if isinstance(one, Unavailable)]
+                if failures:
+                    log.warning(
+                        "an episode ends because a tool failed",
+                        task=task.task_id,
+                        error=failures[0],
+                    )
+                    return _episode(task, messages, "error")
+
+        return _episode(task, messages, "length")
+
+    async def _offered(self, task: EpisodeTask) -> Mapping[str, Tool]:
+        known = await self._toolbox.tools()
+        if "tools" not in task.metadata:
+            return known
+        names = _json(task, "tools")
+        if not isinstance(names, list) or not all(
+            isinstance(name, str) and name in known for name in names
+        ):
+            allowed = f"a JSON list of {', '.join(known)}"
+            raise InvalidInput(
+                f'metadata["tools"] of task {task.task_id}', seen=repr(names)[:80], allowed=allowed
+            )
+        return {name: known[name] for name in names}
+
+
+async def _goes_on(user: Interaction, messages: list[Message], model: Model) -> bool:
+    """Append the user's reply; False when the user ends the dialogue."""
+    reply = await reply_of(user, tuple(messages))
+    if reply.reward is not None:
+        model.score(reply.reward)
+    if not reply.ends:
+        messages.append(Message("user", reply.text))
+    return not reply.ends
+
+
+def _episode(task: EpisodeTask, messages: Sequence[Message], finish: str) -> Episode:
+    spoken = [message.content for message in messages if message.role == "assistant"]
+    return Episode(task, spoken[-1], finish, tuple(messages))
+
+
+async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Message | Unavailable:
+    """The tool's answer as a message. A failure is returned rather than raised, so that parallel
+    calls can finish.
+    """
+    try:
+        text = (
+            await answer(call, tools)
+            if index < MAX_CALLS
+            else f"error: at most {MAX_CALLS} calls in one message"
+        )
+    except Unavailable as error:
+        return error
+    return Message("tool", text, tool_call_id=call.call_id, name=call.name)
+
+
+def opening(task: EpisodeTask) -> list[Message]:
+    """First messages of a task's conversation. Raises InvalidInput for metadata of another form."""
+    if "messages" not in task.metadata:
+        system = task.metadata.get("system")
+        return [*([Message("system", system)] if system else []), Message("user", task.prompt)]
+    found = _json(task, "messages")
+    if not isinstance(found, list) or not found or not all(_is_message(one) for one in found):
+        allowed = f"a JSON list of {{role: {' | '.join(_ROLES)}, content: text}}"
+        raise InvalidInput(
+            f'metadata["messages"] of task {task.task_id}', seen=repr(found)[:80], allowed=allowed
+        )
+    return [Message(one["role"], one["content"]) for one in found]
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.get("role") in _ROLES
+        and isinstance(value.get("content"), str)
+    )
+
+
+def _turns(task: EpisodeTask) -> int:
+    text = task.metadata.get("max_turns", str(DEFAULT_TURNS))
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MAX_TURNS):
+        raise InvalidInput(
+            f'metadata["max_turns"] of task {task.task_id}', seen=text, allowed=f"1 to {MAX_TURNS}"
+        )
+    return int(text)
+
+
+def _json(task: EpisodeTask, key: str) -> object:
+    try:
+        return json.loads(task.metadata[key])
+    except (ValueError, RecursionError) as error:
+        seen = task.metadata[key][:80]
+        raise InvalidInput(
+            f'metadata["{key}"] of task {task.task_id} is not JSON', seen=seen
+        ) from error
+
+
+class SingleTurn:
+    """Runs one generation on the task's prompt. With metadata "messages" the prompt is that
+    conversation under the chat template.
+    """
+
+    async def run(self, task: EpisodeTask, model: Model) -> Episode:
+        """Raises InvalidInput for metadata "messages" of another form."""
+        if "messages" in task.metadata:
+            asked = opening(task)
+            answered = await model.chat(tuple(asked))
+            told = (*asked, answered.message)
+            return Episode(task, answered.message.content, answered.finish, told)
+        turn = await model.generate(model.encode(task.prompt))
+        return Episode(task, turn.text, turn.finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """The gateway's resources that an environment may need."""
+
+    sandbox: Sandbox | None = None
+    own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
+    toolbox: Toolbox | None = None  # None: the built-in tools
+    interactions: Mapping[str, str] = field(default_factory=dict)  # name -> import path
+
+
+ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
+    "single_turn": lambda equipment: SingleTurn(),
+    "tool_use": lambda equipment: ToolUse(
+        equipment.sandbox, equipment.toolbox, Interactions(equipment.interactions)
+    ),
+}
+
+
+def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
+    """Build the environment of that name, built-in or configured.
+
+    Raises NotFound; ConfigError for a class that cannot be imported.
+    """
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name](equipment)
+    if name not in equipment.own:
+        allowed = ", ".join(sorted([*ENVIRONMENTS, *equipment.own]))
+        raise NotFound(
+            "no such environment", seen=name, allowed=f"{allowed}; gateway.environments adds yours"
+        )
+    return find_variant(equipment.own[name], ENVIRONMENTS, "environment")(equipment)

@@ -1,1 +1,0 @@
-"""Hidden rows from the workers' rings to the features stream."""

@@ -1,1 +1,0 @@
-"""Child processes that score: child and pool send requests, own_rules and reward_model answer."""

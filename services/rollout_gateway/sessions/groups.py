@@ -1,0 +1,316 @@
+"""Tasks that agents may claim, and groups that agents opened, until a step takes them.
+
+An attempt that failed because of a machine is offered again. One that failed because of the task is
+offered once more; then the failure is the outcome.
+
+The module decides which groups are closed. Groups are bounded in bytes: above the limit, no new
+session is admitted until a step takes groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+
+from paceline.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from paceline.services.rollout_gateway.environments import EpisodeTask
+from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
+from paceline.services.rollout_gateway.sessions.session import Session
+from paceline.telemetry import get_logger
+from paceline.trajectory import Trajectory
+
+ATTEMPTS = {FailReason.INFRA: 4, FailReason.DATA: 2}
+NO_RUN = "no run uses this gateway, so that nobody offers it tasks"
+"""Refusal of a gateway that keeps no trajectories, so that a coordinator could not train
+on them.
+"""
+log = get_logger(__name__)
+Open = Callable[[Assignment, str], Session]
+
+
+@dataclass(eq=False)
+class Offer:
+    """A task on offer or in progress."""
+
+    task: EpisodeTask
+    assignment: Assignment
+    session_id: str
+    worker_index: int
+    outcome: asyncio.Future[Session] = field(repr=False)
+    failures: Counter[FailReason] = field(default_factory=Counter)
+
+
+class TaskOffers:
+    """Offers of one gateway. `open_session` opens a session under a given id.
+
+    Without offers a claim waits, unless there certainly will be none: then it is refused. A run
+    that has not begun may still offer tasks.
+    """
+
+    def __init__(self, open_session: Open, refusal: str = "") -> None:
+        """`refusal`: the reason that there will be no offers, if known."""
+        self._open = open_session
+        self._refusal = refusal
+        self._offers_tasks = False
+        self._waiting: deque[Offer] = deque()
+        self._news = asyncio.Event()
+        self._stopping = False
+        self._led: dict[str, Offer] = {}  # by session id
+
+    @property
+    def waiting(self) -> int:
+        """Number of unclaimed tasks."""
+        return len(self._waiting)
+
+    def offering(self) -> None:
+        """Records that a run offers tasks, from now on and between its steps."""
+        self._offers_tasks, self._refusal = True, ""
+
+    def refuse(self, refusal: str) -> None:
+        """Records the reason that a run offers no tasks; no effect if a run has offered some."""
+        if not self._offers_tasks:
+            self._refusal = refusal
+            self._news.set()
+
+    async def lead(
+        self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int
+    ) -> Session:
+        """Offers the task until an agent has brought it to an end. The session is open if the agent
+        completed it.
+        """
+        offer = Offer(
+            task, assignment, session_id, worker_index, asyncio.get_running_loop().create_future()
+        )
+        self._put(offer)
+        try:
+            return await offer.outcome
+        except asyncio.CancelledError:
+            if offer in self._waiting:
+                self._waiting.remove(offer)
+            self._led.pop(session_id, None)
+            raise
+
+    async def claim(
+        self, wait_s: float, timeout_s: float = 0.0, override: bool | None = None
+    ) -> tuple[Session, EpisodeTask] | None:
+        """The task that has waited longest, in a session of its own; None if none arrives within
+        the wait.
+
+        `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment; None uses
+        the task's. Raises FailedPrecondition (NO_TASKS_OFFERED) if no task will arrive, Unavailable
+        while the gateway stops.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._waiting:
+                    if self._stopping:
+                        raise Unavailable("the gateway is stopping")
+                    if self._refusal:
+                        raise FailedPrecondition(self._refusal, reason="NO_TASKS_OFFERED")
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            return None
+
+        offer = self._waiting.popleft()
+        try:
+            about = replace(offer.assignment, timeout_s=timeout_s)
+            if override is not None:
+                about = replace(about, override=override)
+            session = self._open(about, offer.session_id)
+        except BaseException:
+            self._waiting.appendleft(offer)
+            raise
+
+        session.worker_index = offer.worker_index
+        self._led[offer.session_id] = offer
+        return session, offer.task
+
+    def stop(self) -> None:
+        """Ends every wait for a task with a refusal."""
+        self._stopping = True
+        self._news.set()
+
+    def leads(self, session: Session) -> bool:
+        """Whether the open session answers an offer, which then decides about the session's end."""
+        return session.session_id in self._led
+
+    def completed(self, session: Session) -> None:
+        """Records that the agent is done; the session stays open until it is scored."""
+        offer = self._led.get(session.session_id)
+        if offer is not None and not offer.outcome.done():
+            offer.outcome.set_result(session)
+
+    def ended(self, session: Session) -> bool:
+        """Records the end of a session. Returns True if the task is offered again after a fault,
+        False if the end is its outcome.
+        """
+        offer = self._led.pop(session.session_id, None)
+        if offer is None or offer.outcome.done():
+            return False
+        if session.state is SessionState.FAILED and session.fail_reason is not None:
+            reason = session.fail_reason
+            offer.failures[reason] += 1
+            log.info(
+                "attempt failed",
+                task=offer.task.task_id,
+                reason=reason,
+                failures=offer.failures[reason],
+            )
+            if offer.failures[reason] < ATTEMPTS[reason]:
+                self._put(offer)
+                return True
+
+        offer.outcome.set_result(session)
+        return False
+
+    def _put(self, offer: Offer) -> None:
+        self._waiting.append(offer)
+        self._news.set()
+
+
+TOKEN_BYTES = 64
+"""Bytes per token of a sample in memory: ids, mask and log-probs as Python numbers."""
+CLOSED_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An ended session."""
+
+    session: Session = field(repr=False)
+    samples: tuple[Trajectory, ...] = field(repr=False)
+
+    @property
+    def scored(self) -> bool:
+        """Whether it can be trained."""
+        return self.session.state is SessionState.FINAL and any(
+            one.reward is not None for one in self.samples
+        )
+
+
+@dataclass(eq=False, slots=True)
+class OpenGroup:
+    """Ended siblings."""
+
+    group_id: str
+    size: int
+    members: list[Member] = field(default_factory=list)
+    alarm: asyncio.TimerHandle | None = None
+
+    @property
+    def scored(self) -> int:
+        """Number of trainable sessions."""
+        return sum(member.scored for member in self.members)
+
+
+class OpenGroups:
+    """Open groups, for use on one event loop."""
+
+    def __init__(self, deadline_s: float, max_bytes: int) -> None:
+        self._deadline_s = deadline_s
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._gathering: dict[str, OpenGroup] = {}
+        self._closed: OrderedDict[str, OpenGroup] = OrderedDict()
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._news = asyncio.Event()
+        self._listeners: set[asyncio.Event] = set()
+
+    @property
+    def gathering(self) -> int:
+        """Number of groups that wait for siblings."""
+        return len(self._gathering)
+
+    def admit(self) -> None:
+        """Raises ResourceExhausted while too much waits for a step."""
+        if self._bytes > self._max_bytes:
+            raise ResourceExhausted(
+                "finished sessions wait for a training step; new ones are refused until one has "
+                "taken them",
+                seen=f"{self._bytes} bytes",
+                allowed=f"{self._max_bytes} bytes",
+            )
+
+    def add(self, session: Session) -> bool:
+        """Adds an ended session.
+
+        Returns False if its group is full or taken by a step: it is too late.
+        """
+        about = session.assignment
+        group_id = session.group_id
+        if group_id in self._gone:
+            return False
+        group = self._gathering.get(group_id) or self._closed.get(group_id)
+        if group is None:
+            group = self._gathering[group_id] = OpenGroup(group_id, about.group_size)
+            loop = asyncio.get_running_loop()
+            group.alarm = loop.call_later(self._deadline_s, self._close, group)
+
+        if len(group.members) >= group.size:
+            return False
+        member = Member(session, tuple(session.trajectories()))
+        group.members.append(member)
+        self._bytes += _size(member)
+        if len(group.members) >= group.size:
+            self._close(group)
+        return True
+
+    async def closed(self) -> None:
+        """Returns once there is a group for `pop`."""
+        while not self._closed:
+            self._news.clear()
+            await self._news.wait()
+
+    async def waiting(self) -> AsyncGenerator[int]:
+        """Number of groups for `pop`: at once if there are any, then whenever another
+        group closes.
+        """
+        more = asyncio.Event()
+        self._listeners.add(more)
+        try:
+            if self._closed:
+                more.set()
+            while True:
+                await more.wait()
+                more.clear()
+                yield len(self._closed)
+        finally:
+            self._listeners.discard(more)
+
+    def pop(self) -> OpenGroup | None:
+        """The group that closed first; None without one."""
+        if not self._closed:
+            return None
+        group_id, group = self._closed.popitem(last=False)
+        self._bytes -= sum(_size(member) for member in group.members)
+        self._gone[group_id] = None
+        if len(self._gone) > CLOSED_REMEMBERED:
+            self._gone.popitem(last=False)
+        return group
+
+    def give_up(self) -> list[OpenGroup]:
+        """All groups not taken by a step, at the end of the process."""
+        groups = [*self._closed.values(), *self._gathering.values()]
+        for group in groups:
+            if group.alarm is not None:
+                group.alarm.cancel()
+        self._closed.clear()
+        self._gathering.clear()
+        self._bytes = 0
+        return groups
+
+    def _close(self, group: OpenGroup) -> None:
+        if self._gathering.pop(group.group_id, None) is None:
+            return
+        if group.alarm is not None:
+            group.alarm.cancel()
+        self._closed[group.group_id] = group
+        for more in (self._news, *self._listeners):
+            more.set()
+
+
+def _size(member: Member) -> int:
+    return sum(len(one.token_ids) for one in member.samples) * TOKEN_BYTES

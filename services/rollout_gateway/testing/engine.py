@@ -1,0 +1,301 @@
+"""Replays given token ids under a cost table: an engine without model and torch, for tests and
+benches.
+
+It fulfils the whole engine contract: speculation arms chosen by the bandit, versions, pause modes,
+capture, abort. So tests of all layers above it take milliseconds. A response depends on (prompt,
+seed) alone, never on arm, batch or time (script.py selects it, request.py emits it). A round's
+seconds are read from a cost table (arm, batch size) and spent on an injected clock. The clock is
+virtual by default and never sleeps; `real_time` sleeps, for benches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+import numpy as np
+
+from paceline.arm_names import OFF, speculator_of
+from paceline.errors import WeightsError
+from paceline.models.profiles import check_profile
+from paceline.services.rollout_gateway.bandits import build_bandit
+from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
+from paceline.services.rollout_gateway.engines import base, nouns
+from paceline.services.rollout_gateway.engines.requests import control
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
+from paceline.services.rollout_gateway.testing import script
+from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
+from paceline.trajectory import SpeculationStats, Target, VersionSet
+
+_CAPABILITIES = frozenset(
+    {
+        nouns.Capability.CAPTURE,
+        nouns.Capability.DRAFTER_UPDATE,
+        nouns.Capability.PROFILES,
+        nouns.Capability.RELEASE_MEMORY,
+    }
+)
+
+
+class ScriptedEngine:
+    """The Engine of engines/base.py over a script."""
+
+    def __init__(
+        self, spec: script.ScriptedSpec, sink: base.RowSink | None, clock: script.Clock
+    ) -> None:
+        self._spec = spec
+        self._sink = sink
+        self._clock = clock
+        self._bandit = build_bandit(spec.bandit, spec.arms, spec.seed)
+        self._script = script.Script(spec)
+        self._admission = control.Admission(
+            spec.vocab_size, (spec.eos_token_id,), Path(spec.tokenizer), spec.max_sequence_tokens
+        )
+        self._waiting: list[script.ScriptedRun] = []
+        self._running: list[script.ScriptedRun] = []
+        self._prepared: control.PreparedVersions[AcceptanceShift | None] = (
+            control.PreparedVersions()
+        )
+        self._memory = scripted_memory(spec)
+        self._paused = False
+        self._forced = ""
+        self._barred: Set[str] = frozenset()
+        self._tokens = 0
+        self._busy_s = 0.0
+        self._split = nouns.RoundSplit()
+        self._ended = SpeculationStats()
+
+    @property
+    def info(self) -> nouns.EngineInfo:
+        spec = self._spec
+        return nouns.EngineInfo(
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.max_sequence_tokens,
+            spec.arms,
+            _CAPABILITIES,
+            nouns.RowLayout.last(spec.hidden_size),
+        )
+
+    @property
+    def versions(self) -> VersionSet:
+        return self._prepared.serving
+
+    @property
+    def lm_head_hash(self) -> str:
+        """A hash of the policy version, since there are no weights."""
+        return hashlib.sha256(f"scripted/{self.versions.policy}".encode()).hexdigest()[:16]
+
+    @property
+    def has_work(self) -> bool:
+        return not self._paused and bool(self._running or self._waiting)
+
+    @property
+    def load(self) -> nouns.EngineLoad:
+        return nouns.EngineLoad(
+            len(self._running),
+            len(self._waiting),
+            self._tokens,
+            self._busy_s,
+            sum((run.sequence.speculation for run in self._running), self._ended),
+            tuple(self._bandit.reports()),
+            split=self._split,
+        )
+
+    def enqueue(self, request: nouns.Request) -> None:
+        control.check_held(self._memory.released)
+        sequence = self._admission.sequence(request)
+        sequence.enqueued_s = self._clock.now()
+        control.check_capabilities("scripted", self.info.capabilities, request)
+        control.check_arm(request.forced_arm, self._spec.arms)
+        answer = self._script.answer(request.prompt, request.sampling.seed)
+        self._waiting.append(script.ScriptedRun(sequence, answer, nan_token=self._spec.nan_token))
+
+    def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
+        ended = [
+            run
+            for run in (*self._running, *self._waiting)
+            if request_ids is None or run.request.request_id in request_ids
+        ]
+        for run in ended:
+            run.sequence.finish = nouns.Finish.ABORT
+        self._waiting = [run for run in self._waiting if run not in ended]
+        self._release()
+        return [run.sequence.chunk() for run in ended]
+
+    def _release(self) -> None:
+        """Remove the ended requests from the running batch."""
+        ended = [run.sequence for run in self._running if run.sequence.finish is not None]
+        self._ended = sum((sequence.speculation for sequence in ended), self._ended)
+        self._running = [run for run in self._running if run.sequence.finish is None]
+
+    def step(self) -> list[nouns.Chunk]:
+        room = self._spec.max_batch - len(self._running)
+        self._running += self._waiting[:room]
+        del self._waiting[:room]
+        batch = list(self._running)
+        for run in batch:
+            run.sequence.stages.admitted()
+            run.sequence.stages.cached()
+        if any(self._spec.fault_token in run.request.prompt for run in batch):
+            raise RuntimeError("the script asks for a fault")
+        rows = [run.sequence for run in batch]
+        situation = control.situation_of(rows)
+        arm, explored = self._choose(batch, situation)
+        cost = script.round_cost(self._spec, arm, len(batch))
+        self._clock.spend(cost)
+        if not (batch := self._going_on(batch, arm)):
+            return []
+        rows = [run.sequence for run in batch]
+        taken = [self._advance(run, arm) for run in batch]
+        self._busy_s += cost
+        # A script only has the total seconds of a round.
+        self._split += nouns.RoundSplit(
+            rounds=1, nodes=len(batch) * (1 + script.drafts_of(arm)), forward_s=cost
+        )
+        if not any(one.request.probe for one in rows):
+            self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
+        self._release()
+        return [one.chunk() for one in rows if one.request.stream or one.finish is not None]
+
+    def _going_on(self, batch: list[script.ScriptedRun], arm: str) -> list[script.ScriptedRun]:
+        """The requests that may take their tokens of this round."""
+        if not self._spec.ends_with or Path(self._spec.ends_with).exists():
+            return batch
+        most = 1 + script.drafts_of(arm)
+        return [
+            run
+            for run in batch
+            if run.request.probe or not run.ends_within(run.answer.tokens_per_round or most)
+        ]
+
+    def pause(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
+        self._paused = True
+        return self._apply(mode)
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
+        """See Engine.prepare_weights; no weights are rounded."""
+        if not path.is_dir():
+            raise WeightsError("no such version in the spool", seen=path)
+        self._prepared.put(target, version, read_shift(path), check_profile(profile))
+
+    def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
+        changes, before = self._prepared.changes(versions), self.versions
+        self._prepared.serve(versions)
+        for target, shift in changes.items():
+            profile = before.profile if target is Target.POLICY else ""
+            # the version may serve again
+            self._prepared.put(target, getattr(before, target), None, profile)
+            # The trainable drafter is EAGLE.
+            drafter = "eagle" if target is Target.DRAFTER else ""
+            arms = {arm for arm in self._spec.arms if arm != OFF and arm.startswith(drafter)}
+            self._bandit.renew(arms, target, shift_over(shift, before.drafter))
+        return self._apply(mode) if Target.POLICY in changes else []
+
+    def abort_weights(self, target: Target, version: int) -> None:
+        self._prepared.forget(target, version)
+
+    def force_arm(self, arm: str) -> None:
+        control.check_arm(arm, self._spec.arms)
+        self._forced = arm
+
+    def quarantine(self, withheld: nouns.Withheld) -> None:
+        """See Engine.quarantine; a script reuses no prefix."""
+        self._barred = frozenset(withheld.arms)
+
+    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
+        return self._memory.release(tags, len(self._running) + len(self._waiting))
+
+    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
+        self._memory.resume(tags)
+
+    def flush_cache(self) -> None:
+        """See Engine.flush_cache; there is no cache."""
+        control.check_idle(len(self._running) + len(self._waiting))
+
+    def close(self) -> None:
+        self.abort(None)
+
+    def _apply(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
+        if mode is nouns.PauseMode.ABORT:
+            return self.abort(None)
+        if mode is nouns.PauseMode.RETRACT:
+            for run in self._running:
+                run.rows_written = 0  # the rebuilt cache gives new rows
+        return []
+
+    def _choose(self, batch: list[script.ScriptedRun], situation: Situation) -> tuple[str, bool]:
+        forced = self._forced or next(
+            (run.request.forced_arm for run in batch if run.request.forced_arm), ""
+        )
+        if forced:
+            return OFF if forced in self._barred else forced, False
+        served = tuple(arm for arm in self._spec.arms if arm not in self._barred)
+        choice = self._bandit.choose(situation, served or (OFF,))
+        return choice.arm, choice.explored
+
+    def _advance(self, run: script.ScriptedRun, arm: str) -> int:
+        """Emit one round's tokens of a request; returns the tokens that count for the arm."""
+        sequence = run.sequence
+        first = not sequence.tokens
+        emitted = self._emit(run, arm)
+        if first:
+            sequence.first_token_s = self._clock.now() - sequence.enqueued_s
+        # A reply's own pace may exceed the arm's longest accepted length.
+        taken = min(emitted, 1 + script.drafts_of(arm))
+        sequence.count(
+            arm, script.drafts_of(arm), taken, trained=speculator_of(arm) not in ("", "ngram")
+        )
+        self._tokens += 0 if sequence.request.probe else emitted
+        self._write_rows(run)
+        return taken
+
+    def _emit(self, run: script.ScriptedRun, arm: str) -> int:
+        policy = self.versions.policy
+        nan = policy in self._spec.nan_policies
+        return run.emit(self._wanted(run, arm), DrawnBy(policy, arm, "scripted"), nan=nan)
+
+    def _wanted(self, run: script.ScriptedRun, arm: str) -> int:
+        """Tokens of this round: the reply's own pace, else the arm's accept length."""
+        if run.answer.tokens_per_round is not None:
+            return run.answer.tokens_per_round
+        length = self._spec.accept_lengths.get(arm, 1.0)
+        length = self._spec.drafter_accept_lengths.get(self.versions.drafter, length)
+        run.credit += length if arm != OFF else 1.0
+        wanted = max(int(run.credit), 1)
+        run.credit = max(run.credit - wanted, 0.0)
+        return wanted
+
+    def _write_rows(self, run: script.ScriptedRun) -> None:
+        if self._sink is None or not run.request.capture:
+            return
+        tokens, positions = run.unwritten()
+        rows = script.scripted_rows(
+            tokens, positions, self._spec.hidden_size, self._spec.features_dtype
+        )
+        ids = np.full(len(tokens), run.request.request_id, dtype=np.uint64)
+        self._sink.write(ids, positions, tokens, self.versions.policy, rows)
+
+
+def scripted_memory(spec: script.ScriptedSpec) -> control.EngineMemory:
+    """Bytes of a float32 model of these sizes: its head, and a row of keys and values per token."""
+    sizes = {
+        nouns.MemoryTag.WEIGHTS: 4 * spec.vocab_size * spec.hidden_size,
+        nouns.MemoryTag.KV_CACHE: 8 * spec.max_batch * spec.max_sequence_tokens * spec.hidden_size,
+    }
+
+    def part(size: int) -> control.MemoryPart:
+        return control.MemoryPart(release=lambda: size, resume=lambda: None)
+
+    return control.EngineMemory({tag: part(size) for tag, size in sizes.items()})
+
+
+def build_scripted(
+    spec: script.ScriptedSpec, sink: base.RowSink | None = None, clock: script.Clock | None = None
+) -> ScriptedEngine:
+    """Build the engine of a script. `clock` replaces the clock that `real_time` selects."""
+    return ScriptedEngine(spec, sink, clock or script.CLOCKS[spec.real_time]())

@@ -1,1 +1,0 @@
-"""An engine without a model that answers from a script."""
