@@ -175,7 +175,7 @@ async def test_a_request_that_no_longer_is_one_when_it_arrives_was_damaged(
 
 async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(by_network: Start) -> None:
     receiver = await by_network()
-    given = [from_numpy("a", np.zeros(1 << 20, np.float32))]
+    given = [from_numpy("a", np.zeros(1 << 17, np.float32))]
     manifest = manifest_of(given, P, 1)
     count = -(-manifest.total_bytes // CHUNK)
     sent: list[int] = []

@@ -52,11 +52,11 @@ def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.e
     seen = ", ".join(f"{name}={shown(value)}" for name, value in named.items())
     seen += ": for other hosts, such as the Hub; not for loopback and unix sockets"
     seen += "".join(f"; {name}={value}" for name, value in exempt.items())
-    addresses = config.addresses.model_dump()
-    del addresses["events"]  # ZeroMQ uses no proxy
+    addresses = config.addresses.model_dump(exclude={"events"})  # ZeroMQ uses no proxy
     through = [
         f"addresses.{name}={address}"
-        for name, address in addresses.items()
+        for name, value in addresses.items()
+        for address in ((value,) if isinstance(value, str) else value)
         if proxied(address) and not any(_exempts(hosts, address) for hosts in exempt.values())
     ]
     if not through:

@@ -56,7 +56,7 @@ def serve_router(tmp_path: Path) -> Serve:
         router = Router(
             2,
             config.engine,
-            local_workers(config, config.worker_count),
+            local_workers(config),
             None,
             lambda _: None,
             lambda _: None,

@@ -50,7 +50,7 @@ async def test_steps_get_their_groups_from_all_gateways_the_earliest_step_first(
         }
         running = {}
         for number, step in steps.items():
-            await step.begin(patient(60))
+            await step.begin()
             running[number] = asyncio.create_task(news_of(step))
         names = group_of(1, "a"), group_of(0, "a"), group_of(1, "b")
         for name, served in zip(names[:2], (both[1], both[0]), strict=True):
@@ -62,5 +62,5 @@ async def test_steps_get_their_groups_from_all_gateways_the_earliest_step_first(
         assert groups_of(news) == {names[2]}
         assert {answer.worker_index for name, answer in news if name == "sample"} == {1}
         again = TaskCalls(calls, step_request(both[0], 4, 2))
-        await again.begin(patient(60))
+        await again.begin()
         assert groups_of(await news_of(again)) == {*names[:2]}, "a repeated call has the same"

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paceline.services.rollout_gateway.sessions.shard import Shard
 from starlette.requests import Request
 
 from paceline.services.rollout_gateway.api.http.answers import framed
@@ -16,6 +15,7 @@ from paceline.services.rollout_gateway.api.http.openai import ChatAnswers, Compl
 from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
 from paceline.services.rollout_gateway.calls.call import Call, Piece
 from paceline.services.rollout_gateway.chat.messages import Delta, ToolCallDelta
+from paceline.services.rollout_gateway.sessions.names import GatewayNames
 from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
 
@@ -28,7 +28,7 @@ CHUNK = pb.TokenChunk(token_ids=[7], behavior_logprobs=[-1.0])
 class Gateway:
     """What answers ask of a gateway."""
 
-    shard = Shard()
+    names = GatewayNames()
     model = 'a model called "\ufffc"'
 
 
