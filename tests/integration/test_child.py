@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -176,3 +177,19 @@ async def test_a_stopped_descendant_counts_where_the_tree_is_watched() -> None:
         os.kill(below, signal.SIGSTOP)
         assert await asyncio.wait_for(tree.wait(), patient(10 * LIMIT_S)) == -signal.SIGKILL
         assert tree.verdict == ", stopped for 1.2 s"
+
+
+@pytest.mark.parametrize("tree", [False, True])
+async def test_a_parent_that_can_open_no_file_kills_nobody(tree: bool) -> None:
+    async with watched(0.0) as parent:
+        child = Child(parent.process, tree=tree, stop_s=LIMIT_S)
+        _, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+        try:
+            await asyncio.wait({child.ended}, timeout=3 * LOOK_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not child.ended.done()
+        os.kill(child.pid, signal.SIGSTOP)  # found afterwards
+        assert await asyncio.wait_for(child.wait(), patient(10 * LIMIT_S)) == -signal.SIGKILL
+        assert child.verdict == ", stopped for 1.2 s"

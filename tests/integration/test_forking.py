@@ -205,6 +205,16 @@ async def test_one_that_is_stopped_is_ended_at_the_deadline_of_an_order_and_the_
     assert facts(log)["parent"] != stopped
 
 
+async def test_orders_that_miss_their_deadlines_together_say_so(make: Make, tmp_path: Path) -> None:
+    forker, log = make(), tmp_path / "0.log"
+    forked = await fork(forker, log, "wait")
+    os.kill(psutil.Process(forked.pid).ppid(), signal.SIGSTOP)
+    orders = [forker.fork("forked_stub", {"WORD": "exit"}, log, 0.2) for _ in range(2)]
+    for error in await asyncio.gather(*orders, return_exceptions=True):
+        assert isinstance(error, DeadlineExceeded)
+    assert await ended(await fork(forker, log)) == 3
+
+
 async def test_nothing_is_left_when_it_is_closed(make: Make, tmp_path: Path) -> None:
     forker = make()
     forked = await fork(forker, tmp_path / "0.log", "wait")

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis_servers import foreign_redis
 
 from paceline.config import ServiceConfig, load_config
+from paceline.errors import Unavailable
 from paceline.local.hung import LAST, Turns
 from paceline.local.launch import Launch
 from paceline.local.patience import VARIABLE, patient
@@ -132,6 +133,24 @@ async def test_a_redis_of_ours_that_was_stopped_for_less_than_the_limit_lives(
         os.kill(pid, signal.SIGCONT)
         await client.ping()
     assert (supervisor.pids["redis"], "died" in events.kinds("redis")) == (pid, False)
+
+
+async def test_a_server_that_never_answers_after_its_start_is_replaced(tmp_path: Path) -> None:
+    events = Events()
+
+    async def healthy(_: float) -> None: ...
+
+    async def ping(_: float) -> None:
+        raise Unavailable("no answer")
+
+    launch = Launch("one", ("sleep", "600"), healthy, ping=ping)
+    async with Supervisor(
+        [launch], tmp_path, on_event=events.hear, policy=QUICK, heartbeat_s=0.6, hung_s=0.6
+    ) as supervisor:
+        await supervisor.start(patient(30.0))
+        await events.until(lambda heard: "restarted" in heard.kinds("one"))
+    died = next(event for event in events if event.kind == "died")
+    assert died.detail.startswith("was killed by SIGKILL, hung: no progress for 0.6 s")
 
 
 async def test_a_server_is_not_asked_whether_it_hangs_before_it_was_healthy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from listening import beyond_loopback, open_doors
 from standstill import standstill
 
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local import launch
 from paceline.local.child import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.user_directory import process_directory
@@ -50,6 +53,19 @@ async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
     ranks.send(b"x" * 2_000_000)
     answers = dict([await ranks.receive(10.0), await ranks.receive(10.0)])
     assert answers == {0: b"x" * 2_000_000, 1: b"x" * 2_000_000}
+
+
+async def test_a_live_rank_with_many_unread_messages_is_not_lost(ranks: RankGroup) -> None:
+    count = 500  # more than the queues of both ends hold
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    for number in range(count):
+        ranks.send(b"%d" % number)
+    os.kill(ranks.pids[0], signal.SIGCONT)
+    answers: dict[int, list[bytes]] = {0: [], 1: []}
+    for _ in range(2 * count):
+        rank, answer = await ranks.receive(10.0)
+        answers[rank].append(answer)
+    assert answers[0] == answers[1] == [b"%d" % number for number in range(count)]
 
 
 STANDS = MESSAGES.encode(Started(Progress())).decode()
@@ -91,6 +107,40 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     await watched.wait_ready(patient(20.0))
     assert order == [stand, "start"]
     watching.cancel()
+    await watched.stop(2.0)
+
+
+class Unlucky(RankGroup):
+    """Ranks that start once, and never again."""
+
+    starts = 0
+
+    async def start(self, deadline_s: float) -> None:
+        self.starts += 1
+        if self.starts > 1:
+            raise Unavailable("no memory for a rank")
+        await super().start(deadline_s)
+
+
+async def test_ranks_that_never_start_again_are_given_up_however_long_each_start_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def pause(_: launch.RestartPolicy) -> None:
+        await asyncio.sleep(0)
+
+    minutes = itertools.count()
+    monkeypatch.setattr(launch.RestartPolicy, "pause", pause)
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
+    monkeypatch.setattr(launch, "time", clock)
+    env = {"PYTHONPATH": IMPORTS, "RANK_ECHO_NEWS": STANDS}
+    group = Unlucky("rank_echo", 1, 1, tmp_path, env)
+    watched = watching(group)
+    supervision = asyncio.create_task(watched.supervise())
+    await watched.wait_ready(patient(20.0))
+    watched.kill()
+    with pytest.raises(Unavailable, match="no memory"):
+        await asyncio.wait_for(supervision, patient(20.0))
+    assert group.starts == 6
     await watched.stop(2.0)
 
 

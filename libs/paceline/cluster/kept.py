@@ -16,6 +16,10 @@ _LOOK_S = 1.0
 """Seconds that a keeper waits for events before it replies."""
 _ANSWER_S, _AWAY_S = 30.0, 45.0
 _STOP_S = 10.0
+_NODE_DIED = "its node has died"
+"""Part of Ray's message for an actor whose node died; no other sign distinguishes this from the
+death of its process. Without it, the other keepers of the node do not respond to `stop`.
+"""
 Placed = Callable[[PoolOrder], Any]
 """Creates the keeper of a pool on its node and returns the actor handle."""
 
@@ -50,7 +54,7 @@ class KeptPool:
         Raises the errors of their supervisor, and Unavailable with reason START_AGAIN if their
         keeper is lost.
         """
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorDiedError, RayActorError
 
         try:
             self._keeper = await asyncio.to_thread(self._placed, self.order)
@@ -59,9 +63,12 @@ class KeptPool:
             while not (report := await self._look()).over:
                 self._take(report)
         except (RayActorError, DeadlineExceeded) as error:
-            self._lost_nodes.add(self.order.host)
+            node = not isinstance(error, ActorDiedError) or _NODE_DIED in str(error)
+            if node:
+                self._lost_nodes.add(self.order.host)
+            what = "node" if node else "keeper"
             raise Unavailable(
-                f"the node of {', '.join(self.order.services)} is lost",
+                f"the {what} of {', '.join(self.order.services)} is lost",
                 reason=START_AGAIN,
                 seen=" ".join(str(error).split()),
             ) from error

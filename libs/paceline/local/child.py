@@ -203,7 +203,7 @@ def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
     """(process, context switches) of each process that is stopped now."""
     found = set()
     for one in processes:
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):  # it has ended, or this process can open no file
             if (process := psutil.Process(one)).status() == psutil.STATUS_STOPPED:
                 found.add((one, process.num_ctx_switches().voluntary))
     return frozenset(found)
@@ -211,8 +211,9 @@ def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
 
 def _descendants(pid: int) -> list[int]:
     """Process ids of all descendants, as Linux lists them; [] on other systems."""
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += [int(child) for child in path.read_text().split()]
+    found: list[int] = []
+    with suppress(OSError):  # it has ended, or this process can open no file
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, path.read_text().split())
     return found + [below for child in found for below in _descendants(child)]

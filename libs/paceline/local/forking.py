@@ -84,10 +84,10 @@ class Forker:
 
     async def close(self) -> None:
         """Stops its own forkserver and all its forks."""
-        if self._own is not None:
-            await self._own.stop()
-            self._own = None
+        own, self._own = self._own, None  # a concurrent call has nothing to stop
+        if own is not None:
             os.unlink(self.path)
+            await own.stop()
 
     async def _order(
         self, module: str, environment: Mapping[str, str], log: Path | None

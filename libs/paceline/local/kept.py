@@ -160,6 +160,8 @@ class KeptService:
         """
         ping, every_s, misses = self.launch.ping, self._heartbeat_s / 2, 0
         await self.is_healthy.wait()
+        if ping is not None:
+            turns.note()  # the limit begins
         while ping is not None and every_s:
             try:
                 await ping(patience.patient(every_s))

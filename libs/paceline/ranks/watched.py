@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
@@ -100,9 +101,10 @@ class WatchedRanks(Generic[M]):
     async def supervise(self) -> None:
         """Starts the ranks, and restarts the group after each loss.
 
-        Raises the error of a failed first start, or the last error after too many losses.
+        Raises the error of a failed first start, or the last error after too many failed starts in
+        a row, however long each takes.
         """
-        policy, ever_ready = RestartPolicy(), False
+        policy, ever_ready = RestartPolicy(window_s=inf), False
         while True:
             try:
                 await self._start()

@@ -62,6 +62,39 @@ async def test_a_keeper_that_dies_is_lost_at_once_with_its_services(tmp_path: Pa
     assert lost == {"10.0.0.2"}
 
 
+async def test_a_keeper_that_is_killed_leaves_the_other_pools_of_its_node_their_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.exceptions import ActorDiedError
+
+    async def killed(*_: object) -> KeeperReport:
+        raise ActorDiedError
+
+    async def well(*_: object) -> KeeperReport:
+        await asyncio.sleep(0)
+        return KeeperReport(0, healthy=True)
+
+    stops: list[float] = []
+
+    async def stop(grace_s: float) -> None:
+        stops.append(grace_s)
+
+    monkeypatch.setattr("ray.kill", lambda _: None)
+    lost: set[str] = set()
+    actor = keeper(well)(None)
+    actor.stop = SimpleNamespace(remote=stop)
+    other = KeptPool(LAUNCH, order(tmp_path), lambda _: actor, print, lost)
+    running = asyncio.create_task(other.run())
+    await other.is_healthy.wait()
+    with pytest.raises(Unavailable, match="the keeper of gateway is lost") as raised:
+        await KeptPool(LAUNCH, order(tmp_path), keeper(killed), print, lost).run()
+    assert raised.value.reason == START_AGAIN
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await other.stop(1.0)
+    assert stops == [1.0]
+
+
 async def test_the_error_of_services_is_raised_after_their_events(tmp_path: Path) -> None:
     told: list[ChildEvent] = []
     event = ChildEvent("gateway", "died", 12, "why")
