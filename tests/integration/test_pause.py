@@ -109,11 +109,11 @@ async def test_a_paused_run_rests_after_its_step_lends_no_worker_and_goes_on_whe
 
 @pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_paused_run_is_still_paused_when_its_coordinator_starts_again(
-    redis_url: str, tmp_path: Path, snapshot_entries: int
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_entries: int
 ) -> None:
+    monkeypatch.setattr(CoordinatorConfig, "snapshot_entries", snapshot_entries)
     async with running_peers(script := Script(hold_step=0)) as peers:
-        more = {"snapshot_entries": snapshot_entries}
-        config = config_of(overrides(peers, redis_url, tmp_path, **more))
+        config = config_of(overrides(peers, redis_url, tmp_path))
         stop = asyncio.Event()
         first = asyncio.create_task(serve(config, stop))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
