@@ -95,8 +95,8 @@ async def test_a_paused_run_rests_after_its_step_lends_no_worker_and_goes_on_whe
         assert "paused; to go on: paceline resume" in shown
         assert "engine" in shown
         assert await told(config, pause_run) == (0, [lines[0], rests])
-        assert await told(config, resume_run) == (0, ["the run goes on"])
-        assert await told(config, resume_run) == (0, ["the run goes on: it was not paused"])
+        assert await told(config, resume_run) == (0, ["the run continues"])
+        assert await told(config, resume_run) == (0, ["the run was not paused and continues"])
         await run
     assert [seq for seq, _, _ in script.commits] == [1, 2, 3]
     entries = await journal_of(config)

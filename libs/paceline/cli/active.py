@@ -155,7 +155,7 @@ async def pause_run(coordinator: Coordinator, console: Console) -> int:
 async def resume_run(coordinator: Coordinator, console: Console) -> int:
     """Prints whether the run had been paused; 0. Raises as `pause_run` does."""
     async with asked(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
-        told = "the run goes on" if answer.was_paused else "the run goes on: it was not paused"
+        told = "the run continues" if answer.was_paused else "the run was not paused and continues"
         console.print(told, highlight=False)
         return 0
 

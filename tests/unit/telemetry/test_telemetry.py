@@ -231,12 +231,6 @@ def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
         telemetry.prometheus_page()
 
 
-def test_no_page_without_the_setting(tmp_path: Path) -> None:
-    start(tmp_path, prometheus=False)
-    with pytest.raises(NotFound, match=r"telemetry\.prometheus=true"):
-        telemetry.prometheus_page()
-
-
 def test_spans_that_nobody_reads_have_ids_for_other_processes_and_keep_nothing() -> None:
     telemetry.setup("gateway", TelemetryConfig())
     with telemetry.span("elsewhere"):
