@@ -163,7 +163,7 @@ async def resume_run(coordinator: Coordinator, console: Console) -> int:
 def _rests(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
     if snapshot.phase == "paused":
         told = f"the run is paused after {snapshot.step} steps, of {snapshot.total_steps}"
-        return f"{told}; to go on: paceline resume", 0
+        return f"{told}; to continue: paceline resume", 0
     if (ended := over(snapshot)) is not None:
         return ended[0], 1
     return None if snapshot.paused else ("the run is not paused any more", 1)
