@@ -184,7 +184,7 @@ class CoordinatorConfig(ServiceConfig):
     """
     min_workers_for_training: int = Field(default=1, ge=1)
     """Minimum released workers before a lease of the drafter."""
-    train_during_push: bool = True
+    train_during_push: ClassVar[bool] = True
     """Whether the drafter trains on the policy's slots during the push, in the schedule sync,
     colocated.
     """
@@ -194,11 +194,11 @@ class CoordinatorConfig(ServiceConfig):
     """Maximum optimiser steps per activation; 0: no limit."""
     activation_deadline_s: ClassVar[float] = 30.0
     """Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
-    snapshot_entries: int = Field(default=1000, ge=1)
+    snapshot_entries: ClassVar[int] = 1000
     """Journal entries after which the end of a step writes a snapshot; a restarted coordinator
     replays the later entries.
     """
-    preempt_deadline_s: float = Field(default=4.0, gt=0)
+    preempt_deadline_s: ClassVar[float] = 4.0
     """Maximum time of a preemption of the drafter, on an idle machine, seconds."""
     step_deadline_s: float = Field(default=900.0, gt=0)
     """Maximum time without progress of rollouts, a policy step or an evaluation before the run

@@ -44,7 +44,7 @@ class BufferConfig(Config):
     """Maximum held-out samples; older samples go to training."""
     recency: ClassVar[float] = 0.7
     """Weight of a head one version older than the newest."""
-    window: int = Field(default=512, ge=8)
+    window: ClassVar[int] = 512
     """Maximum positions of one sample per use."""
     long_share: ClassVar[float] = 0.5
     """Share of draws from the former step's long samples until the current step has long samples.

@@ -30,7 +30,7 @@ class SpeculationConfig(Config):
 class FeaturesConfig(Config):
     """Hidden rows for the drafter trainer."""
 
-    dtype: Precision = "bfloat16"
+    dtype: ClassVar[Precision] = "bfloat16"
     """Element type of hidden rows."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of the training requests with captured rows."""
@@ -91,8 +91,8 @@ class CanaryConfig(Config):
     """Whether a canary tests each set before the other workers load it."""
     tokens: ClassVar[int] = 32
     """Tokens of each of the four probes for a new drafter."""
-    accepted: float = Field(default=0.25, ge=0, le=1)
-    """Minimum accepted drafts per round, as a share of the serving drafter's; 0: any."""
+    accepted: ClassVar[float] = 0.25
+    """Minimum accepted drafts per round, as a share of the serving drafter's."""
     deadline_s: float = Field(default=30, gt=0)
     """Maximum time of the canary's answer, seconds."""
 
@@ -108,7 +108,7 @@ class ApiConfig(Config):
     """Origins of web pages with access to the API, e.g. "https://console.example". "*": all
     origins, so any page in a browser on this machine can generate and end sessions.
     """
-    keep_alive_s: int = Field(default=75, ge=1)
+    keep_alive_s: ClassVar[int] = 75
     """Maximum silence of a connection between two requests, seconds. After longer tool calls, an
     agent reconnects.
     """
@@ -211,7 +211,7 @@ class RemoteRewardConfig(Config):
     """Bearer token of the requests."""
     deadline_s: float = Field(default=30, gt=0)
     """Maximum time of a score with its retries, seconds."""
-    attempts: int = Field(default=4, ge=1)
+    attempts: ClassVar[int] = 4
     """Maximum requests per score."""
     parallel: ClassVar[int] = 64
     """Maximum concurrent requests."""
@@ -301,7 +301,7 @@ class GatewayConfig(ServiceConfig):
     with short tasks ends earlier, and the drafter trains on its slot. dealt: in turn over the
     workers, which then end closer to each other.
     """
-    release_after_s: float = Field(default=1.0, gt=0)
+    release_after_s: ClassVar[float] = 1.0
     """Idle time before a worker lends its slot, in open traffic, seconds."""
     reclaim_after_s: ClassVar[float] = 2.0
     """Wait of callers' requests for lent workers before the coordinator reclaims the drafter's

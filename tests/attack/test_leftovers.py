@@ -18,7 +18,7 @@ from integration.gateway.conftest import sums, tiny_model
 from paceline.local.patience import patient
 
 SOCKETS = 4
-"""Of a gateway with two workers: one for the work of each, one for its beats."""
+"""Of a gateway with two workers: two for each worker."""
 pytestmark = [pytest.mark.attack, pytest.mark.timeout(120)]
 
 GATEWAY = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -474,15 +475,20 @@ class Peers:
 async def running_peers(
     script: Script, security: SecurityConfig = SECURITY
 ) -> AsyncIterator[Peers]:
+    """The drafter trains during a push only with `push_drafts`: other pushes take no time, so
+    that it would be chance.
+    """
     names = ("gateway", "policy_trainer", "drafter_trainer")
     peers = Peers(script, {name: free_port() for name in names}, security)
     for name in peers.ports:
         await peers.start(name)
-    try:
-        yield peers
-    finally:
-        for server in peers.servers.values():
-            await server.stop(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CoordinatorConfig, "train_during_push", script.push_drafts)
+        try:
+            yield peers
+        finally:
+            for server in peers.servers.values():
+                await server.stop(0)
 
 
 def overrides(peers: Peers, redis_url: str, directory: Path, **more: object) -> list[str]:
@@ -503,8 +509,6 @@ def overrides(peers: Peers, redis_url: str, directory: Path, **more: object) -> 
         "prompts_per_step": 2,
         "samples_per_task": 2,
         "training_interval_steps": 1,
-        "preempt_deadline_s": 1.0,
-        "train_during_push": False,  # these pushes take no time, so that it would be chance
         **more,
     }
     return [f"{key}={value}" for key, value in values.items()]
@@ -516,6 +520,23 @@ def config_of(words: list[str]) -> CoordinatorConfig:
 
 async def run_to_end(config: CoordinatorConfig) -> None:
     await asyncio.wait_for(serve(config, asyncio.Event()), 2 * WAIT_S)
+
+
+PROCESS = """
+from paceline.local.entry import run_service
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.server import serve
+
+CoordinatorConfig.train_during_push = False
+CoordinatorConfig.snapshot_entries = {snapshot_entries}
+run_service("coordinator", CoordinatorConfig, serve)
+"""
+
+
+async def process_of(words: list[str], snapshot_entries: int) -> asyncio.subprocess.Process:
+    """A coordinator in a process of its own."""
+    code = PROCESS.format(snapshot_entries=snapshot_entries)
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", code, *words)
 
 
 async def held(script: Script, config: CoordinatorConfig) -> asyncio.Task[None]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from integration.coordinator_world import (
     config_of,
     journal_of,
     overrides,
+    process_of,
     records_of,
     run_to_end,
     running_peers,
@@ -130,15 +130,14 @@ async def test_a_killed_coordinator_takes_an_asynchronous_run_up_again(
     script = Script(bubbles=False, hold_step=2, disaggregated=True)
     async with running_peers(script) as peers:
         words = words_of(peers, redis_url, tmp_path, APART, schedule="fully_async")
-        words.append(f"snapshot_entries={snapshot_entries}")
-        first = await _process(words)
+        first = await process_of(words, snapshot_entries)
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         await script.until(lambda: 3 in script.drawn_at)
         first.send_signal(signal.SIGKILL)
         await first.wait()
         await counters_are_seeded_from_the_journal(config_of(words))
         script.released.set()
-        second = await _process(words)
+        second = await process_of(words, snapshot_entries)
         assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
     every_group_once(script, lag=1)
     assert len(records_of(await journal_of(config_of(words)))) == STEPS
@@ -158,9 +157,3 @@ async def counters_are_seeded_from_the_journal(config: CoordinatorConfig) -> Non
 
 async def _nobody(*facts: object) -> None:
     """Nobody listens."""
-
-
-async def _process(words: list[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "paceline.services.coordinator", *words
-    )

@@ -26,6 +26,7 @@ from integration.coordinator_world import (
     config_of,
     journal_of,
     overrides,
+    process_of,
     records_of,
     run_to_end,
     running_peers,
@@ -144,7 +145,7 @@ async def test_the_drafter_trains_during_a_push_and_leaves_with_the_commit(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with running_peers(script := Script(push_drafts=True)) as peers:
-        more = {"steps": 2, "heldout_path": "", "train_during_push": True}
+        more = {"steps": 2, "heldout_path": ""}
         config = config_of(overrides(peers, redis_url, tmp_path, **more))
         await run_to_end(config)
     step = [
@@ -238,13 +239,13 @@ async def test_a_killed_coordinator_takes_its_run_up_again(
     redis_url: str, tmp_path: Path, snapshot_entries: int
 ) -> None:
     async with running_peers(script := Script(hold_step=1)) as peers:
-        words = overrides(peers, redis_url, tmp_path, snapshot_entries=snapshot_entries)
-        first = await _process(words)
+        words = overrides(peers, redis_url, tmp_path)
+        first = await process_of(words, snapshot_entries)
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         first.send_signal(signal.SIGKILL)
         await first.wait()
         script.released.set()
-        second = await _process(words)
+        second = await process_of(words, snapshot_entries)
         assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
     train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
     assert [request.context.step for request in train] == [0, 1, 1, 2]
@@ -256,12 +257,6 @@ async def test_a_killed_coordinator_takes_its_run_up_again(
     records = records_of(entries)
     traces = {entry["data"]["traceparent"] for entry in entries if entry["event"] == "StepBegan"}
     assert len(records) == len(traces) == 3
-
-
-async def _process(words: list[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "paceline.services.coordinator", *words
-    )
 
 
 async def test_the_trainer_is_asked_for_the_scored_sessions_of_each_group(
@@ -349,12 +344,12 @@ async def test_a_coordinator_killed_in_the_policy_step_asks_for_the_same_groups(
 ) -> None:
     script = Script(hold_policy_step=1, unscored=frozenset({(1, 0)}))
     async with running_peers(script) as peers:
-        words = overrides(peers, redis_url, tmp_path, snapshot_entries=snapshot_entries)
-        first = await _process(words)
+        words = overrides(peers, redis_url, tmp_path)
+        first = await process_of(words, snapshot_entries)
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         first.send_signal(signal.SIGKILL)
         await first.wait()
-        second = await _process(words)
+        second = await process_of(words, snapshot_entries)
         assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
     train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
     assert [request.context.step for request in train] == [0, 1, 2], "the rollouts had ended"
@@ -394,10 +389,11 @@ async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(
 
 
 async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
-    redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(CoordinatorConfig, "preempt_deadline_s", 0.3)
     async with running_peers(Script(deaf_to_preempt=True)) as peers:
-        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, preempt_deadline_s=0.3))
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
     entries = await journal_of(config)
     names = [entry["event"] for entry in entries]
@@ -410,10 +406,11 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
 
 
 async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before_its_slots_move(
-    redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(CoordinatorConfig, "preempt_deadline_s", 0.5)
     async with running_peers(Script(missed_preempts=1)) as peers:
-        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, preempt_deadline_s=0.5))
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
     names = [entry["event"] for entry in await journal_of(config)]
     assert "Deadline" not in names

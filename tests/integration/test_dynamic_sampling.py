@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from integration.coordinator_world import (
     config_of,
     journal_of,
     overrides,
+    process_of,
     records_of,
     run_to_end,
     running_peers,
@@ -88,21 +88,14 @@ async def test_a_coordinator_killed_in_a_later_round_asks_for_that_round_again(
         equal=frozenset({"s1.t0", "s1.t1"}), bubbles=False, hold_step=1, hold_round="s1.r1"
     )
     async with running_peers(script) as peers:
-        more = {"steps": 2, "snapshot_entries": snapshot_entries}
-        words = words_of(peers, redis_url, tmp_path, **more)
-        first = await _process(words)
+        words = words_of(peers, redis_url, tmp_path, steps=2)
+        first = await process_of(words, snapshot_entries)
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         first.send_signal(signal.SIGKILL)
         await first.wait()
         script.released.set()
-        second = await _process(words)
+        second = await process_of(words, snapshot_entries)
         assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
     again = ["s1.r1.t0", "s1.r1.t1"]
     assert asked(script) == [["s0.t0", "s0.t1"], ["s1.t0", "s1.t1"], again, again]
     assert script.left_out == [(0, []), (1, ["s1.t0", "s1.t1"])]
-
-
-async def _process(words: list[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "paceline.services.coordinator", *words
-    )

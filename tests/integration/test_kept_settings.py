@@ -87,6 +87,6 @@ async def test_a_run_is_taken_up_with_other_settings_that_its_state_does_not_dep
         stop.set()
         await first
         script.released.set()
-        free = ["coordinator.steps=3", "coordinator.preempt_deadline_s=9", "run.seed=4"]
+        free = ["coordinator.steps=3", "coordinator.service_recovery_s=90", "run.seed=4"]
         await run_to_end(config_of([*words, *free]))
     assert len(script.commits) == 3

@@ -79,24 +79,24 @@ async def test_a_paused_run_rests_after_its_step_lends_no_worker_and_goes_on_whe
         config = config_of(overrides(peers, redis_url, tmp_path))
         run = await held(script, config)
         await asked(config, "PauseRun", pb.PauseRunRequest())
-        assert "paused when what is under way has ended" in await status_of(config)
+        assert "paused after the steps in progress" in await status_of(config)
         pausing = asyncio.create_task(told(config, pause_run, waits := asyncio.Event()))
         await asyncio.wait_for(waits.wait(), WAIT_S)
         script.released.set()
         status, lines = await pausing
         assert (status, lines[0]) == (0, "the run pauses after 2 steps")
-        rests = "the run is paused after 2 steps, of 3; to go on: paceline resume"
+        rests = "the run is paused after 2 steps, of 3; to continue: paceline resume"
         assert (lines[1], lines[-1]) == ("waiting for step 1: rollout", rests)
         await script.until(lambda: script.order[-1] == "resume [0, 1]")
         await script.traffic.put(rollout_pb2.WatchTrafficResponse(requests=1, epoch=1))
         await script.until(lambda: script.order[-1] == "resume []")  # callers wait nevertheless
         shown = await status_of(config)
         assert "phase paused" in shown
-        assert "paused; to go on: paceline resume" in shown
+        assert "paused; to continue: paceline resume" in shown
         assert "engine" in shown
         assert await told(config, pause_run) == (0, [lines[0], rests])
-        assert await told(config, resume_run) == (0, ["the run goes on"])
-        assert await told(config, resume_run) == (0, ["the run goes on: it was not paused"])
+        assert await told(config, resume_run) == (0, ["the run continues"])
+        assert await told(config, resume_run) == (0, ["the run was not paused and continues"])
         await run
     assert [seq for seq, _, _ in script.commits] == [1, 2, 3]
     entries = await journal_of(config)
@@ -109,11 +109,11 @@ async def test_a_paused_run_rests_after_its_step_lends_no_worker_and_goes_on_whe
 
 @pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_paused_run_is_still_paused_when_its_coordinator_starts_again(
-    redis_url: str, tmp_path: Path, snapshot_entries: int
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_entries: int
 ) -> None:
+    monkeypatch.setattr(CoordinatorConfig, "snapshot_entries", snapshot_entries)
     async with running_peers(script := Script(hold_step=0)) as peers:
-        more = {"snapshot_entries": snapshot_entries}
-        config = config_of(overrides(peers, redis_url, tmp_path, **more))
+        config = config_of(overrides(peers, redis_url, tmp_path))
         stop = asyncio.Event()
         first = asyncio.create_task(serve(config, stop))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)

@@ -109,7 +109,7 @@ async def test_a_client_of_a_gateway_on_this_machine_passes_no_proxy(host: str) 
 async def test_a_reward_at_a_url_of_this_machine_passes_no_proxy(host: str) -> None:
     async with recording("127.0.0.1" if host == "localhost" else host) as server:
         url = f"http://{host}:{server.port}/score"
-        reward = RemoteReward(RemoteRewardConfig(url=url, attempts=1, deadline_s=patient(5)))
+        reward = RemoteReward(RemoteRewardConfig(url=url, deadline_s=patient(5)))
         try:
             assert await reward.score(Episode(EpisodeTask("t", "1+1=", "2"), "2", "stop")) == 0.5
         finally:

@@ -47,7 +47,6 @@ def settings(name: str, folder: Path) -> dict[str, object]:
         return {
             "drafter": str(folder / "drafter"),
             "arms": ("off", "eagle3:2_1_3", "eagle3:3_2_6", "eagle3:3_4_10"),
-            "drafter_swap": "retract",
         }
     if name == "ngram on two ranks":
         return {

@@ -155,7 +155,7 @@ async def pause_run(coordinator: Coordinator, console: Console) -> int:
 async def resume_run(coordinator: Coordinator, console: Console) -> int:
     """Prints whether the run had been paused; 0. Raises as `pause_run` does."""
     async with asked(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
-        told = "the run goes on" if answer.was_paused else "the run goes on: it was not paused"
+        told = "the run continues" if answer.was_paused else "the run was not paused and continues"
         console.print(told, highlight=False)
         return 0
 
@@ -163,7 +163,7 @@ async def resume_run(coordinator: Coordinator, console: Console) -> int:
 def _rests(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
     if snapshot.phase == "paused":
         told = f"the run is paused after {snapshot.step} steps, of {snapshot.total_steps}"
-        return f"{told}; to go on: paceline resume", 0
+        return f"{told}; to continue: paceline resume", 0
     if (ended := over(snapshot)) is not None:
         return ended[0], 1
     return None if snapshot.paused else ("the run is not paused any more", 1)

@@ -112,7 +112,7 @@ def _check_enough(what: str, device: str, number: int, gpus: int) -> None:
     """Raises ConfigError if two ranks or slots would share a GPU."""
     if device == "cuda" and number > gpus:
         raise ConfigError(
-            "each computes on a GPU of its own", seen=f"{number} {what}", allowed=f"at most {gpus}"
+            f"cuda needs one GPU for each of the {what}", seen=number, allowed=f"at most {gpus}"
         )
 
 
@@ -120,7 +120,7 @@ def _trajectories(written: bool | None) -> list[str]:
     """Enables trajectories in a run's gateway. Raises ConfigError if they are disabled."""
     if written is False:
         raise ConfigError(
-            "a run trains what its gateway writes down",
+            "a run needs the trajectories of its gateway",
             seen="gateway.trajectories=false",
             allowed="true, or nothing; a gateway alone: paceline serve gateway",
         )
@@ -179,11 +179,11 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
         return
     if correction.required:
         raise ConfigError(
-            "tokens are drawn with coarser numbers than they are trained with; set "
+            "the engine draws tokens with coarser numbers than the trainer uses; set "
             "policy_trainer.algorithm.correction",
             seen=", ".join([*settings, f"policy_trainer.compute_dtype={policy.compute_dtype}"]),
             allowed="weight=token or sequence, keep=band or geometric, bypass=true, or "
-            "required=false to measure what that costs",
+            "required=false to measure the effect",
         )
 
 

@@ -41,7 +41,7 @@ def _shares(found: why.Explanation) -> Table:
         title=f"critical path of {found.title}, {found.seconds:.2f} s: share by edge",
         title_justify="left",
     )
-    table.add_column("edge, and what in it")
+    table.add_column("edge, and its spans")
     for name in ("s", "share", beside, "more"):
         table.add_column(name, justify="right")
     parts = {

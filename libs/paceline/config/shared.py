@@ -130,8 +130,6 @@ class TelemetryConfig(Config):
     """Least severe level in the log."""
     log_json: bool = False
     """One JSON object per log line instead of console text."""
-    prometheus: bool = True
-    """Metrics in memory for the gateway's GET /metrics."""
 
 
 class SecurityConfig(Config):

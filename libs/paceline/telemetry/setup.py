@@ -148,7 +148,7 @@ def setup(service: str, config: TelemetryConfig) -> None:
 
     Spans go to `<spans_dir>/<service>-<pid>.jsonl` if a directory is set, and to
     OTEL_EXPORTER_OTLP_ENDPOINT if that is set (OTLP over gRPC). Without either, spans have ids
-    only. Log records and metrics go to the same endpoint. With `prometheus`, metrics also go to
+    only. Log records and metrics go to the same endpoint. Metrics also go to
     `prometheus_page`, at no cost until a request.
     """
     from opentelemetry.sdk.resources import Resource
@@ -156,7 +156,7 @@ def setup(service: str, config: TelemetryConfig) -> None:
     shutdown()
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
     logs = _logs(service, config, resource)
-    _Running.providers = (_traces(service, config, resource), _metrics(config, resource), logs)
+    _Running.providers = (_traces(service, config, resource), _metrics(resource), logs)
     trace.use_tracer(_Running.providers[0])
     metrics.use_meter(_Running.providers[1])
 
@@ -199,12 +199,10 @@ def prometheus_page() -> bytes:
     """All metrics of this process in Prometheus text format 0.0.4, with OpenTelemetry's mapping of
     names and units.
 
-    Raises NotFound if none are kept.
+    Raises NotFound before `setup` and after `shutdown`.
     """
     if _Running.registry is None:
-        raise NotFound(
-            "this process keeps no metrics for Prometheus", allowed="telemetry.prometheus=true"
-        )
+        raise NotFound("this process has no metrics", allowed="a request while telemetry runs")
     from prometheus_client import generate_latest
 
     return generate_latest(_Running.registry)
@@ -275,9 +273,11 @@ def _note_end(name: str, ended_ns: int) -> None:
         _Running.ended = (name, ended_ns)
 
 
-def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
+def _metrics(resource: Resource) -> MeterProvider:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
     from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+    from prometheus_client import CollectorRegistry
 
     readers: list[MetricReader] = []
     if _otlp_wanted("METRICS"):
@@ -286,12 +286,8 @@ def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
         exporter = OTLPMetricExporter(channel_options=_channel_options("METRICS"))
         _Running.exporters += (exporter,)
         readers.append(PeriodicExportingMetricReader(exporter))
-    if config.prometheus:
-        from opentelemetry.exporter.prometheus import PrometheusMetricReader
-        from prometheus_client import CollectorRegistry
-
-        _Running.registry = CollectorRegistry()
-        readers.append(PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry))
+    _Running.registry = CollectorRegistry()
+    readers.append(PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry))
     # Exemplars are kept only for an endpoint: the Prometheus page cannot show them.
     examples = None if _otlp_wanted("METRICS") else AlwaysOffExemplarFilter()
     return MeterProvider(metric_readers=readers, resource=resource, exemplar_filter=examples)

@@ -24,10 +24,6 @@ class BanditConfig(Config):
     """Bandit algorithm: epsilon_greedy, ucb, beg, or package.module:Class."""
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)
     """Share of exploring rounds, for epsilon_greedy and beg."""
-    window: int = Field(default=1000, ge=1)
-    """Number of remembered rounds per group, of all arms together."""
-    groups: tuple[int, ...] = (1, 2, 5, 21)
-    """Smallest batch size of each group."""
     inherited_rounds: ClassVar[int] = 64
     """Number of rounds that a new drafter's arms inherit from the former drafter, with the
     trainer's prediction of the change; 0: none.
@@ -35,8 +31,12 @@ class BanditConfig(Config):
 
 
 class BanditSettings(BanditConfig):
-    """Settings of the bandit with the values that the engine sets."""
+    """Settings of the bandit, and values that no user sets."""
 
+    window: int = Field(default=1000, ge=1)
+    """Number of remembered rounds per group, of all arms together."""
+    groups: tuple[int, ...] = (1, 2, 5, 21)
+    """Smallest batch size of each group."""
     watchdog_rounds: int = Field(default=20, ge=0)
     """Rounds without an accepted draft before a drafter rests; 0 turns the watchdog off."""
 

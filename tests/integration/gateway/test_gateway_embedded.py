@@ -17,7 +17,7 @@ from paceline.errors import WeightsError
 from paceline.local.patience import patient
 from paceline.local.processes import usable_cores
 from paceline.models.config import read_config
-from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.config import FeaturesConfig, GatewayConfig
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.workers.local import engine_settings
 from paceline.speculators.eagle import EagleNet
@@ -33,13 +33,16 @@ POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 
 
 async def test_speculation_changes_no_token_and_new_weights_are_served(
-    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+    serve_gateway: Any,
+    redis_url: str,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(FeaturesConfig, "dtype", "float32")
     keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": {"id": run_id}}
     engine = {"kind": "embedded", "workers": 2, "max_sequence_tokens": 128}
-    async with serve_gateway(
-        model=str(POLICY), drafter="eagle", features={"dtype": "float32"}, engine=engine, **keys
-    ) as served:
+    async with serve_gateway(model=str(POLICY), drafter="eagle", engine=engine, **keys) as served:
 
         async def answers(
             arm: str, purpose: int, step: int

@@ -1,4 +1,4 @@
-"""More connections than a process may open files by default, and some that are silent for long."""
+"""More connections than a process may open files by default."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ASK = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def served(stack: AsyncExitStack, folder: Path, *settings: str) -> Front:
+async def served(stack: AsyncExitStack, folder: Path) -> Front:
     """A gateway whose starter lets it open FEW files, unless it asks for more."""
     files = write_model(folder, engine_settings(ScriptPace(16, 4, 0.0)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
     try:
-        return await stack.enter_async_context(gateway(folder, *files, settings))
+        return await stack.enter_async_context(gateway(folder, *files))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -53,15 +53,3 @@ async def test_every_one_of_many_connections_is_answered_and_stays_open(tmp_path
             assert await healthy(connection)
             connections.append(connection)
         assert all(await asyncio.gather(*map(healthy, connections)))
-
-
-async def test_a_silent_connection_is_closed_after_the_time_that_the_settings_name(
-    tmp_path: Path,
-) -> None:
-    async with AsyncExitStack() as stack, asyncio.timeout(patient(60)):
-        front = await served(stack, tmp_path, "api.keep_alive_s=1")
-        connection = await asyncio.open_connection("127.0.0.1", front.port)
-        stack.callback(connection[1].close)
-        assert await healthy(connection)
-        with pytest.raises(asyncio.IncompleteReadError):
-            await connection[0].readexactly(1)

@@ -13,7 +13,7 @@ from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, Agent, loads, opened, task_run, until_running, user
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.config import GatewayConfig, SessionsConfig
 from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -198,11 +198,17 @@ def shares_of(told: list[Any]) -> list[int]:
 
 
 async def test_workers_without_requests_are_lent_out_except_the_last(
-    serve_gateway: Any, script: dict[str, Any], redis_url: str, run_id: str, ends: Ends
+    serve_gateway: Any,
+    script: dict[str, Any],
+    redis_url: str,
+    run_id: str,
+    ends: Ends,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(GatewayConfig, "release_after_s", 0.2)
     script |= SLOW
     keys = redis_keys(redis_url, run_id)
-    async with serve_gateway(engine={"workers": 3}, **keys, release_after_s=0.2) as served:
+    async with serve_gateway(engine={"workers": 3}, **keys) as served:
         for step in range(2):
             ends.wait()
             agent = await opened(served, group_id=f"g{step}")
@@ -233,11 +239,16 @@ async def test_workers_without_requests_are_lent_out_except_the_last(
 
 
 async def test_the_earliest_of_the_steps_that_collect_gets_the_next_group(
-    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+    serve_gateway: Any,
+    redis_url: str,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(GatewayConfig, "release_after_s", 0.05)
     keys = redis_keys(redis_url, run_id)
     async with (
-        serve_gateway(engine={"workers": 3}, **keys, release_after_s=0.05) as served,
+        serve_gateway(engine={"workers": 3}, **keys) as served,
         task_run(served, step_request(served, 5)) as later,
     ):
         await until_shares(served, later, 2)
@@ -267,9 +278,14 @@ async def until_shares(served: Any, told: list[Any], count: int) -> None:
 
 
 async def test_a_caller_that_leaves_an_open_step_loses_no_group(
-    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+    serve_gateway: Any,
+    redis_url: str,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with serve_gateway(**redis_keys(redis_url, run_id), release_after_s=0.05) as served:
+    monkeypatch.setattr(GatewayConfig, "release_after_s", 0.05)
+    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
         call = served.stub.RunTasks(step_request(served, 1, groups=2), timeout=patient(30))
         await finished(served, "one", 1, [1.0])
         async for event in call:

@@ -54,10 +54,6 @@ class EmbeddedConfig(Config):
     """Policy versions for which the n-gram drafter keeps an answer. A prompt returns after an
     epoch, 30 to 100 versions for 7,500 to 12,000 tasks. 0: only answers of the serving policy.
     """
-    verify_budget: bool = True
-    """Whether unlikely drafts are left out of the verification; false: every draft of the arm is
-    verified.
-    """
     verification: Literal["same_draw", "rejection"] = "same_draw"
     """Acceptance of drafts. "same_draw": tokens of a seed do not depend on drafts. "rejection":
     drafts are sampled from the drafter and accepted with min(1, p/q). More drafts are then accepted
@@ -70,6 +66,10 @@ class EmbeddedSpec(EmbeddedConfig, ModelSpec):
 
     prefix_tokens: int = Field(default=64, ge=16)
     """An ended request with fewer tokens is not kept."""
+    verify_budget: bool = True
+    """Whether unlikely drafts are left out of the verification; false: every draft of the arm is
+    verified.
+    """
     capture_inner: tuple[int, ...] = ()
     """Ascending layers with their input kept and captured beside the last state; empty: the layers
     that `drafter` and `more_drafters` read. The layers of a kind by import path are unknown before

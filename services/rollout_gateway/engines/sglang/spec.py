@@ -127,8 +127,6 @@ class SGLangConfig(Config):
     """Share of each GPU for weights and KV cache."""
     memory_saver: bool = False
     """Whether weights and KV cache are released between steps (GPU)."""
-    drafter_swap: Literal["in_place", "retract"] = "in_place"
-    """Effect of a new drafter on running requests."""
     profile: Literal["", "int8_w8a8"] = ""
     """Number format: the decoder layers' matrices in int8 and activations rounded per token, as
     SGLang's method w8a8_int8, for the first policy and every version. Sets keep this profile until

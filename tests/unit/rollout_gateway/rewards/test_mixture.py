@@ -43,7 +43,7 @@ async def mixed(tmp_path: Path) -> AsyncIterator[Any]:
                 {
                     "mixtures": mixtures,
                     "own": {"given": f"{tmp_path}/own.py:Given"},
-                    "remote": RemoteRewardConfig(url="http://127.0.0.1:9/", attempts=1),
+                    "remote": RemoteRewardConfig(url="http://127.0.0.1:9/"),
                 }
             )
         )
@@ -115,7 +115,7 @@ async def test_the_agent_reward_stands_and_has_no_parts(mixed: Any) -> None:
 
 
 async def test_every_part_is_counted_under_its_own_name(mixed: Any) -> None:
-    setup("test", TelemetryConfig(prometheus=True))
+    setup("test", TelemetryConfig())
     try:
         await mixed({"both": {"math_answer": 1, "format": 1}}).rule("both").score(episode("#6"))
         page = prometheus_page().decode()

@@ -106,7 +106,7 @@ async def rules(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     made: list[RewardRules] = []
 
     def make(**settings: Any) -> RewardRules:
-        for name in {"parallel", "breaker_failures", "breaker_open_s"} & set(settings):
+        for name in {"attempts", "parallel", "breaker_failures", "breaker_open_s"} & set(settings):
             monkeypatch.setattr(RemoteRewardConfig, name, settings.pop(name))
         remote = RemoteRewardConfig(**{"url": server.url, **settings})
         made.append(RewardRules(RewardsConfig(remote=remote)))

@@ -24,16 +24,17 @@ class Says:
 
 
 def rules_of(folder: Path, deadline_s: float) -> RewardRules:
-    remote = RemoteRewardConfig(url="http://127.0.0.1:9/", attempts=1)
+    remote = RemoteRewardConfig(url="http://127.0.0.1:9/")
     own = {"says": f"{folder}/own.py:Says"}
     return RewardRules(RewardsConfig(deadline_s=deadline_s, remote=remote, own=own))
 
 
 @pytest_asyncio.fixture
 async def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RewardRules]:
+    monkeypatch.setattr(RemoteRewardConfig, "attempts", 1)
     monkeypatch.setattr(RemoteRewardConfig, "breaker_failures", 1)
     monkeypatch.setattr(RemoteRewardConfig, "breaker_open_s", 600.0)
-    setup("test", TelemetryConfig(prometheus=True))
+    setup("test", TelemetryConfig())
     rules = rules_of(tmp_path, deadline_s=60)
     yield rules
     await rules.stop()

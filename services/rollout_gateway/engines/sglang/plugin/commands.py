@@ -121,7 +121,6 @@ class SchedulerEngine:
         plugin = self._plugin
         changes, over = plugin.weights.prepared.changes(versions), plugin.versions.drafter
         retract = Target.POLICY in changes and mode is nouns.PauseMode.RETRACT
-        retract |= Target.DRAFTER in changes and plugin.spec.drafter_swap == "retract"
         retract &= not self._released  # nothing runs then, and nothing is cached
         if Target.POLICY in changes and mode is nouns.PauseMode.ABORT:
             self.abort(None)
