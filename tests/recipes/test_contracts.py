@@ -96,7 +96,7 @@ PARAMETER = (
         "        return self.penalised or bool(",
     ),
     Change(
-        f"{G}/api/http/openai/schema.py",
+        f"{G}/api/http/openai_schema.py",
         '    twin: Annotated[float, within("twin")] = 0.0\n',
         '    min_p: Annotated[float, within("min_p")',
     ),

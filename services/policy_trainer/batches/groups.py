@@ -151,8 +151,8 @@ class HeldGroups:
             age = heapq.heappop(self._ages)
             _, group, step = age
             draw = self._draws.get(group, {}).get(step)
-            if draw is None:
-                continue  # removed since
+            if draw is None or draw.lag(before_version) <= 0:
+                continue  # the trajectory of this age was removed since
             if group in asked:
                 spared.append(age)
             elif (group, step) not in named:

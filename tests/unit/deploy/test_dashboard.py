@@ -32,7 +32,12 @@ def declared() -> list[Metric]:
     """Every metric of every module that declares some."""
     found: dict[str, Metric] = {}
     libs = ROOT / "libs"
-    for pattern in ("paceline/services/*/metrics.py", "paceline/*/metrics.py"):
+    owners = (
+        "paceline/services/*/metrics.py",
+        "paceline/*/metrics.py",
+        "paceline/rpc/server_calls.py",
+    )
+    for pattern in owners:
         for path in sorted(libs.glob(pattern)):
             name = ".".join(path.relative_to(libs).with_suffix("").parts)
             each = vars(import_module(name)).values()

@@ -113,3 +113,12 @@ def test_what_waits_for_other_steps_is_not_looked_at() -> None:
     assert list(index.aged(9, {"a"})) == []
     index.remove("0")
     assert touched == 0
+
+
+def test_a_group_whose_old_trajectory_was_removed_is_not_old() -> None:
+    index = HeldGroups()
+    for number, version in enumerate((0, 1)):
+        index.add(held(number, ("a", 0, number, 0, 1, version)))
+    index.remove("0")
+    assert list(index.aged(1, ())) == []
+    assert [ids(draw) for draw in index.aged(2, ())] == [{"a-0-1": ["1"]}]

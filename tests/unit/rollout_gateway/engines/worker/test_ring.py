@@ -38,18 +38,6 @@ def test_a_reader_sees_what_the_writer_of_another_mapping_stamped() -> None:
     assert rows["hidden"].tolist() == [[3] * 4, [4] * 4]
 
 
-def test_rows_say_where_they_hang_and_those_of_sequences_that_they_hang_nowhere() -> None:
-    ring = RowRing.create(capacity=3, row_bytes=1)
-    for stamps in ([0, 1, 2], None, [1]):
-        count = len(stamps) if stamps else 3
-        numbers = np.arange(count, dtype=np.uint32)
-        parents = None if stamps is None else np.array(stamps, dtype=np.uint32)
-        ring.write(
-            numbers.astype(np.uint64), numbers, numbers, 0, np.zeros((count, 1), np.uint8), parents
-        )
-        assert ring.read(ring.rows_written)["parent"].tolist() == (stamps or [0, 0, 0])
-
-
 def test_rows_without_room_are_dropped_and_counted() -> None:
     ring = RowRing.create(capacity=3, row_bytes=2)
     assert write(ring, 1, [0, 1]) == 2
