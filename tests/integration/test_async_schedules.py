@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from integration.coordinator_world import (
@@ -24,12 +24,20 @@ from integration.coordinator_world import (
 )
 from slot_overlaps import overlaps
 
+from paceline.messages import versions_to_proto
 from paceline.report.slots import slot_intervals, step_windows
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.base import Peers as Channels
+from paceline.services.coordinator.calls.policy_trainer import mend
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.machine.commands import RunTasks
 from paceline.services.coordinator.machine.schedule import groups_running
+from paceline.services.coordinator.machine.settings import RunSettings, Schedule
+from paceline.services.coordinator.machine.state import State
 from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect
+from paceline.trajectory import VersionSet
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -120,6 +128,28 @@ async def test_a_policy_that_is_damaged_when_the_trainer_is_ahead_gives_way_to_t
     entries = await slots_are_held_by_one(config)
     assert [entry["event"] for entry in entries].count("SetDamaged") == 1
     assert [policy for _, policy, _ in script.commits] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("committing", [False, True])
+async def test_a_newer_set_at_a_gateway_stays_only_if_the_run_commits_it(
+    redis_url: str, tmp_path: Path, committing: bool
+) -> None:
+    unused, newer = cast(Any, None), VersionSet(seq=2)
+    state = State(
+        settings=RunSettings(schedule=Schedule.FULLY_ASYNC),
+        versions=VersionSet(seq=1),
+        committing=newer if committing else None,
+    )
+    async with running_peers(script := Script()) as peers:
+        script.serving["gateway"] = versions_to_proto(newer)
+        config = config_of(words_of(peers, redis_url, tmp_path, APART, schedule="fully_async"))
+        channels = Channels.open(config.addresses, config.security)
+        try:
+            calls = Calls(config, channels, unused, unused, unused, lambda: 0.0, lambda: state)
+            await mend(calls, RunTasks(0, 1, state.versions))
+        finally:
+            await channels.close()
+    assert [seq for seq, _, _ in script.commits] == ([] if committing else [1])
 
 
 @pytest.mark.slow

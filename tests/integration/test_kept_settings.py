@@ -42,13 +42,14 @@ TOGETHER = (
     ("coordinator.dynamic_sampling_rounds",),
 )
 WORKERS, TASKS = "gateway.engine.workers", "coordinator.tasks_path"
+FIRST = KEPT["leasable_workers"]
 
 
 @pytest.mark.slow
 async def test_a_run_is_not_taken_up_with_other_settings_than_its_state_is_counted_in(
     redis_url: str, tmp_path: Path
 ) -> None:
-    assert {WORKERS, TASKS, *OTHERS} == set(KEPT.values())
+    assert {WORKERS, FIRST, TASKS, *OTHERS} == set(KEPT.values())
     async with running_peers(script := Script(hold_step=0)) as peers:
         words = overrides(peers, redis_url, tmp_path)
         stop = asyncio.Event()
@@ -70,6 +71,13 @@ async def test_a_run_is_not_taken_up_with_other_settings_than_its_state_is_count
         with pytest.raises(ConfigError, match=f"seen: {TASKS}=.* tasks of hash .*; allowed"):
             await run_to_end(config_of(words))
         tasks.write_text(before)
+        script.workers = 1  # of each of two gateways
+        gateway = f'["127.0.0.1:{peers.ports["gateway"]}"]'
+        two = [f"addresses.more_gateways{http}={gateway}" for http in ("", "_http")]
+        with pytest.raises(ConfigError) as refused:
+            await run_to_end(config_of([*words, *two]))
+        assert refused.value.seen == f"{FIRST}=1"
+        assert str(refused.value.allowed).startswith(f"{FIRST}=0, or")
         script.workers = 3
         with pytest.raises(ConfigError, match=f"seen: {WORKERS}=3; allowed: {WORKERS}=2, or"):
             await run_to_end(config_of(words))

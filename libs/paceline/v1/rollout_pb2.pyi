@@ -207,7 +207,7 @@ class TaskSpec(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., group_id: _Optional[str] = ..., task_index: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RunTasksRequest(_message.Message):
-    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "assigned")
+    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "assigned", "silence_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class RunTasksRequest(_message.Message):
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
     OPEN_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_S_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     purpose: _trajectory_pb2.Purpose
     tasks: _containers.RepeatedCompositeFieldContainer[TaskSpec]
@@ -232,7 +233,8 @@ class RunTasksRequest(_message.Message):
     capture: bool
     open_groups: int
     assigned: bool
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., assigned: _Optional[bool] = ...) -> None: ...
+    silence_s: float
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., assigned: _Optional[bool] = ..., silence_s: _Optional[float] = ...) -> None: ...
 
 class WatchGroupsRequest(_message.Message):
     __slots__ = ()

@@ -57,8 +57,13 @@ class TaskCalls:
         self._request = request
 
     async def begin(self) -> None:
-        """Returns when all gateways have accepted their parts. Raises the first refusal."""
-        rollouts = self._calls.peers.rollouts
+        """Returns when all gateways have accepted their parts. Raises the first refusal, and
+        TimeoutError after `step_deadline_s` seconds.
+        """
+        async with asyncio.timeout(self._calls.config.step_deadline_s):
+            await self._begin(self._calls.peers.rollouts)
+
+    async def _begin(self, rollouts: Sequence[Any]) -> None:
         if self._collects:
             self._step = await self._calls.open_steps.begin(rollouts, self._request)
         self._running = {

@@ -72,8 +72,9 @@ class OpenSteps:
                 task.result()
         finally:
             self._steps.remove(step)
-            for task in (whole, *watches):
-                task.cancel()
+            async with self._turn:  # an assignment that is cut off would not be counted
+                for task in (whole, *watches):
+                    task.cancel()
             await asyncio.gather(whole, *watches, return_exceptions=True)
         async with self._turn:
             for number in numbers:

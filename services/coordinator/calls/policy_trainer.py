@@ -143,20 +143,21 @@ async def versions_at_gateways(calls: Calls, deadline_s: float) -> list[GetVersi
 
 
 async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
-    """Makes all gateways serve the command's set, or a newer set committed meanwhile, even after
-    damage to their files.
+    """Makes all gateways serve the command's set, or the set of a newer commit, even after damage
+    to their files. A refused set that a gateway kept is not of a newer commit.
 
     The trainer pushes a damaged policy again. Workers leave out a damaged drafter, and its
     predecessor serves from the next commit.
     """
-    versions = command.versions
+    versions, before = command.versions, calls.state()
     found = await versions_at_gateways(calls, calls.config.step_deadline_s)
+    newer = {one for state in (before, calls.state()) for one in (state.versions, state.committing)}
     damaged_parts = {part for one in found for part in one.damaged}
     overlaps = calls.state().settings.schedule is Schedule.FULLY_ASYNC
     unknown = [
         number
         for number, served in enumerate(versions_from_proto(one.versions) for one in found)
-        if served != versions and not (overlaps and served.seq > versions.seq)
+        if served != versions and not (overlaps and served in newer and served.seq > versions.seq)
     ]
     if WEIGHT_TARGET_DRAFTER in damaged_parts:
         damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}

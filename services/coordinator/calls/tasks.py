@@ -95,6 +95,7 @@ class TaskSource:
             environment=config.environment,
             reward=config.reward,
             capture=capture,
+            silence_s=config.step_deadline_s / 2,
         )
 
     def _cursor(self, step: int, per_step: int, seed: int) -> TaskCursor:
@@ -152,6 +153,7 @@ class TaskSource:
             environment=environment,
             reward=reward,
             forced_arm=evaluation.probe_arm if probe else evaluation.forced_arm,
+            silence_s=config.step_deadline_s / 2,
         )
 
     def _evaluation_sampling(self, *, probe: bool) -> SamplingParams:

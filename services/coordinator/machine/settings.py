@@ -31,6 +31,7 @@ class CommitMode(StrEnum):
 
 KEPT = {
     "workers": "gateway.engine.workers",
+    "leasable_workers": "workers of the first of several gateways",
     "slots_per_worker": "coordinator.slots_per_worker",
     "learner_slots": "coordinator.learner_slots",
     "placement": "coordinator.placement",

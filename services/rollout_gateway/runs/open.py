@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from paceline.errors import StaleEpoch
 from paceline.messages import merge_arms, stats_from_proto, stats_to_proto, versions_to_proto
 from paceline.services.rollout_gateway.background import background, cancel, first_of
 from paceline.services.rollout_gateway.gateway import Gateway
@@ -233,6 +234,7 @@ class _Taken:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     whole: bool = False  # all groups of the step are assigned
     given: asyncio.Event = field(default_factory=asyncio.Event)  # set when groups are assigned
+    epoch: int = 0  # of the last assignment
 
     async def more(self) -> None:
         """Return once more groups, or all groups, are assigned."""
@@ -282,9 +284,17 @@ class OpenRuns:
     async def assign(self, context: CommandContext, most: int, *, last: bool) -> int:
         """Assign at most `most` closed groups to the step; `last` marks the final assignment.
 
-        Returns the number of this gateway's groups in the step.
+        Returns the number of this gateway's groups in the step. Raises StaleEpoch if a later call
+        for the step has assigned groups.
         """
         taken, groups = await self._taken(context), self._gateway.agents.groups
+        if context.epoch < taken.epoch:
+            raise StaleEpoch(
+                f"a later call assigns the groups of step {context.step}",
+                seen=context.epoch,
+                allowed=f"at least {taken.epoch}",
+            )
+        taken.epoch = context.epoch
         wanted = len(taken.groups) + most
         while len(taken.groups) < wanted and (group := groups.pop()) is not None:
             self._take(taken, group, context.step)

@@ -80,7 +80,7 @@ def settings_digest(request: rpb.RunTasksRequest) -> str:
     rest.CopyFrom(request)
     del rest.tasks[:]
     rest.context.epoch = 0
-    rest.capture = False  # it changes no token
+    rest.capture, rest.silence_s = False, 0.0  # they change no token
     return hashlib.sha256(rest.SerializeToString(deterministic=True)).hexdigest()
 
 

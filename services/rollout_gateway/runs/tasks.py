@@ -109,7 +109,7 @@ class TaskRuns:
         }
         with span(names.RUN_TASKS, about) as current:
             workers = range(len(self._gateway.router.seats))
-            jobs = self._jobs(request, workers, self._silence_s(within_s))
+            jobs = self._jobs(request, workers, self._silence_s(request.silence_s, within_s))
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]
             totals = Totals([job.worker_index for job in jobs], groups, workers, started)
@@ -161,12 +161,12 @@ class TaskRuns:
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(wire.sampling_from(request.sampling))
 
-    def _silence_s(self, within_s: float | None) -> float:
-        """Longest time without a model call, in seconds: half of the call's remaining time. A
-        hanging environment then costs its sample and not the call.
+    def _silence_s(self, requested_s: float, within_s: float | None) -> float:
+        """Longest time without a model call, in seconds: that of the request, or half of the call's
+        remaining time. A hanging environment then costs its sample and not the call.
         """
         longest = self._gateway.config.sessions.timeout_s
-        return longest if within_s is None else min(longest, within_s / 2)
+        return min(longest, requested_s or longest, longest if within_s is None else within_s / 2)
 
     def _jobs(
         self, request: rpb.RunTasksRequest, workers: Sequence[int], silence_s: float

@@ -131,7 +131,8 @@ class Agents:
         if api_key.startswith(KEY_PREFIX):
             session = self.sessions.by_key(api_key)
             if session is None:
-                self.names.require_own(api_key)
+                # nobody has checked the key, so it buys no address where callers need a token
+                self.names.require_own(api_key, addressed=not self._config.security.token)
                 await self._refuse_lost(api_key)
                 raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
             return Caller(session)

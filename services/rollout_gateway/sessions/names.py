@@ -42,9 +42,10 @@ class GatewayNames:
         """Whether no other gateway drew the name."""
         return self._gateway_of(name) == self.number
 
-    def require_own(self, name: str, *, group: bool = False) -> None:
-        """Raises OtherGateway with the address of another gateway that has the name. A chosen
-        name of a `group` belongs to one gateway; every other chosen name belongs to all.
+    def require_own(self, name: str, *, group: bool = False, addressed: bool = True) -> None:
+        """Raises OtherGateway with the number, and the address if `addressed`, of another gateway
+        that has the name. A chosen name of a `group` belongs to one gateway; every other chosen
+        name belongs to all.
         """
         other = self._gateway_of(name)
         if group and not _DRAWN.fullmatch(name):
@@ -53,11 +54,13 @@ class GatewayNames:
             error = OtherGateway(
                 "another gateway has this session, key, completion or group",
                 seen=f"gateway {self.number}",
-                allowed=f"gateway {other}: HTTP {self.addresses_http[other]}, "
-                f"gRPC {self.addresses[other]}",
+                allowed=f"gateway {other}{self._address(other) if addressed else ''}",
             )
             error.gateway = other
             raise error
+
+    def _address(self, number: int) -> str:
+        return f": HTTP {self.addresses_http[number]}, gRPC {self.addresses[number]}"
 
     def _gateway_of(self, name: str) -> int:
         found = _DRAWN.fullmatch(name.partition(":")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ async def ran(
     reward: str,
     prompt: str = "1+1=",
     within_s: float = 60,
+    silence_s: float = 0,
 ) -> dict[str, rpb.SampleFinished]:
     """What came of a task for each metadata, and of one without any."""
     tasks = [
@@ -107,6 +109,7 @@ async def ran(
         sampling=tpb.SamplingParams(temperature=1.0, max_tokens=8),
         environment=environment,
         reward=reward,
+        silence_s=silence_s,
     )
     news = [one async for one in served.stub.RunTasks(request, timeout=patient(within_s))]
     finished = news[-1].finished
@@ -137,12 +140,20 @@ async def test_an_environment_that_raises_or_answers_garbage_costs_its_samples(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sessions", "within_s"), [({"timeout_s": 0.5}, 60), ({}, 8)])
+@pytest.mark.parametrize(
+    ("sessions", "within_s", "silence_s"),
+    [({"timeout_s": 0.5}, 60, 0), ({}, 8, 0), ({}, 86_400, 0.5)],
+)
 async def test_an_environment_that_hangs_costs_its_samples_before_the_call_ends(
-    serve_gateway: Any, own: dict[str, Any], sessions: dict[str, Any], within_s: float
+    serve_gateway: Any,
+    own: dict[str, Any],
+    sessions: dict[str, Any],
+    within_s: float,
+    silence_s: float,
 ) -> None:
-    async with serve_gateway(**own, sessions=sessions) as served:
-        samples = await ran(served, [{"odd": "hangs"}], "odd", "odd", within_s=within_s)
+    async with serve_gateway(**own, sessions=sessions) as served, asyncio.timeout(patient(60)):
+        hangs = [{"odd": "hangs"}]
+        samples = await ran(served, hangs, "odd", "odd", within_s=within_s, silence_s=silence_s)
     assert failed(samples) == {"t0"}
     assert samples["good"].reward.value == 1.0
 

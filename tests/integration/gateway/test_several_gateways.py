@@ -96,6 +96,19 @@ async def test_names_of_another_gateway_are_refused_with_its_address(pair: Pair)
         assert (await agent.show())["state"] == "open"
 
 
+async def test_an_invented_key_does_not_buy_the_address_of_a_gateway(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair() as (first, second):
+        monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-the-operators")
+        asked = {"model": "m", "messages": [user("1+1=")]}
+        headers = {"authorization": f"Bearer sk-pl-1-{'0' * 48}"}
+        answer = await first.http.post("/v1/chat/completions", json=asked, headers=headers)
+        assert (answer.status_code, answer.headers["x-paceline-gateway"]) == (421, "1")
+        addresses = second.config.addresses
+        assert not {one for one in (addresses.http, addresses.gateway) if one in answer.text}
+
+
 async def test_a_version_reaches_both_gateways_and_one_of_them_need_not_judge_it(
     pair: Pair, script: dict[str, Any]
 ) -> None:

@@ -6,14 +6,18 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from integration.gateway.conftest import Served
 from integration.gateway.test_open_traffic import finished, redis_keys, step_request
 from integration.gateway.test_several_gateways import Pair, group_of, pair
 
+from paceline.errors import StaleEpoch
 from paceline.local.patience import patient
+from paceline.rpc import rpc_errors
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.calls.gateways import TaskCalls
 from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.v1 import rollout_pb2 as rpb
 
 __all__ = ["pair"]
 
@@ -44,12 +48,11 @@ async def test_steps_get_their_groups_from_all_gateways_the_earliest_step_first(
     keys = redis_keys(redis_url, run_id) | {"engine": {"workers": 1}}
     async with pair(**keys) as both, asyncio.timeout(patient(60)):
         calls = calls_to(both)
-        steps = {
-            number: TaskCalls(calls, step_request(both[0], number, groups))
-            for number, groups in ((5, 1), (4, 2))
-        }
         running = {}
-        for number, step in steps.items():
+        for epoch, (number, groups) in enumerate(((5, 1), (4, 2)), 1):
+            request = step_request(both[0], number, groups)
+            request.context.epoch = epoch
+            step = TaskCalls(calls, request)
             await step.begin()
             running[number] = asyncio.create_task(news_of(step))
         names = group_of(1, "a"), group_of(0, "a"), group_of(1, "b")
@@ -61,6 +64,11 @@ async def test_steps_get_their_groups_from_all_gateways_the_earliest_step_first(
         news = await running[5]
         assert groups_of(news) == {names[2]}
         assert {answer.worker_index for name, answer in news if name == "sample"} == {1}
-        again = TaskCalls(calls, step_request(both[0], 4, 2))
+        request = step_request(both[0], 4, 2)
+        request.context.epoch = 3
+        again = TaskCalls(calls, request)
         await again.begin()
         assert groups_of(await news_of(again)) == {*names[:2]}, "a repeated call has the same"
+        order = rpb.AssignGroupsRequest(context=step_request(both[0], 4).context, last=True)
+        with pytest.raises(StaleEpoch), rpc_errors():
+            await both[0].stub.AssignGroups(order, timeout=patient(5))

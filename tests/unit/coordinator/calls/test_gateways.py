@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any, cast
 
 import pytest
 
+from paceline.config import AddressesConfig, SecurityConfig
 from paceline.errors import Unavailable
+from paceline.local.patience import patient
+from paceline.rpc import Server
+from paceline.services.coordinator.calls.base import Calls, Peers
 from paceline.services.coordinator.calls.gateways import (
+    TaskCalls,
     by_gateway,
     merged,
     one_gateway,
     split_tasks,
     summed,
 )
+from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.progress_pb2 import Part
 from paceline.v1.rollout_pb2 import ClosedGroup, RunTasksRequest, TasksFinished, TaskSpec
+from paceline.v1.rollout_pb2_grpc import (
+    RolloutServiceServicer,
+    add_RolloutServiceServicer_to_server,
+)
 from paceline.v1.trajectory_pb2 import SpeculationStats
 
 
@@ -103,3 +114,26 @@ async def test_a_failure_of_one_stream_ends_all() -> None:
         await collect()
     assert found == [(0, "first")]
     assert ended.is_set()
+
+
+async def test_a_gateway_that_does_not_accept_a_step_is_not_awaited_for_ever() -> None:
+    class Silent(RolloutServiceServicer):
+        async def RunTasks(self, request: Any, context: Any) -> AsyncGenerator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+    server = Server("127.0.0.1:0", SecurityConfig())
+    server.add(add_RolloutServiceServicer_to_server, Silent(), "paceline.v1.RolloutService")
+    address = f"127.0.0.1:{await server.start()}"
+    addresses = AddressesConfig(gateway=address)
+    config = CoordinatorConfig(tasks_path="tasks", step_deadline_s=0.2)
+    peers, unused = Peers.open(addresses, SecurityConfig()), cast(Any, None)
+    try:
+        step = TaskCalls(Calls(config, peers, *(unused,) * 5), request(1))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(patient(20)) as limit:
+                await step.begin()
+        assert not limit.expired()
+    finally:
+        await peers.close()
+        await server.stop(0)

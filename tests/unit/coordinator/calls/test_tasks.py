@@ -94,6 +94,12 @@ def test_evaluations_draw_alike_at_both_ends_of_a_run(tmp_path: Path) -> None:
     )
 
 
+def test_a_sample_that_is_silent_ends_before_the_run_does(tmp_path: Path) -> None:
+    made = source(tmp_path, step_deadline_s=60.0)
+    requests = made.step_request(0, 1), made.evaluation_request(Evaluation.ACCURACY, 0, 1)
+    assert [request.silence_s for request in requests] == [30.0, 30.0]
+
+
 def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
     request = source(tmp_path).evaluation_request(Evaluation.PROBE, 10, 5)
     assert (request.forced_arm, len(request.tasks), request.capture) == ("eagle:5_1_6", 2, False)
