@@ -139,7 +139,7 @@ async def test_a_version_that_stops_arriving_is_not_kept_by_its_forward(
     async with chain(tmp_path) as (first, _), asyncio.timeout(patient(20)):
         monkeypatch.setattr(weights_push, "BASE_DEADLINE_S", patient(1))
         await wanted(first.channel, manifest_of(tensors(1), P, 1))
-        while not sending():
+        while not sending():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        while sending():  # it holds the buffer
+        while sending():  # noqa: ASYNC110  it holds the buffer
             await asyncio.sleep(0.02)
