@@ -27,6 +27,7 @@ from paceline.local.ports import free_port
 from paceline.rpc import channel, rpc_errors
 from paceline.v1 import weights_pb2 as pb
 from paceline.weights import SERVICE_NAME, abort_version
+from paceline.weights import push as weights_push
 from paceline.weights.chunks import chunk_count
 from paceline.weights.wire import PushChunk, encode_push
 
@@ -127,3 +128,18 @@ async def test_an_aborted_version_is_dropped_by_all(tmp_path: Path) -> None:
         await abort_version(first.channel, CONTEXT, P, 1)
         assert second.hooks.told[-1] == ("abort", P, 1)
         assert not second.spool.has(P, 1)
+
+
+async def test_a_version_that_stops_arriving_is_not_kept_by_its_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sending() -> bool:
+        return any("_consume_request_iterator" in repr(one) for one in asyncio.all_tasks())
+
+    async with chain(tmp_path) as (first, _), asyncio.timeout(patient(20)):
+        monkeypatch.setattr(weights_push, "BASE_DEADLINE_S", patient(1))
+        await wanted(first.channel, manifest_of(tensors(1), P, 1))
+        while not sending():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        while sending():  # noqa: ASYNC110  it holds the buffer
+            await asyncio.sleep(0.02)

@@ -27,6 +27,8 @@ LONGEST_S = 86_400.0
 """Deadline in seconds of a call under `while_moving`: a server caps a call that has none."""
 ASK_S = 2.0
 """Maximum time of an answer, seconds; a later service is reported as in trouble."""
+_LOOK_S = 10.0
+"""Maximum time of an answer that ends a call: a busy service answers late."""
 _NOTHING: Mapping[str, int] = {}
 
 
@@ -133,7 +135,7 @@ async def _end_when_still(limit: asyncio.Timeout, connection: Any, deadline_s: f
 async def _still_s(connection: Any) -> float:
     """Seconds since the last progress of a service; infinite where it does not answer."""
     try:
-        parts = (await ask_progress(connection)).parts
+        parts = (await ask_progress(connection, _LOOK_S)).parts
     except PacelineError:
         return float("inf")
     return parts[0].still_s

@@ -87,7 +87,10 @@ class Forward:
         if wanted.complete:
             return
         chunks = wanted.wanted_chunks
-        parts = self._stored(manifest, chunks) if assembly is None else _arriving(assembly, chunks)
+        if assembly is None:
+            parts = self._stored(manifest, chunks)
+        else:
+            parts = _arriving(assembly, chunks, ends_s)
         response = await sending.stream(parts)
         if response.missing_chunks:
             name = f"{target_name(manifest.target)} version {manifest.version}"
@@ -103,13 +106,18 @@ class Forward:
             yield ChunkPart(index, 0, memoryview(data), zlib.crc32(data))
 
 
-async def _arriving(assembly: Assembly, wanted: Collection[int]) -> AsyncIterator[ChunkPart]:
-    """The wanted chunks in the order of their arrival."""
+async def _arriving(
+    assembly: Assembly, wanted: Collection[int], ends_s: float
+) -> AsyncIterator[ChunkPart]:
+    """The wanted chunks in the order of their arrival. Raises TimeoutError at a time of the
+    monotonic clock: gRPC does not end the reader of a call that has reached its deadline.
+    """
     left, place = set(wanted), 0
     while left:
         while place == len(assembly.arrived):
             assembly.news.clear()
-            await assembly.news.wait()
+            async with asyncio.timeout(ends_s - time.monotonic()):
+                await assembly.news.wait()
         index = assembly.arrived[place]
         place += 1
         if index in left:

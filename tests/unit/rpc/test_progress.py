@@ -12,6 +12,7 @@ from paceline.errors import DeadlineExceeded
 from paceline.local.patience import patient
 from paceline.rpc import Server, channel
 from paceline.rpc.progress import (
+    ASK_S,
     Activity,
     add_progress,
     chain_text,
@@ -85,6 +86,26 @@ async def test_a_call_is_awaited_while_its_service_gets_on_and_ends_when_it_stan
         with pytest.raises(DeadlineExceeded, match="no progress"):
             async with while_moving(peer, still_s):
                 await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.slow
+async def test_a_service_that_answers_late_is_not_one_that_stands_still() -> None:
+    ended = asyncio.Event()
+
+    async def answer() -> GetProgressResponse:
+        await asyncio.sleep(2 * ASK_S)
+        ended.set()
+        return GetProgressResponse(parts=[Part(name="gateway", still_s=0.0)])
+
+    server = Server("127.0.0.1:0", SecurityConfig())
+    add_progress(server, answer)
+    port = await server.start()
+    try:
+        peer = channel(f"127.0.0.1:{port}", SecurityConfig())
+        async with peer, while_moving(peer, 0.5):
+            await ended.wait()
+    finally:
+        await server.stop(0)
 
 
 def test_work_that_goes_on_is_the_progress_of_its_service() -> None:
