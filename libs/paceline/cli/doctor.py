@@ -56,7 +56,8 @@ def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.e
     del addresses["events"]  # ZeroMQ uses no proxy
     through = [
         f"addresses.{name}={address}"
-        for name, address in addresses.items()
+        for name, value in addresses.items()
+        for address in ([value] if isinstance(value, str) else value)
         if proxied(address) and not any(_exempts(hosts, address) for hosts in exempt.values())
     ]
     if not through:
