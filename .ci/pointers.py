@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-READ = (".py", ".md", ".toml", ".proto")
+READ = (".py", ".md", ".toml", ".proto", ".ci/mutants")
 POINTER = re.compile(
     r"(?<![\w./*<{$-])(?:\.\./)*((?:[\w.-]+/)*[\w-]+\.(?:py|proto|md|toml))(?![\w*(])"
 )

@@ -123,10 +123,16 @@ def test_proxies_that_are_set_are_shown_with_the_addresses_that_they_apply_to(
 def test_an_address_of_another_host_that_goes_to_a_proxy_is_doubted(
     exempt: str, verdict: str
 ) -> None:
-    config = ServiceConfig.model_validate({"addresses": {"gateway": "10.0.0.2:7401"}})
+    of_gateways = {
+        "gateway": "10.0.0.2:7401",
+        "more_gateways": ["10.0.0.2:7411"],
+        "more_gateways_http": ["127.0.0.1:7418"],
+    }
+    config = ServiceConfig.model_validate({"addresses": of_gateways})
     finding = look_at_proxies(config, {"grpc_proxy": "http://127.0.0.1:9", "no_proxy": exempt})
     assert finding.verdict == verdict
-    assert ("addresses.gateway=10.0.0.2:7401" in finding.seen) == (verdict == "warn")
+    for seen in ("addresses.gateway=10.0.0.2:7401", "addresses.more_gateways=10.0.0.2:7411"):
+        assert (seen in finding.seen) == (verdict == "warn")
 
 
 @pytest.mark.slow

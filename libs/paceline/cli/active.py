@@ -282,11 +282,17 @@ async def _requests(config: ServiceConfig) -> dict[str, str]:
         "serving": str(versions_from_proto(snapshot.versions)),
         "promoted": "none" if promoted is None else f"d{promoted}",
     }
-    for counts in (part.counts for part in progress.parts if part.name == "gateway"):
-        for name in ("requests_running", "requests_waiting", "open_sessions"):
-            figures[name.replace("_", " ")] = str(counts[name])
-        figures["unsent"] = f"{counts['unsent_bytes'] / _MIB:.1f} MiB"
-    return figures
+    return figures | gateway_figures(progress.parts)
+
+
+def gateway_figures(parts: Iterable[Part]) -> dict[str, str]:
+    """The gateway's queues as text, by name; empty if the gateway has not answered."""
+    counts = next((part.counts for part in parts if part.name == "gateway" and part.counts), None)
+    if counts is None:
+        return {}
+    names = ("requests_running", "requests_waiting", "open_sessions")
+    figures = {name.replace("_", " "): str(counts[name]) for name in names}
+    return figures | {"unsent": f"{counts['unsent_bytes'] / _MIB:.1f} MiB"}
 
 
 async def _pushed(config: ServiceConfig) -> dict[str, str]:

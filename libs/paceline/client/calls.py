@@ -27,6 +27,10 @@ from paceline.errors import (
 R = TypeVar("R")
 Read = Callable[[str], R]
 """Reads the text of an answer, which is empty for 204."""
+_UNSENT = {"ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError"}
+"""Errors of httpx before a request is sent."""
+_UNBEGUN = (429, 503)
+"""Statuses of a generation that has not begun."""
 GATEWAY = "x-paceline-gateway"
 """Header of an answer 421: the number of the right gateway. A load balancer routes by it."""
 _SHOWN = 300
@@ -64,6 +68,51 @@ async def async_call(
             return read(await _send(client, path, body, sent))
         except openai.APIStatusError as error:
             return read(await _send(client, path, body, _for_gateway(error, sent)))
+
+
+class HttpClient(openai.DefaultHttpxClient):
+    """Sends a generation once: the turn of a lost answer stays in its session, and a repeated
+    generation is another turn. Refused generations and other calls may be repeated.
+    """
+
+    def send(self, request: Any, **options: Any) -> Any:
+        with _sent_once(request):
+            return _marked(super().send(request, **options))
+
+
+class AsyncHttpClient(openai.DefaultAsyncHttpxClient):
+    """`HttpClient` under asyncio."""
+
+    async def send(self, request: Any, **options: Any) -> Any:
+        with _sent_once(request):
+            return _marked(await super().send(request, **options))
+
+
+@contextmanager
+def _sent_once(request: Any) -> Iterator[None]:
+    """The `openai` package repeats a request after an error of httpx, but not after its own."""
+    try:
+        yield
+    except Exception as error:
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if not _generates(request) or names & _UNSENT:
+            raise
+        late = "TimeoutException" in names
+        kind = openai.APITimeoutError if late else openai.APIConnectionError
+        raise kind(request=request) from error
+
+
+def _marked(response: Any) -> Any:
+    """A proxy's 502 or 504 has no x-should-retry, but the generation may have begun."""
+    if _generates(response.request) and response.status_code not in _UNBEGUN:
+        response.headers["x-should-retry"] = "false"
+    return response
+
+
+def _generates(request: Any) -> bool:
+    path = request.url.path
+    safe = "/v1/sessions" in path or path.endswith("/v1/rewards")
+    return request.method == "POST" and not safe
 
 
 def _send(client: Any, path: str, body: Any, options: Mapping[str, Any]) -> Any:

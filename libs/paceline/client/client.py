@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from paceline.addresses import direct
 from paceline.client import calls, traces
@@ -190,7 +190,7 @@ class Client(ClientCalls[Session, Session, Session | None, SessionInfo]):
                 search.restart()
 
     def _connect(self, http: dict[str, Any], **options: Any) -> OpenAI:
-        own = DefaultHttpxClient(**http, follow_redirects=False)
+        own = calls.HttpClient(**http, follow_redirects=False)
         return OpenAI(http_client=own, **options)
 
 
@@ -238,7 +238,7 @@ class AsyncClient(
                 search.restart()
 
     def _connect(self, http: dict[str, Any], **options: Any) -> AsyncOpenAI:
-        own = DefaultAsyncHttpxClient(**http, follow_redirects=False)
+        own = calls.AsyncHttpClient(**http, follow_redirects=False)
         return AsyncOpenAI(http_client=own, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -63,8 +64,50 @@ async def test_a_generation_that_has_begun_is_not_asked_again(
     session = await client.session()
     gateway.then(BROKEN)
     with pytest.raises(openai.InternalServerError, match="the engine failed"):
-        await in_either(session, lambda model: model.completions.create(model="", prompt="1"))
+        await in_either(session, generate)
     assert len(gateway.seen) == 2
+
+
+def generate(model: Any) -> Any:
+    return model.completions.create(model="", prompt="1")
+
+
+async def test_a_generation_whose_answer_was_lost_is_not_asked_again(
+    gateway: ScriptedGateway, client: Any
+) -> None:
+    """The turn of the lost answer is in the session; a second one would be trained too."""
+    session = await client.session()
+    for step in (close, close_within(b'{"id": ')):
+        gateway.then(step)
+        with pytest.raises(openai.APIConnectionError):
+            await in_either(session, generate)
+    gateway.then(gateway.hang())
+    with pytest.raises(openai.APITimeoutError):
+        await in_either(session, lambda model: generate(model.with_options(timeout=0.4)))
+    gateway.then(reply(502, b"<html>", **NOW))
+    with pytest.raises(openai.InternalServerError):
+        await in_either(session, generate)
+    assert gateway.paths()[1:] == ["POST /v1/completions"] * 4
+
+
+async def test_a_generation_that_has_not_begun_is_asked_again(
+    gateway: ScriptedGateway, client: Any
+) -> None:
+    session = await client.session()
+    gateway.then(BUSY, FULL, reply(503, b"<html>", **NOW), reply(200, {"id": "c1"}))
+    assert (await in_either(session, generate)).id == "c1"
+    assert len(gateway.seen) == 5
+
+
+async def test_a_generation_waits_for_a_server_that_is_not_there_yet(connect: Connect) -> None:
+    with listening() as held:
+        port = held.getsockname()[1]
+    session = connect(f"http://127.0.0.1:{port}").attach("key-of-s1")
+    asked = asyncio.create_task(in_either(session, generate))
+    gateway = ScriptedGateway()
+    gateway.then(reply(200, {"id": "c1"}))
+    with serving(gateway, listening(port)):
+        assert (await asked).id == "c1"
 
 
 async def test_calls_whose_answer_was_lost_are_asked_again(

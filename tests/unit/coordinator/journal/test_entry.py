@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import DataLoss
-from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.journal.entry import VERSION, EntryBody, JournalEntry
 from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Holder
-from paceline.services.coordinator.machine.state import Service
+from paceline.services.coordinator.machine.state import Service, State
 from paceline.services.coordinator.machine.step import EVENTS
 from paceline.streams.journal import pack_entry, unpack_entry
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -64,6 +66,16 @@ def test_a_record_comes_back_with_the_event_that_closed_its_step() -> None:
     assert JournalEntry.from_json(unpack_entry(pack_entry(entry.to_json()))) == entry
 
 
+def test_a_journal_with_other_fields_has_another_version() -> None:
+    """Increase VERSION when the digest changes. A run of another version is then refused by its
+    version, not by a missing field.
+    """
+    kinds = (*EVENTS, EntryBody, RunSettings, State)
+    named = [(cls.__name__, [field.name for field in fields(cls)]) for cls in kinds]
+    digest = hashlib.sha256(repr(sorted(named)).encode()).hexdigest()[:12]
+    assert (VERSION, digest) == (7, "6bbea9e202b0")
+
+
 LOST: dict[str, Any] = JournalEntry(
     events.ServiceLost(1.5, Service.GATEWAY, "away"),
     EntryBody(2, "rollout", ((0, 1, Holder.ENGINE, 4),)),
@@ -72,7 +84,7 @@ LOST: dict[str, Any] = JournalEntry(
 
 def test_an_entry_is_plain_json_that_reports_read() -> None:
     assert LOST == {
-        "v": 6,
+        "v": 7,
         "at_s": 1.5,
         "event": "ServiceLost",
         "data": {"service": "gateway", "message": "away"},
@@ -85,7 +97,7 @@ def test_an_entry_is_plain_json_that_reports_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"v": 1}, "another version; seen: 1; allowed: 6"),
+        ({"v": 1}, "another version; seen: 1; allowed: 7"),
         ({"event": "Vanished"}, "names an event that is not known here; seen: Vanished"),
         ({"event": None}, "names an event"),
         ({"event": ["ServiceLost"]}, "names an event"),
