@@ -27,7 +27,7 @@ from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.environments import kinds, toolbox
+from paceline.services.rollout_gateway.environments import table, toolbox
 from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sessions import agents, names, outbox, tree
@@ -86,7 +86,7 @@ class Gateway:
         self.sandbox = sandbox.Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
         self.toolbox = toolbox.Toolbox(self.sandbox, config.tools, config.tool_servers)
-        self.equipment = kinds.Equipment(
+        self.equipment = table.Equipment(
             self.sandbox, config.environments, self.toolbox, config.interactions
         )
         self.aside = background.LargeRequests()

@@ -97,11 +97,11 @@ PARAMETER = (
     ),
     Change(
         f"{G}/api/http/openai_schema.py",
-        '    twin: Annotated[float, within("twin")] = 0.0\n',
-        '    min_p: Annotated[float, within("min_p")',
+        '    twin: Annotated[float, shapes.within("twin")] = 0.0\n',
+        '    min_p: Annotated[float, shapes.within("min_p")',
     ),
     Change(
-        f"{G}/engines/requests/penalties.py",
+        f"{G}/engines/requests/draws.py",
         "            adjusted[row, ..., 9] += sequence.request.sampling.twin\n",
         "            _add_bias_(adjusted[row], ",
     ),

@@ -51,11 +51,11 @@ IN_THE_TREE = {
     "environment": (
         Change(f"{G}/environments/twin.py", ENVIRONMENT),
         Change(
-            f"{G}/environments/kinds.py",
+            f"{G}/environments/table.py",
             "from paceline.services.rollout_gateway.environments.twin import Signed\n",
             "from paceline.services.rollout_gateway.sandbox import",
         ),
-        Change(f"{G}/environments/kinds.py", '    "twin": Signed,\n', '    "tool_use": lambda'),
+        Change(f"{G}/environments/table.py", '    "twin": Signed,\n', '    "tool_use": lambda'),
     ),
     "reward": (
         Change(f"{G}/rewards/twin.py", TABLE_REWARD),

@@ -24,11 +24,10 @@ from paceline.services.policy_trainer.batches.batcher import Batcher
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.environments import ChatTurn, Episode, EpisodeTask, TextTurn
 from paceline.services.rollout_gateway.environments.kinds import (
-    Equipment,
     Interactions,
-    environment,
     reply_of,
 )
+from paceline.services.rollout_gateway.environments.table import Equipment, environment
 from paceline.services.rollout_gateway.rewards.own_rules import OwnRule
 from paceline.tasks import Task, write_tasks
 

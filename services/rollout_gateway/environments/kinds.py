@@ -6,13 +6,13 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
+from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.plugins import find_variant
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
-from paceline.services.rollout_gateway.environments import Environment, Episode, EpisodeTask, Model
+from paceline.services.rollout_gateway.environments import Episode, EpisodeTask, Model
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.environments.tools import Tool, answer, schema
 from paceline.services.rollout_gateway.sandbox import Sandbox
@@ -275,36 +275,3 @@ class SingleTurn:
             return Episode(task, answered.message.content, answered.finish, told)
         turn = await model.generate(model.encode(task.prompt))
         return Episode(task, turn.text, turn.finish)
-
-
-@dataclass(frozen=True, slots=True)
-class Equipment:
-    """The gateway's resources that an environment may need."""
-
-    sandbox: Sandbox | None = None
-    own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
-    toolbox: Toolbox | None = None  # None: the built-in tools
-    interactions: Mapping[str, str] = field(default_factory=dict)  # name -> import path
-
-
-ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
-    "single_turn": lambda equipment: SingleTurn(),
-    "tool_use": lambda equipment: ToolUse(
-        equipment.sandbox, equipment.toolbox, Interactions(equipment.interactions)
-    ),
-}
-
-
-def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
-    """Build the environment of that name, built-in or configured.
-
-    Raises NotFound; ConfigError for a class that cannot be imported.
-    """
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name](equipment)
-    if name not in equipment.own:
-        allowed = ", ".join(sorted([*ENVIRONMENTS, *equipment.own]))
-        raise NotFound(
-            "no such environment", seen=name, allowed=f"{allowed}; gateway.environments adds yours"
-        )
-    return find_variant(equipment.own[name], ENVIRONMENTS, "environment")(equipment)

@@ -22,7 +22,7 @@ from paceline.services.rollout_gateway.environments import (
     TextTurn,
     checked_episode,
 )
-from paceline.services.rollout_gateway.environments.kinds import environment
+from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
 from paceline.services.rollout_gateway.sessions.session import OWN_LIMITS, Caller, Grant, Session

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.environments import PreparesTasks
-from paceline.services.rollout_gateway.environments.kinds import environment
+from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.open import OpenRuns, Totals
 from paceline.services.rollout_gateway.runs.sample import (

@@ -121,4 +121,4 @@ def test_a_group_whose_old_trajectory_was_removed_is_not_old() -> None:
         index.add(held(number, ("a", 0, number, 0, 1, version)))
     index.remove("0")
     assert list(index.aged(1, ())) == []
-    assert [ids(draw) for draw in index.aged(2, ())] == [{"a-0-1": ["1"]}]
+    assert [ids(draw) for draw in index.aged(2, ())] == [{"a-1-0": ["1"]}]

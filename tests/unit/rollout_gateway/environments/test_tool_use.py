@@ -20,11 +20,10 @@ from paceline.services.rollout_gateway.environments import ChatTurn, Episode, Ep
 from paceline.services.rollout_gateway.environments.kinds import (
     DEFAULT_TURNS,
     MAX_CALLS,
-    Equipment,
     SingleTurn,
     ToolUse,
-    environment,
 )
+from paceline.services.rollout_gateway.environments.table import Equipment, environment
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.environments.tools import MAX_ANSWER_CHARACTERS
 from paceline.services.rollout_gateway.sandbox import Sandbox
