@@ -66,7 +66,7 @@ class Front:
 
 @asynccontextmanager
 async def gateway(
-    folder: Path, model: Path, script: Path, settings: Sequence[str]
+    folder: Path, model: Path, script: Path, settings: Sequence[str] = ()
 ) -> AsyncIterator[Front]:
     """Our gateway with one scripted engine worker; further settings as on the command line."""
     own = {

@@ -104,14 +104,16 @@ def test_the_wheel_has_what_the_demo_reads_and_nothing_that_only_a_checkout_uses
     assert wheel.stat().st_size < 8 << 20
 
 
-def test_an_agent_needs_httpx_alone_to_chat_and_reward(
+def test_an_agent_needs_openai_alone_to_chat_and_reward(
     with_the_client: Path, gateway: str, tmp_path: Path
 ) -> None:
     python = with_the_client / "bin/python"
     listed = run(python, "-m", "pip", "list", "--format=json", cwd=tmp_path).stdout
     beside = {one["name"].lower() for one in json.loads(listed)} - {"pip", "setuptools"}
     of_httpx = {"httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"}
-    assert beside - {"typing_extensions"} <= {"paceline", *of_httpx}
+    of_pydantic = {"pydantic", "pydantic_core", "annotated-types", "typing-inspection"}
+    of_openai = {"openai", "jiter", "distro", "tqdm", "typing_extensions"}
+    assert beside <= {"paceline", *of_openai, *of_httpx, *of_pydantic}
 
     said = json.loads(run(python, "-c", AGENT, gateway, cwd=tmp_path).stdout)
     assert said["text"] == "12 + 30 = 42"
