@@ -28,7 +28,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import InvalidInput
-from paceline.models import sampling
+from paceline.models.sampling import (
+    DrawParams,
+    NoiseStream,
+    behavior_logprobs,
+    gumbel_noise,
+    mask_scores,
+    uniform_of,
+)
 from paceline.services.rollout_gateway.engines.embedded.verify import Nodes, Verdict
 from paceline.speculators.base import Drafts
 
@@ -44,7 +51,7 @@ class SampledDrafts:
 
 
 def sample_drafts(
-    draft_logits: Tensor, positions: Tensor, params: sampling.DrawParams, count: int
+    draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int
 ) -> SampledDrafts:
     """Children drawn from q without replacement: the top `count` of log q + Gumbel noise, in that
     order.
@@ -57,8 +64,8 @@ def sample_drafts(
     vocab = draft_logits.shape[-1]
     if not 1 <= count <= vocab:
         raise InvalidInput("count of drafts is out of range", seen=count, allowed=f"1 to {vocab}")
-    scores = _scores(sampling.behavior_logprobs(draft_logits, params.temperatures), params)
-    noise = sampling.gumbel_noise(params.seeds, positions, vocab, sampling.NoiseStream.DRAFT)
+    scores = _scores(behavior_logprobs(draft_logits, params.temperatures), params)
+    noise = gumbel_noise(params.seeds, positions, vocab, NoiseStream.DRAFT)
     top = (
         noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
         .add_(scores)
@@ -95,7 +102,7 @@ def verify_sampled(
     parents: Tensor | None,
     draft_probs: Tensor,
     positions: Tensor,
-    params: sampling.DrawParams,
+    params: DrawParams,
     adjusted: Tensor | None = None,
 ) -> SampledVerdict:
     """Walk from the root, accepting or rejecting children, and draw the token that ends the round.
@@ -108,23 +115,23 @@ def verify_sampled(
     0 this is the rule of verify.py: follow the argmax.
     """
     batch, nodes, vocab = logits.shape
-    logprobs = sampling.behavior_logprobs(logits.reshape(-1, vocab), params.temperatures)
+    logprobs = behavior_logprobs(logits.reshape(-1, vocab), params.temperatures)
     wanted = (
         logprobs
         if adjusted is None
-        else sampling.behavior_logprobs(adjusted.reshape(-1, vocab), params.temperatures)
+        else behavior_logprobs(adjusted.reshape(-1, vocab), params.temperatures)
     )
     target = _normalised(_scores(wanted, params), params).view(batch, nodes, vocab)
     if parents is None:
         parents = torch.arange(-1, nodes - 1, device=logits.device).clamp(min=0).expand(batch, -1)
     at = positions.gather(1, parents).view(-1)
-    coins = sampling.uniform_of(
-        params.seeds, at, draft_tokens.clamp(min=0).view(-1), sampling.NoiseStream.COIN
-    ).view(batch, nodes)
+    coins = uniform_of(params.seeds, at, draft_tokens.clamp(min=0).view(-1), NoiseStream.COIN).view(
+        batch, nodes
+    )
     p, accepted, path = _walk(target, draft_tokens, parents, draft_probs, coins)
     here = path.gather(1, accepted[:, None])
     seeds = params.seeds.view(batch, nodes)[:, 0]
-    noise = sampling.gumbel_noise(seeds, positions.gather(1, here)[:, 0], vocab)
+    noise = gumbel_noise(seeds, positions.gather(1, here)[:, 0], vocab)
     last = noise.add_(p.log()).argmax(dim=-1)
     return _verdict(last, accepted, path, draft_tokens, logprobs.view(batch, nodes, vocab))
 
@@ -176,13 +183,13 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(mass > 0, rest / mass, 0.0)
 
 
-def _scores(logprobs: Tensor, params: sampling.DrawParams) -> Tensor:
+def _scores(logprobs: Tensor, params: DrawParams) -> Tensor:
     """Log-probs [N, V] in float64, masked as in `draw`."""
     scores = logprobs.double()
-    return sampling.mask_scores(scores, params) if params.any_masked else scores
+    return mask_scores(scores, params) if params.any_masked else scores
 
 
-def _normalised(scores: Tensor, params: sampling.DrawParams) -> Tensor:
+def _normalised(scores: Tensor, params: DrawParams) -> Tensor:
     """Probabilities float64 [N, V] of masked scores; all on the argmax at temperature 0."""
     probs = scores.softmax(dim=-1)
     if not params.any_greedy:
@@ -209,7 +216,7 @@ def _verdict(
 class ChainSampler:
     """The DraftSampler (speculators/base.py) of some rows of a round."""
 
-    def __init__(self, params: sampling.DrawParams, lengths: Tensor) -> None:
+    def __init__(self, params: DrawParams, lengths: Tensor) -> None:
         self._params = params
         self._lengths = lengths
         self.probs: list[Tensor] = []
@@ -245,7 +252,7 @@ def verify_drawn(
     logits: Tensor,
     nodes: Nodes,
     positions: Tensor,
-    params: sampling.DrawParams,
+    params: DrawParams,
     probs: Tensor,
     adjusted: Tensor | None = None,
 ) -> Verdict:
