@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from paceline.errors import DataLoss, InvalidInput
-from paceline.weights.manifest import ACCEPTANCE, DOCUMENTS
+from paceline.weight_documents import ACCEPTANCE, DOCUMENTS
 
 FILE = DOCUMENTS[ACCEPTANCE]
 MAX_POSITIONS = 64

@@ -27,15 +27,8 @@ from paceline.v1.weights_pb2 import (
     TensorSpec,
     WeightEncoding,
 )
+from paceline.weight_documents import DOCUMENTS
 from paceline.weights.chunks import content_hash, in_threads
-
-CONFIG, ACCEPTANCE, ADAPTERS = "config", "acceptance", "adapters"
-DOCUMENTS = {CONFIG: "config.json", ACCEPTANCE: "acceptance.json", ADAPTERS: "adapters.json"}
-"""File name by metadata key of a manifest. Each value is the text of a JSON object, which becomes
-that file. `config` describes the tensors. `acceptance` describes which drafts of a drafter are
-accepted. `adapters` identifies the base weights of a policy's adapters.
-"""
-
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
 """Word for each accepted encoding, used in reports and metrics."""

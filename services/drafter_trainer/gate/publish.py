@@ -15,8 +15,8 @@ from paceline.telemetry import get_logger
 from paceline.tensors import decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weight_documents import ACCEPTANCE, CONFIG
 from paceline.weights import PushReport, build_manifest, push_weights
-from paceline.weights.manifest import ACCEPTANCE, CONFIG
 from paceline.weights.push import push_deadline_s
 from paceline.whole_files import check_hashes
 

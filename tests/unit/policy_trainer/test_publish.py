@@ -31,6 +31,7 @@ from paceline.services.policy_trainer.publish import check_same_model
 from paceline.tensors import NamedTensor, decode_safetensors, head_hash
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weight_documents import ADAPTERS, DOCUMENTS
 from paceline.weights import (
     SERVICE_NAME,
     Spool,
@@ -38,7 +39,6 @@ from paceline.weights import (
     add_weight_service,
     build_manifest,
 )
-from paceline.weights.manifest import ADAPTERS, DOCUMENTS
 
 
 @pytest.fixture(scope="module")
