@@ -32,10 +32,11 @@ from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
+from paceline.weight_documents import ADAPTERS
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender, pull_weights
 from paceline.weights.handover import ScratchFile, remove_scratch
-from paceline.weights.manifest import ADAPTERS, unchecked_manifest
 from paceline.weights.manifest import layouts as layouts_of
+from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.push import push_deadline_s
 from paceline.weights.shares import Announced, HeldTensor, Senders, check_share
 

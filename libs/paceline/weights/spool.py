@@ -23,11 +23,11 @@ from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted,
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weight_documents import DOCUMENTS
 from paceline.weights.chunks import allocate, available_bytes, chunk_span, in_threads
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import (
-    DOCUMENTS,
     MANIFEST,
     TARGET_NAMES,
     TENSORS,
