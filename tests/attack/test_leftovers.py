@@ -17,8 +17,8 @@ from integration.gateway.conftest import sums, tiny_model
 
 from paceline.local.patience import patient
 
-SOCKETS = 4
-"""Of a gateway with two workers: two for each worker."""
+SOCKETS = 2
+"""Sockets of a gateway with two workers: a socket for each worker."""
 pytestmark = [pytest.mark.attack, pytest.mark.timeout(120)]
 
 GATEWAY = """
