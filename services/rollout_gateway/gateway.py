@@ -31,7 +31,7 @@ from paceline.services.rollout_gateway.environments import table, toolbox
 from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sessions import agents, names, outbox, tree
-from paceline.services.rollout_gateway.workers import lending, local, router, weights
+from paceline.services.rollout_gateway.workers import lending, local, quarantine, router, weights
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.streams import connect
@@ -98,7 +98,7 @@ class Gateway:
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
         self._arming = asyncio.Lock()
-        self.quarantined = weights.Quarantined(self.router, config.engine.command_deadline_s)
+        self.quarantined = quarantine.Quarantined(self.router, config.engine.command_deadline_s)
         self.router.on_ready, self.router.orders = self._equip, self._orders
         self.router.loans.on_return = self.weights.take_memory
         guard = EpochGuard(config.security, self.state and self.state / LENDING_EPOCHS)

@@ -28,7 +28,7 @@ from paceline.messages import versions_to_proto
 from paceline.report.slots import slot_intervals, step_windows
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.calls.base import Peers as Channels
-from paceline.services.coordinator.calls.policy_trainer import mend
+from paceline.services.coordinator.calls.weights import mend
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine.commands import RunTasks

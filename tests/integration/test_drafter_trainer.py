@@ -47,7 +47,7 @@ from paceline.speculators.shift import read_shift
 from paceline.streams import FeatureBatch, connect
 from paceline.streams.fields import SCHEMA_VERSION
 from paceline.tensors import from_numpy, head_hash
-from paceline.training.checkpoints import STATE, newest_checkpoint
+from paceline.training.checkpoints import PREFIX, STATE, checkpoint_numbers
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
@@ -245,8 +245,8 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(
     assert (await world.stream.depth()).entries == 0, (
         "the buffer died with the rank, its rows are acknowledged"
     )
-    newest = newest_checkpoint(world.directory / "checkpoints" / "drafter")
-    assert newest is not None
+    directory = world.directory / "checkpoints" / "drafter"
+    newest = directory / f"{PREFIX}{checkpoint_numbers(directory)[-1]}"
     steps = json.loads((newest / STATE).read_text())["learner"]["total_steps"]
     assert steps >= complete > first.total_steps
     await world.append(rows[:8])

@@ -12,7 +12,7 @@ import pytest
 from integration.weight_receivers import CONTEXT, P, Receiver, receivers
 
 from paceline.services.coordinator.calls.base import Calls, Reported
-from paceline.services.coordinator.calls.policy_trainer import commit
+from paceline.services.coordinator.calls.weights import commit
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.settings import CommitMode

@@ -18,13 +18,8 @@ from paceline.errors import DataLoss, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
 from paceline.models.profiles import Profile
-from paceline.models.records import (
-    ServedTensor,
-    input_norm_record,
-    layer_records,
-    model_records,
-    rotation_table,
-)
+from paceline.models.records import ServedTensor, input_norm_record, layer_records, model_records
+from paceline.models.rope import rotation_table
 from paceline.tensors import head_hash
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,7 +1,4 @@
-"""Defines the sources of each served tensor in a checkpoint, and rotary position embedding.
-
-Training applies it to the two halves of a head, as checkpoints store them. The engine stores query
-and key heads with interleaved halves (`interleave`), so a rotation is one complex product.
+"""Defines the sources of each served tensor in a checkpoint, and its transformation.
 
 This is the first of two records for an update in place (Liu et al. 2025, FlashRL). The second is
 the storages themselves (in_place.py). A transformation interleaves the heads of a tensor, joins
@@ -11,60 +8,16 @@ updates follow from it. Strides are contiguous throughout; dtypes are the permit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ModelConfig
 from paceline.models.profiles import Profile
 from paceline.models.quantised import QuantisedMatrix, quantised
-
-
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inverse = 1.0 / config.theta**exponents
-    if config.kind == "linear":
-        return inverse / config.factor
-    if config.kind == "llama3":
-        return _llama3(inverse, config)
-    return inverse
-
-
-def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
-    # Long waves are stretched by `factor`, short waves kept, and waves in between blended linearly.
-    wavelength = 2 * math.pi / inverse
-    low = config.original_max_position / config.low_freq_factor
-    high = config.original_max_position / config.high_freq_factor
-    blend = (config.original_max_position / wavelength - config.low_freq_factor) / (
-        config.high_freq_factor - config.low_freq_factor
-    )
-    blended = (1 - blend) * inverse / config.factor + blend * inverse
-    scaled = torch.where(wavelength > low, inverse / config.factor, inverse)
-    return torch.where((wavelength <= low) & (wavelength >= high), blended, scaled)
-
-
-def rotation_table(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
-    """exp(i * position * frequency), complex64 [positions, head_dim / 2]."""
-    angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(config, head_dim))
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def interleave(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * head_dim, ...] with the two halves of each head interleaved: 0, d/2, 1, d/2 +
-    1, ...
-    """
-    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape).contiguous()
-
-
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., head_dim] rotated; cos and sin broadcast to [..., head_dim / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+from paceline.models.rope import interleave
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import WeightsError
-from paceline.models import cache, decoder, records
+from paceline.models import cache, decoder, rope
 from paceline.speculators import base, layer_net, net_drafter
 
 LAG_ROWS = 8
@@ -59,7 +59,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
             dtype=setup.dtype,
             device=self._device,
         )
-        self._rotation = records.rotation_table(config.rope, config.head_dim, capacity).to(
+        self._rotation = rope.rotation_table(config.rope, config.head_dim, capacity).to(
             self._device
         )
         self._valid = [0] * setup.slots

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ConfigError, DataLoss, InvalidInput
-from paceline.models import products, records
+from paceline.models import products, rope
 from paceline.models.config import ModelConfig, architecture
 from paceline.speculators import base, kinds, packed
 from paceline.speculators.net import DraftNet, check_fit
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         queries = self.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
         if self.config.qk_norm:
             queries = self.q_norm(queries)
-        return records.rotate_halves(queries.transpose(1, 2), cos, sin).to(x.dtype)
+        return rope.rotate_halves(queries.transpose(1, 2), cos, sin).to(x.dtype)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, [B, kv_heads, T, head_dim] each, of x [B, T, C]."""
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         )
         if self.config.qk_norm:
             keys = self.k_norm(keys)
-        keys = records.rotate_halves(keys.transpose(1, 2), cos, sin).to(x.dtype)
+        keys = rope.rotate_halves(keys.transpose(1, 2), cos, sin).to(x.dtype)
         return keys, values.transpose(1, 2)
 
 
@@ -202,7 +202,7 @@ class SwiGlu(nn.Module):
 
 def rotary_angles(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [B, 1, T, head_dim / 2] of positions int64 [B, T]."""
-    angles = positions[:, None, :, None].float() * records.inverse_frequencies(
+    angles = positions[:, None, :, None].float() * rope.inverse_frequencies(
         config.rope, config.head_dim
     ).to(positions.device)
     return angles.cos(), angles.sin()

@@ -203,12 +203,6 @@ def find_whole(directory: Path, prefix: str, group: dist.ProcessGroup | None) ->
     return Resumable(None, tuple(damaged), max(numbers, default=0))
 
 
-def newest_checkpoint(directory: Path, prefix: str = PREFIX) -> Path | None:
-    """The newest checkpoint, unread; None without any."""
-    numbers = checkpoint_numbers(directory, prefix)
-    return directory / f"{prefix}{numbers[-1]}" if numbers else None
-
-
 def checkpoint_numbers(directory: Path, prefix: str = PREFIX) -> list[int]:
     """Numbers of the existing checkpoints, ascending."""
     names = (path.name.removeprefix(prefix) for path in directory.glob(f"{prefix}*"))

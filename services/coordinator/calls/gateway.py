@@ -8,7 +8,14 @@ from dataclasses import replace
 from paceline import errors
 from paceline.messages import versions_from_proto
 from paceline.report.solved import accuracy, pass_figures
-from paceline.services.coordinator.calls import base, gateways, policy_trainer, quarantine, slots
+from paceline.services.coordinator.calls import (
+    base,
+    checkpoints,
+    gateways,
+    quarantine,
+    slots,
+    weights,
+)
 from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
@@ -30,7 +37,7 @@ async def run_started(calls: base.Calls) -> events.RunStarted:
     Raises FailedPrecondition without workers.
     """
     settings = await _settings(calls)
-    served = (await policy_trainer.versions_at_gateways(calls, _QUERY_DEADLINE_S))[0]
+    served = (await weights.versions_at_gateways(calls, _QUERY_DEADLINE_S))[0]
     if not settings.workers:
         raise errors.FailedPrecondition(
             "the gateway has no engine workers", seen=0, allowed="1 or more"
@@ -96,7 +103,7 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
         state.Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
     ):
         async with calls.handing_over:
-            await policy_trainer.mend(calls, command)
+            await weights.mend(calls, command)
             await quarantine.withhold(calls, calls.learner_context())
             await slots.resume(calls, command)
             running = gateways.TaskCalls(calls, request)
@@ -158,7 +165,7 @@ async def evaluate(calls: base.Calls, command: commands.Evaluate) -> None:
         state.Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
     ):
         async with calls.handing_over:
-            await policy_trainer.mend(calls, command)
+            await weights.mend(calls, command)
             await quarantine.withhold(calls, calls.learner_context())
             await slots.resume(calls, command)
         running = gateways.TaskCalls(calls, request)
@@ -174,7 +181,7 @@ async def evaluate(calls: base.Calls, command: commands.Evaluate) -> None:
                         and command.step
                         and done.value is not None
                     ):
-                        await slots.keep_if_best(calls, command, done.value)
+                        await checkpoints.keep_if_best(calls, command, done.value)
                     calls.emit(done)
 
 

@@ -1,41 +1,18 @@
-"""Calls the policy trainer for a step, and the weight services for commits of version sets."""
+"""Calls the policy trainer for one optimiser step and the push of its weights."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
-from paceline.local.patience import patient
-from paceline.messages import versions_from_proto
-from paceline.rpc import rpc_errors
+from paceline.errors import PacelineError
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls import quarantine
-from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers, each
+from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers
 from paceline.services.coordinator.calls.figures import message_figures
-from paceline.services.coordinator.calls.gateways import by_gateway
 from paceline.services.coordinator.calls.slots import release
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event, Figure
-from paceline.services.coordinator.machine.settings import Schedule
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Service
-from paceline.telemetry import get_logger
-from paceline.trajectory import VersionSet
 from paceline.v1 import policy_pb2
-from paceline.v1.engine_pb2 import (
-    PAUSE_MODE_IN_PLACE,
-    WEIGHT_TARGET_DRAFTER,
-    WEIGHT_TARGET_POLICY,
-    PauseMode,
-)
-from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
-from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import abort_version, commit_versions
-from paceline.weights.push import COMMAND_DEADLINE_S
 
 
 async def train(calls: Calls, command: commands.TrainPolicy) -> None:
@@ -124,146 +101,3 @@ def _batch_figures(batch: policy_pb2.BatchReady) -> dict[str, Figure]:
         "groups_dropped": sum(batch.dropped.values()),
         "staleness": dict(sorted(batch.staleness.items(), key=lambda lag: int(lag[0]))),
     }
-
-
-REFUSALS = (DataLoss, FailedPrecondition, NotFound)
-"""Errors of a set that is not served because a part is missing or damaged."""
-
-
-async def versions_at_gateways(calls: Calls, deadline_s: float) -> list[GetVersionsResponse]:
-    """Each gateway's serving set and its damaged parts. Raises PacelineErrors."""
-    stubs: list[Any] = [
-        WeightServiceStub(one)  # type: ignore[no-untyped-call]
-        for one in calls.peers.gateways
-    ]
-    with rpc_errors():
-        return await each(
-            stub.GetVersions(GetVersionsRequest(), timeout=deadline_s) for stub in stubs
-        )
-
-
-async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
-    """Makes all gateways serve the command's set, or the set of a newer commit, even after damage
-    to their files. A refused set that a gateway kept is not of a newer commit.
-
-    The trainer pushes a damaged policy again. Workers leave out a damaged drafter, and its
-    predecessor serves from the next commit.
-    """
-    versions, before = command.versions, calls.state()
-    found = await versions_at_gateways(calls, calls.config.step_deadline_s)
-    newer = {one for state in (before, calls.state()) for one in (state.versions, state.committing)}
-    damaged_parts = {part for one in found for part in one.damaged}
-    overlaps = calls.state().settings.schedule is Schedule.FULLY_ASYNC
-    unknown = [
-        number
-        for number, served in enumerate(versions_from_proto(one.versions) for one in found)
-        if served != versions and not (overlaps and served in newer and served.seq > versions.seq)
-    ]
-    if WEIGHT_TARGET_DRAFTER in damaged_parts:
-        damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}
-        calls.emit(events.AcceptanceFell(calls.now(), versions.drafter, damaged))
-    if versions.policy and (unknown or WEIGHT_TARGET_POLICY in damaged_parts):
-        get_logger("coordinator").warning("policy_pushed_again", version=versions.policy)
-        await push_again(calls, command)
-    if unknown:
-        get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
-        await _serve_one_by_one(calls, unknown, _Commit(calls.learner_context(), versions))
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """A set to serve."""
-
-    context: CommandContext
-    versions: VersionSet
-    mode: int = PAUSE_MODE_IN_PLACE
-    leased: Mapping[int, Sequence[int]] = field(default_factory=dict)  # own workers by gateway
-
-    async def at(self, calls: Calls, number: int, judge: bool | None) -> None:
-        """Makes a gateway serve the set. Workers may have to load it, so the wait lasts as long as
-        they make progress.
-        """
-        gateway, leased = calls.peers.gateways[number], self.leased.get(number, ())
-        async with while_moving(gateway, patient(COMMAND_DEADLINE_S)) as timeout:
-            await commit_versions(
-                gateway,
-                self.context,
-                self.versions,
-                self.mode,
-                leased=leased,
-                judge=judge,
-                deadline_s=timeout,
-            )
-
-
-async def _serve_one_by_one(calls: Calls, numbers: Sequence[int], new: _Commit) -> None:
-    """Makes gateways serve a set: the first one judges it, then the others follow at once. If a
-    gateway refuses it, those that took it return to the run's set, and the refusal is raised.
-    """
-    first, *rest = numbers
-    await new.at(calls, first, True if len(calls.peers.gateways) > 1 else None)
-    found = await asyncio.gather(
-        *(new.at(calls, number, False) for number in rest), return_exceptions=True
-    )
-    failures = [one for one in found if isinstance(one, BaseException)]
-    if refusals := [one for one in failures if isinstance(one, REFUSALS)]:
-        took = [first, *(number for number, one in zip(rest, found, strict=True) if one is None)]
-        former = replace(new, versions=calls.state().versions, mode=PAUSE_MODE_IN_PLACE)
-        try:
-            await each(former.at(calls, number, False) for number in took)
-        except PacelineError as error:  # the next rollouts commit the run's set again
-            log = get_logger("coordinator")
-            log.error("a refused set still serves at a gateway", error=str(error))
-        failures = [*refusals]
-    for failure in failures:
-        raise failure
-
-
-async def commit(calls: Calls, command: commands.Commit) -> None:
-    """Emits Committed when all gateways serve the set, CommitFailed when a part is missing or
-    damaged. The drafter trainer is notified afterwards; no phase waits for its answer.
-    """
-
-    def commit_failed(error: PacelineError) -> Event | None:
-        if not isinstance(error, REFUSALS):
-            return None
-        refused, log = command.versions, get_logger("coordinator")
-        log.warning("set_refused", seq=refused.seq, drafter=refused.drafter, error=str(error))
-        return events.CommitFailed(calls.now(), command.versions, f"{Service.GATEWAY}: {error}")
-
-    context, deadline_s = calls.context(command), patient(COMMAND_DEADLINE_S)
-    with calls.reported(
-        Service.GATEWAY, "commit", command, deadline_s=deadline_s, event_of=commit_failed
-    ):
-        mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
-        leased = by_gateway(command.leased, calls.workers_of_each)
-        # The first gateway judges the set, with a worker that is free.
-        numbers = sorted(
-            range(len(calls.peers.gateways)),
-            key=lambda number: len(leased.get(number, ())) == calls.workers_of_each,
-        )
-        await _serve_one_by_one(calls, numbers, _Commit(context, command.versions, mode, leased))
-
-    calls.emit(events.Committed(calls.now(), command.versions))
-    if not calls.config.drafter_enabled:
-        return
-    try:
-        await commit_versions(
-            calls.peers.channels[Service.DRAFTER_TRAINER], context, command.versions
-        )
-    except PacelineError as error:
-        calls.went_without(Service.DRAFTER_TRAINER, "commit", error)
-
-
-async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:
-    """Drops a prepared drafter candidate at the gateways.
-
-    A remaining candidate only costs disk space until the next commit, so a failure is only logged.
-    """
-    version = command.drafter_version
-    gateway = calls.peers.channels[Service.GATEWAY]  # it passes the call on to the next one
-    try:
-        await abort_version(gateway, calls.context(command), WEIGHT_TARGET_DRAFTER, version)
-    except PacelineError as error:
-        log = get_logger("coordinator")
-        log.warning("candidate not aborted", drafter_version=version, error=str(error))

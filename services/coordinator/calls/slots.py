@@ -1,4 +1,4 @@
-"""Calls about slots: memory of workers, final checkpoints, and reclaims for waiting callers."""
+"""Calls about slots: memory of workers, and reclaims for waiting callers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.rpc import leased, responses, rpc_errors
-from paceline.rpc.progress import while_moving
-from paceline.services.coordinator.calls.base import STILL_S, Calls, Peers, each, no_event
+from paceline.services.coordinator.calls.base import Calls, Peers, each, no_event
 from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import StepCommand
@@ -21,7 +20,7 @@ from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Phase, Service
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
-from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse, SaveDrafterCheckpointRequest
+from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
 RESUME_DEADLINE_S = 300.0
@@ -142,52 +141,6 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
         await resume(calls, command)
     except PacelineError as error:
         log.error("workers stay lent out until the run is resumed", error=str(error))
-
-
-OPTIONAL_STILL_S = 60.0
-"""Seconds without progress of an optional service after which the run ends without its answer."""
-
-
-async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
-    """Emits CheckpointsSaved with the paths. It has no paths if nothing was trained or an optional
-    service does not answer.
-    """
-    try:
-        await resume(calls, command)  # agents may send requests after the run
-    except PacelineError as error:
-        get_logger("coordinator").warning("workers stay lent out", error=str(error))
-    paths = {"policy": "", "drafter": ""}
-    context = calls.context(command)
-    if command.step:
-        policy = SavePolicyCheckpointRequest(context=context)
-        deadline_s = patient(STILL_S)
-        with calls.reported(Service.POLICY_TRAINER, "close", command, deadline_s=deadline_s):
-            paths["policy"] = (await calls.peers.save_policy(policy, deadline_s)).path
-    if command.step and calls.config.drafter_enabled:
-        drafter = SaveDrafterCheckpointRequest(context=context)
-        trainer, still_s = calls.peers.channels[Service.DRAFTER_TRAINER], patient(OPTIONAL_STILL_S)
-        try:
-            with rpc_errors():
-                async with while_moving(trainer, still_s) as timeout:
-                    saved = await calls.peers.drafter.SaveDrafterCheckpoint(
-                        drafter, timeout=timeout
-                    )
-            paths["drafter"] = saved.path
-        except PacelineError as error:
-            calls.went_without(Service.DRAFTER_TRAINER, "close", error)
-
-    calls.emit(events.CheckpointsSaved(calls.now(), command.epoch, paths))
-
-
-async def keep_if_best(calls: Calls, command: commands.Evaluate, evaluation: float) -> None:
-    """Keeps the policy's checkpoint if no earlier evaluation was better. If the trainer does not
-    answer, only the checkpoint is missing: the evaluation is still recorded.
-    """
-    request = SavePolicyCheckpointRequest(context=calls.context(command), evaluation=evaluation)
-    try:
-        await calls.peers.save_policy(request, patient(STILL_S))
-    except PacelineError as error:
-        get_logger("coordinator").warning("best checkpoint not kept", error=str(error))
 
 
 _PAUSE_S = 1.0

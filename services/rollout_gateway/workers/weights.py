@@ -1,32 +1,22 @@
-"""Loads new weights on the engine workers, and disables paths that an audit found inexact."""
+"""Loads new weights on the engine workers, and keeps the gateway's serving set."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.arm_names import OFF
-from paceline.errors import DataLoss, InvalidInput, PacelineError, Unavailable, WeightsError
+from paceline.errors import DataLoss, PacelineError, Unavailable, WeightsError
 from paceline.local.news import tell_supervisor
 from paceline.messages import versions_from_proto, versions_to_proto
-from paceline.models.profiles import ROUNDED
-from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import CanaryConfig
-from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.workers.canary import Canary
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.trajectory import (
-    ARM_PATH,
-    DRAFTED_PATH,
-    NUMBERS_PATH,
-    PLAIN_PATH,
-    REUSED_PATH,
-    SWAPPED_PATH,
     VersionSet,
 )
 from paceline.v1 import engine_pb2 as pb
@@ -237,62 +227,3 @@ def _prepare(target: int, version: int, profile: str, path: Path) -> pb.WorkerCo
             target=pb.WeightTarget.Name(target), version=version, path=str(path), profile=profile
         )
     )
-
-
-_ALONE = (PLAIN_PATH, DRAFTED_PATH, REUSED_PATH, SWAPPED_PATH)
-
-
-class Quarantined:
-    """Paths that no worker uses; the set only grows."""
-
-    def __init__(self, router: Router, command_deadline_s: float) -> None:
-        self._router = router
-        self._deadline_s = command_deadline_s
-        self.paths: tuple[str, ...] = ()
-
-    async def add(self, paths: Iterable[str]) -> list[str]:
-        """Disable paths on every worker; returns the paths that the engine cannot disable. Raises
-        InvalidInput for an invalid path name, and the workers' errors.
-        """
-        wanted = list(dict.fromkeys(paths))
-        for path in wanted:
-            _check(path)
-        new = [path for path in wanted if path not in self.paths]
-        if new:
-            self.paths += tuple(new)
-            for path in new:
-                get_logger(__name__).error("path_quarantined", path=path)
-                metrics.QUARANTINED.record(1, path=path)
-            for answer in await self._router.ask_all(self._command()):
-                # A lost worker gets the command when it restarts.
-                if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
-                    raise answer
-        return [path for path in wanted if self._unmet(path)]
-
-    async def tell(self, process: WorkerProcess) -> None:
-        """Send the disabled paths to a starting worker, before its first request."""
-        if self.paths:
-            await process.ask(self._command(), self._deadline_s)
-
-    def _unmet(self, path: str) -> bool:
-        """Whether the engine cannot disable the path. The coordinator handles a commit's own paths:
-        a swap and a profile.
-        """
-        profiles = ROUNDED if Capability.PROFILES in self._router.ready.capabilities else ()
-        rounding = path.startswith(NUMBERS_PATH)
-        return path == PLAIN_PATH or (rounding and path.removeprefix(NUMBERS_PATH) not in profiles)
-
-    def _command(self) -> pb.WorkerCommand:
-        arms = [path.removeprefix(ARM_PATH) for path in self.paths if path.startswith(ARM_PATH)]
-        if DRAFTED_PATH in self.paths:
-            arms = [arm for arm in self._router.ready.arms if arm != OFF]
-        return pb.WorkerCommand(
-            quarantine=pb.Quarantine(arms=arms, reuse=REUSED_PATH in self.paths)
-        )
-
-
-def _check(path: str) -> None:
-    named = any(path.startswith(kind) and path != kind for kind in (ARM_PATH, NUMBERS_PATH))
-    if path not in _ALONE and not named:
-        allowed = f"{', '.join(_ALONE)}, {ARM_PATH}<name> or {NUMBERS_PATH}<format>"
-        raise InvalidInput("an audit knows no such path", seen=path, allowed=allowed)

@@ -19,7 +19,7 @@ from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.eagle import EagleNet
-from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
+from paceline.training.checkpoints import PREFIX, checkpoint_numbers, read_checkpoint
 
 Plan = list[list[tuple[int, int]]]
 ALONE: Plan = [[(1, ROWS)], [(1, 2 * ROWS)]]
@@ -128,8 +128,8 @@ def test_a_checkpoint_of_three_ranks_is_read_by_one(
 ) -> None:
     out, three = together
     learner = DrafterLearner(EagleNet(TARGET, seed=9), DrafterOptimizerConfig(), micro_batches=1)
-    checkpoint = newest_checkpoint(out.with_suffix(".checkpoints"))
-    assert checkpoint is not None
+    directory = out.with_suffix(".checkpoints")
+    checkpoint = directory / f"{PREFIX}{checkpoint_numbers(directory)[-1]}"
     assert len(list(checkpoint.glob("shards/*.safetensors"))) == 3
     learner.load_state(read_checkpoint(checkpoint, learner.state()))
     assert learner.total_steps == 1

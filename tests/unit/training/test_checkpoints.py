@@ -24,8 +24,8 @@ from paceline.training.checkpoints import (
     SHARDS,
     STATE,
     CheckpointWriter,
+    checkpoint_numbers,
     find_whole,
-    newest_checkpoint,
     read_checkpoint,
     read_whole,
 )
@@ -59,10 +59,10 @@ def write(directory: Path, *numbers: int) -> CheckpointWriter:
 
 def test_the_newest_of_two_is_read_with_all_that_is_no_tensor(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    assert newest_checkpoint(directory) is None
+    assert checkpoint_numbers(directory) == []
     assert write(directory, 1, 2, 10).next_number == 11
-    newest = newest_checkpoint(directory)
-    assert newest == directory / "checkpoint-10"
+    assert checkpoint_numbers(directory) == [2, 10]
+    newest = directory / "checkpoint-10"
     assert sorted(path.name for path in directory.iterdir()) == ["checkpoint-10", "checkpoint-2"]
     read = read_checkpoint(newest, state(0.0))
     assert read["learner"]["model"]["a.w"].tolist() == [[10.0, 10.0]] * 3
@@ -76,7 +76,7 @@ def test_what_is_being_written_counts_when_it_is_renamed_and_remains_are_removed
 ) -> None:
     write(tmp_path, 1)
     (tmp_path / "checkpoint-1").rename(tmp_path / ".2.tmp")  # killed before the rename
-    assert newest_checkpoint(tmp_path) is None
+    assert checkpoint_numbers(tmp_path) == []
     write(tmp_path)
     assert not list(tmp_path.iterdir())
 
