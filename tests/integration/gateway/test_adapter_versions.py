@@ -19,8 +19,8 @@ from paceline.models.loading import read_tensors
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY as POLICY
+from paceline.weight_documents import ADAPTERS
 from paceline.weights import WeightSender, build_manifest
-from paceline.weights.manifest import ADAPTERS
 from paceline.weights.shares import check_share, held_whole
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
