@@ -1,7 +1,7 @@
 """Evaluates the tasks of a JSONL file through the gateway, n samples each, and compares the figures
 with expected ones.
 
-Prints a table and exits with 1 when a figure is another one. See README.md for how to start the
+Prints a table and exits with 1 when a figure differs. See README.md for how to start the
 gateway.
 """
 
@@ -79,7 +79,7 @@ def show(
 
 
 async def evaluate(options: argparse.Namespace) -> dict[str, float]:
-    """Ask for all tasks, at most `parallel` at once."""
+    """Generate answers to all tasks, at most `parallel` at once."""
     tasks = [
         json.loads(line)
         for line in options.tasks.read_text(encoding="utf-8").splitlines()

@@ -67,7 +67,7 @@ def sample(
         logits = (
             model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[:, -1].float()
         )
-        # Noise for every prompt, alive or not: a row's draw does not depend on when others ended.
+        # Noise for every prompt, alive or not: a draw does not depend on the ends of other rows.
         noise = -torch.empty(len(encoded), logits.shape[-1]).exponential_(generator=generator).log()
         chosen = (logits / temperature + noise[rows] if temperature > 0 else logits).argmax(-1)
         for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):

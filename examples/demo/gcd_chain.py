@@ -35,11 +35,11 @@ _MARKS: dict[str, Style] = {"#": "direct", "%": "remainder", "-": "subtract"}
 
 @dataclass(frozen=True)
 class Family:
-    """The pairs a != b of numbers with so many digits whose working is not too long."""
+    """Pairs a != b of numbers with `digits` digits and a working of limited length."""
 
     digits: int
     max_subtractions: int
-    """Pairs that need more of them are left out, so that worked solutions have an end."""
+    """Maximum number of steps in a working; other pairs are left out."""
     largest_divisor: int
     """Pairs with a larger divisor are never drawn; 0: all are."""
 
@@ -151,7 +151,7 @@ class Draws:
     """Pairs of the train split, drawn with replacement by a weight of one's own."""
 
     def __init__(self, family: Family, exponent: float) -> None:
-        """exponent: of the divisor, whose power is the weight."""
+        """exponent: of the divisor; the weight of a pair is divisor ** exponent."""
         self._pairs = family.pairs("train")
         self._sums = list(accumulate(math.gcd(a, b) ** exponent for a, b in self._pairs))
 
@@ -173,7 +173,7 @@ def is_correct(response: str, expected: str) -> bool:
 
 
 def weight(a: int, b: int) -> float:
-    """How likely the pair is drawn, relative to others: its divisor to the power of 1.5.
+    """Relative probability of drawing the pair: its divisor to the power of 1.5.
 
     Uniform pairs are coprime in 61 % of cases, and a constant guess would be a strong policy.
     """

@@ -67,9 +67,7 @@ def answers(
 
 
 def write_answers(options: argparse.Namespace, tokenizer: Tokenizer, path: Path) -> None:
-    """As many answers as asked for, to tasks in the order of a run's, as `drafter train` reads
-    them.
-    """
+    """`count` answers to tasks in the order of a run, in the format of `drafter train`."""
     tasks = TaskCursor(read_tasks(options.tasks), options.seed).draw(options.answers)
     engine = build_engine(options, "off")
     with path.open("w", encoding="utf-8") as file:
@@ -103,7 +101,7 @@ def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
 
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of the command line, or of these words."""
+    """Parses the command line, or these words."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="optimiser steps")
     parser.add_argument("--tokens", type=int, default=512_000, help="positions trained on, in all")

@@ -1,10 +1,10 @@
 """Trains a start policy from random weights on worked solutions, and measures it on the held-out
 prompts. Pairs of the train split only.
 
-With three digits it first learns to work by subtraction as well as by remainders, and then to
-answer by subtraction hardly ever: reinforcement learning that rewards those answers moves it far
-from where it starts, and from what a drafter of its start has learned. With two digits it knows
-three styles about equally often, the one without working is the weakest.
+With three digits the policy first learns to work by subtraction and by remainders. Then it learns
+to answer by subtraction hardly ever. Reinforcement learning that rewards subtraction therefore
+moves the policy, and the best drafter, far from the start. With two digits the policy uses three
+styles about equally often; the style without working is the weakest.
 
 Usage: python make_policy.py [--family NAME] [--steps N] [--seed S] [--threads N] [--out DIR]
 """
@@ -35,7 +35,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a start policy is trained on."""
+    """Training data and schedule of a start policy."""
 
     family: gcd_chain.Family
     steps: int
@@ -44,7 +44,7 @@ class Recipe:
     shares: tuple[float, float, float]
     """Of documents in each of gcd_chain.STYLES."""
     last_shares: tuple[float, float, float]
-    """Of those in the last fifth of the steps."""
+    """Share of worked solutions by subtraction in the last fifth of the steps."""
 
 
 EVEN = (1 / 3, 1 / 3, 1 / 3)

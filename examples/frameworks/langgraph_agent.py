@@ -1,4 +1,4 @@
-"""A graph of LangGraph, the model and its tools, whose run is a session."""
+"""A LangGraph graph with a model and tools; each run is a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent of the OpenAI Agents SDK whose run is a session."""
+"""An agent of the OpenAI Agents SDK; each run is a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tool-calling agent of smolagents whose run is a session."""
+"""A tool-calling agent of smolagents; each run is a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the three agents share: a question, two tools, and how an answer is scored and looked at."""
+"""Shared parts of three agents: a question, two tools, scoring and printing of an answer."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _PRICES = {"bolts": 0.35}
 
 
 def stock(item: str) -> int:
-    """How many of an item are there.
+    """Returns the number of items in stock.
 
     Args:
-        item: what to look up.
+        item: name of the item.
     """
     return _STOCK[item]
 
 
 def price(item: str) -> float:
-    """What one of an item costs.
+    """Returns the price of one item.
 
     Args:
-        item: what to look up.
+        item: name of the item.
     """
     return _PRICES[item]
 
@@ -48,7 +48,7 @@ def connect() -> Client:
 
 @contextmanager
 def traced() -> Iterator[None]:
-    """The span of an agent's run, sent where OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere."""
+    """The span of an agent's run, exported to OTEL_EXPORTER_OTLP_ENDPOINT if it is set."""
     provider = TracerProvider(resource=Resource.create({"service.name": "agent"}))
     if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -59,9 +59,9 @@ def traced() -> Iterator[None]:
 
 
 def settle(session: Session, answer: str) -> None:
-    """Scores the answer, ends the session and prints what would be trained.
+    """Scores the answer, ends the session and prints the tokens to train on.
 
-    Raises AssertionError when that is anything else than what the model said.
+    Raises AssertionError when these tokens differ from the model's output.
     """
     info = session.complete(1.0 if WORTH in answer else 0.0)
     samples = session.samples()

@@ -1,9 +1,9 @@
 """An agent that a run trains: claims its tasks, answers with the plain OpenAI client, scores and
 posts its own rewards.
 
-Of Paceline it imports where the token lies and how a trace goes on. With
-OTEL_EXPORTER_OTLP_ENDPOINT set, each attempt is a span there, and what the run makes of it is
-linked to it. See README.md for how to start the run.
+From Paceline it imports the path of the token and the propagation of traces. With
+OTEL_EXPORTER_OTLP_ENDPOINT set, each attempt is exported as a span, and the spans of the run
+link to it. See README.md for how to start the run.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Agent:
     async def _post(self, key: str, action: str, body: dict[str, Any]) -> None:
         """End the session of this key.
 
-        What has ended already (409), or with its gateway, needs no end.
+        A session that has ended already (409), or with its gateway, needs no end.
         """
         headers = {"authorization": f"Bearer {key}", **trace_headers()}
         try:
@@ -134,7 +134,7 @@ class Agent:
 
 
 def send_spans() -> TracerProvider:
-    """Spans of this process go where OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere."""
+    """Exports the spans of this process to OTEL_EXPORTER_OTLP_ENDPOINT if it is set."""
     provider = TracerProvider(resource=Resource.create({"service.name": "agent"}))
     if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

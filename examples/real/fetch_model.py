@@ -27,7 +27,7 @@ PIP_S = 600
 
 
 class Unavailable(Exception):
-    """The model cannot be had; the text says why."""
+    """The model cannot be fetched; the text gives the reason."""
 
 
 def default_cache() -> Path:
@@ -99,7 +99,7 @@ def _check_hash(path: Path) -> None:
 
 def _convert(source: Path, packages: Path, target: Path) -> None:
     """Write a Hugging Face directory with the weights in float32."""
-    sys.path.insert(0, str(packages))  # transformers asks for the package gguf at its import
+    sys.path.insert(0, str(packages))  # transformers checks for the package gguf at its import
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,9 +1,9 @@
 """A tool-calling agent in pydantic-ai whose runs are sessions: two samples of one task, each scored
 and exported.
 
-The scripted engine says what script.json says: the first sample multiplies right, the second one
-does not. Ends with an error when the outcome is another one. See README.md for how to start the
-gateway.
+The scripted engine answers with the texts of script.json: the first sample multiplies right, the
+second sample does not. Exits with an error when the outcome differs. README.md shows how to
+start the gateway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORTH = "84.00"
 
 @dataclass
 class Warehouse:
-    """What the tools look up, and what was asked."""
+    """The tools' data, and the question."""
 
     stock: dict[str, int] = field(default_factory=lambda: {"bolts": 240})
     prices: dict[str, float] = field(default_factory=lambda: {"bolts": 0.35})
@@ -39,14 +39,14 @@ Agent.instrument_all()
 
 @agent.tool
 def stock(context: RunContext[Warehouse], item: str) -> int:
-    """How many of an item are there."""
+    """Returns the number of items in stock."""
     context.deps.asked.append(f"stock of {item}")
     return context.deps.stock[item]
 
 
 @agent.tool
 def price(context: RunContext[Warehouse], item: str) -> float:
-    """What one of an item costs."""
+    """Returns the price of one item."""
     context.deps.asked.append(f"price of {item}")
     return context.deps.prices[item]
 
@@ -59,7 +59,7 @@ class Outcome:
     asked: list[str]
     output_tokens: int  # as the model's API counted them
     session: dict[str, Any]
-    sample: dict[str, Any]  # what would be trained
+    sample: dict[str, Any]  # the tokens to train on
 
 
 async def carry_trace(request: httpx.Request) -> None:
@@ -119,7 +119,7 @@ def check(outcomes: list[Outcome]) -> None:
         assert one.session["turns"] == 3, one.session
         mask = one.sample["loss_mask"]
         assert len(mask) == len(one.sample["token_ids"]) == len(one.sample["behavior_logprobs"])
-        # Exactly what the model said is trained: its three turns, and nothing of prompts and tools.
+        # Training uses exactly the model's three turns, and nothing of prompts and tools.
         assert sum(mask) == one.session["completion_tokens"] == one.output_tokens, one.session
         assert one.sample["reward"] == one.session["reward"]
 
