@@ -75,10 +75,19 @@ def timeout_of(item: pytest.Item) -> float:
     return float(marked.args[0] if marked else item.config.getvalue("timeout"))
 
 
+SLOW_FOLDERS = ("unit/benchmarks", "recipes", "chaos", "fuzz")
+
+
 def leave_few(items: list[pytest.Item]) -> None:
-    """Mark as slow all but `n` cases of each test marked `few(n)`, evenly spread over the cases."""
+    """Mark as slow: tests of the slow folders, and all but `n` cases of each test marked `few(n)`.
+
+    The cases that remain are evenly spread.
+    """
     cases: dict[str, list[pytest.Item]] = {}
+    tests = Path(__file__).parent
     for item in items:
+        if any(item.path.is_relative_to(tests / folder) for folder in SLOW_FOLDERS):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():

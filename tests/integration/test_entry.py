@@ -16,6 +16,8 @@ from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.processes import EXIT_FULL, EXIT_RUN_FAILED
 
+pytestmark = pytest.mark.slow
+
 STUB = Path(__file__).parent / "entry_stub.py"
 
 

@@ -25,6 +25,8 @@ from paceline.local.services import service
 from paceline.local.supervisor import Supervisor, launch_of
 from paceline.streams import connect
 
+pytestmark = pytest.mark.slow
+
 HUNG_S = 3.0
 """A busy machine may let a service stand for two."""
 

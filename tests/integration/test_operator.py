@@ -39,7 +39,7 @@ from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.server import serve
 from paceline.v1 import coordinator_pb2 as pb
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers")]
 
 
 async def said(config: CoordinatorConfig, request: Request) -> list[str]:

@@ -26,6 +26,8 @@ from paceline.local.patience import patient
 from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED
 from paceline.local.supervisor import Supervisor
 
+pytestmark = pytest.mark.slow
+
 
 def _end_when_healthy(name: str) -> Callable[[ChildEvent], None]:
     """Tell a service to end each time it is healthy."""

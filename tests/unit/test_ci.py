@@ -162,6 +162,7 @@ def test_source_files_of_large_commits_are_counted_also_in_a_shallow_clone(tmp_p
     assert "0 commits of 80 added lines" in printed
 
 
+@pytest.mark.slow
 def test_the_product_and_each_file_have_a_limit_of_lines(tmp_path: Path) -> None:
     limit = runpy.run_path(str(ROOT / ".ci/sizes.py"))["PRODUCT_LINES"]
     files = {f"services/a/{n}.py": "x = 1\n" * 400 for n in range(limit // 400)}

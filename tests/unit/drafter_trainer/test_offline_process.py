@@ -112,6 +112,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(world: Path) -> None:
     assert next(message["step"] for message in told if message["kind"] == "resumed") >= 3
 
 
+@pytest.mark.slow
 def test_a_bad_line_ends_the_command_with_its_name_and_code_2(world: Path) -> None:
     with (world / "data.jsonl").open("a") as file:
         file.write('{"input_ids": [1, 200], "loss_mask": [0, 1]}\n')

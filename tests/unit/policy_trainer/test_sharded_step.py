@@ -94,6 +94,7 @@ def test_one_nan_on_one_rank_moves_no_weight_of_any(model_dir: Path, tmp_path: P
         assert torch.equal(stepped[f"lm.{name}"], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "modes"), [(0, tuple(sharded_step.MODES)), (3, FEW)], ids=["weights", "adapters"]
 )
@@ -117,6 +118,7 @@ def test_five_steps_are_the_same_on_one_two_and_three_ranks(
             assert torch.equal(value, start[key.partition(".")[2]]) != moves, key
 
 
+@pytest.mark.slow
 def test_five_steps_in_bfloat16_go_where_those_in_float32_do(
     model_dir: Path, tmp_path: Path
 ) -> None:

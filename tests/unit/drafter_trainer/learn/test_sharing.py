@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch
 from rank_processes import run_ranks
 from unit.drafter_trainer import sharing_ranks, waiting_ranks
@@ -33,5 +34,6 @@ def test_rows_and_words_arrive_as_they_were_sent(tmp_path: Path) -> None:
                 assert one == other
 
 
+@pytest.mark.slow
 def test_members_wait_for_rank_zero_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
     run_ranks(waiting_ranks.main, 2, tmp_path, tmp_path / "candidates", patient(2.0))

@@ -48,6 +48,8 @@ from paceline.training.shards import local_of, tensors_of
 from paceline.trajectory import DrawSpan, Trajectory
 from paceline.whole_files import write_hashes
 
+pytestmark = pytest.mark.few(1)
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -258,6 +258,7 @@ def test_alternatives_are_tokens_that_may_follow(engine: EmbeddedEngine) -> None
 # ---- company and speculation
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arm", [*ARMS[1:], ""])
 def test_every_arm_gives_the_tokens_of_plain_decoding(arm: str, plain: list[Chunk]) -> None:
