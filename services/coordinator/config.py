@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
@@ -30,6 +31,12 @@ def _rounded(values: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(check_profile, values))
     except InvalidInput as error:  # pydantic adds the setting's path
         raise ValueError(str(error)) from error
+
+
+TRAIN_DURING_PUSH = True
+"""Whether the drafter trains on the policy's slots during the push, in the schedule sync,
+colocated.
+"""
 
 
 class Scoring(NamedTuple):
@@ -178,28 +185,16 @@ class CoordinatorConfig(ServiceConfig):
     """
     training_interval_steps: int = Field(default=10, ge=1)
     """RL steps between two trainings of the drafter."""
-    frozen_interval_steps: ClassVar[int] = 5
-    """RL steps between two checks of a frozen drafter. Meanwhile it gets no slots, and no rows are
-    captured.
-    """
     min_workers_for_training: int = Field(default=1, ge=1)
     """Minimum released workers before a lease of the drafter."""
-    train_during_push: ClassVar[bool] = True
-    """Whether the drafter trains on the policy's slots during the push, in the schedule sync,
-    colocated.
-    """
     max_drafter_slots: int = Field(default=1, ge=1)
     """Maximum slots leased to the drafter."""
     max_drafter_steps: int = Field(default=0, ge=0)
     """Maximum optimiser steps per activation; 0: no limit."""
-    activation_deadline_s: ClassVar[float] = 30.0
-    """Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
     snapshot_entries: ClassVar[int] = 1000
     """Journal entries after which the end of a step writes a snapshot; a restarted coordinator
     replays the later entries.
     """
-    preempt_deadline_s: ClassVar[float] = 4.0
-    """Maximum time of a preemption of the drafter, on an idle machine, seconds."""
     step_deadline_s: float = Field(default=900.0, gt=0)
     """Maximum time without progress of rollouts, a policy step or an evaluation before the run
     fails, seconds. In open traffic, rollouts last until enough groups have closed.
@@ -347,33 +342,19 @@ class CoordinatorConfig(ServiceConfig):
     def machine_settings(self, workers: int) -> RunSettings:
         """The machine's settings."""
         evaluated = bool(self.heldout_path)
+        alike = {field.name for field in fields(RunSettings)} & type(self).model_fields.keys()
         return RunSettings(
             workers=workers,
-            slots_per_worker=self.slots_per_worker,
             total_steps=self.steps,
-            training_interval_steps=self.training_interval_steps,
-            min_workers_for_training=self.min_workers_for_training,
-            max_drafter_slots=self.max_drafter_slots,
-            drafter_enabled=self.drafter_enabled,
-            frozen_interval_steps=self.frozen_interval_steps,
-            train_during_push=self.train_during_push,
+            train_during_push=TRAIN_DURING_PUSH,
             serial_drafter=self.drafter_schedule == "serial",
-            activation_deadline_s=self.activation_deadline_s,
-            preempt_deadline_s=self.preempt_deadline_s,
             accuracy_enabled=evaluated,
             accuracy_every=self.evaluation.every,
             probe_enabled=evaluated and self.evaluation.probe_prompts > 0,
             probe_every=self.evaluation.probe_every,
-            schedule=self.schedule,
-            placement=self.placement,
-            max_policy_lag=self.policy_lag,
-            learner_slots=self.learner_slots,
-            commit_mode=self.commit_mode,
             groups_per_step=self.prompts_per_step,
             samples_per_group=self.samples_per_task,
-            dynamic_sampling_rounds=self.dynamic_sampling_rounds,
-            profiles=self.profiles,
-            profile_stays=self.profile_stays,
+            **{name: getattr(self, name) for name in alike} | {"max_policy_lag": self.policy_lag},
         )
 
 

@@ -258,7 +258,7 @@ class World(RuleBasedStateMachine):
         assert isinstance(command, commands.PreemptDrafter)
         self.calls.pop("ActivateDrafter", None)
         if not answered:
-            self.feed(events.Deadline(self.tick(), command.epoch, "preempt", command.deadline_s))
+            self.feed(events.Deadline(self.tick(), command.epoch, "preempt", 4.0))
             return
         if detached_first:
             self.feed(events.Detached(self.tick(), command.epoch, "preempted"))

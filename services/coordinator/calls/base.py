@@ -26,10 +26,10 @@ from paceline.services.coordinator.machine.events import CallFailed, Deadline, E
 from paceline.services.coordinator.machine.state import Service, State
 from paceline.streams.connection import REDIS_FULL
 from paceline.telemetry import get_logger
-from paceline.v1.drafter_pb2 import RoundCosts
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest, SavePolicyCheckpointResponse
 from paceline.v1.policy_pb2_grpc import PolicyServiceStub
+from paceline.v1.rollout_pb2 import TasksFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import DISK_FULL
@@ -168,8 +168,7 @@ class Calls:
     now: Callable[[], float]
     state: Callable[[], State]
     samples: dict[int, FinishedSamples] = field(default_factory=dict)  # by step, after its rollouts
-    round_costs: list[RoundCosts] = field(default_factory=list)  # of the last rollouts
-    accept_lengths: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
+    rolled_out: TasksFinished = field(default_factory=TasksFinished)  # the last rollouts of a step
     absent: dict[Service, Absence] = field(default_factory=dict)
     open_steps: OpenSteps = field(default_factory=OpenSteps)
     handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)

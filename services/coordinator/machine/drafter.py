@@ -22,6 +22,10 @@ from paceline.services.coordinator.machine.state import (
     worker_slots,
 )
 
+FROZEN_INTERVAL_STEPS = 5
+"""RL steps between two checks of a frozen drafter. Meanwhile it gets no slots, and no rows are
+captured.
+"""
 FROZEN = "frozen"
 """Reason of a Detached by a trainer that gains nothing at present."""
 
@@ -67,8 +71,7 @@ def preempt(state: State) -> commands.Decision:
     if lease is None or lease.preempting:
         return commands.Decision(state)
     state = replace(state, lease=replace(lease, preempting=True))
-    deadline_s = state.settings.preempt_deadline_s
-    return commands.Decision(state, (commands.PreemptDrafter(state.step, lease.epoch, deadline_s),))
+    return commands.Decision(state, (commands.PreemptDrafter(state.step, lease.epoch),))
 
 
 def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> commands.Decision:
@@ -124,8 +127,7 @@ def preempted(state: State, event: events.Preempted) -> commands.Decision:
 def detached(state: State, event: events.Detached) -> commands.Decision:
     """Ends the lease after training or preemption. A frozen drafter rests."""
     if event.reason == FROZEN:
-        rest = state.step + state.settings.frozen_interval_steps
-        state = replace(state, drafter_rests_until=rest)
+        state = replace(state, drafter_rests_until=state.step + FROZEN_INTERVAL_STEPS)
     return end_lease(state, Cause.PREEMPTED if event.reason == "preempted" else Cause.DRAFTER_DONE)
 
 
@@ -197,8 +199,7 @@ def _released(state: State) -> Iterator[int]:
 def _lease(state: State) -> commands.Decision:
     state, slots = _lease_more(state, None)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)
-    deadline_s = state.settings.activation_deadline_s
-    command = commands.ActivateDrafter(state.step, state.epoch, slots, deadline_s, state.versions)
+    command = commands.ActivateDrafter(state.step, state.epoch, slots, state.versions)
     return commands.Decision(state, (command,))
 
 
@@ -211,8 +212,7 @@ def _widen(state: State, lease: DrafterLease) -> commands.Decision | None:
         return None
     slots = lease.slots + joining
     state = replace(state, lease=replace(lease, slots=slots))
-    deadline_s = state.settings.activation_deadline_s
-    command = commands.JoinDrafter(state.step, lease.epoch, slots, joining, deadline_s)
+    command = commands.JoinDrafter(state.step, lease.epoch, slots, joining)
     return commands.Decision(state, (command,))
 
 

@@ -59,11 +59,8 @@ class RunSettings:
     min_workers_for_training: int = 1
     max_drafter_slots: int = 1
     drafter_enabled: bool = True
-    frozen_interval_steps: int = 1  # RL steps between two looks at a frozen drafter
     train_during_push: bool = False  # the drafter trains on slots that the policy has left
     serial_drafter: bool = False  # train between policy step and commit instead of idle slots
-    activation_deadline_s: float = 30.0
-    preempt_deadline_s: float = 4.0
     accuracy_enabled: bool = False
     accuracy_every: int = 0  # RL steps; 0: at start and end only
     probe_enabled: bool = False

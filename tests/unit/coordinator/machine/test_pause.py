@@ -157,7 +157,7 @@ def test_a_lease_that_outlives_the_step_is_preempted_before_the_run_rests() -> N
     state = run(state, events.PolicyPrepared(4, state.learner.epoch, 1))[0]
     assert state.committing is not None
     state, issued = run(state, events.Committed(5, state.committing))
-    assert issued[-1] == commands.PreemptDrafter(1, state.lease_epoch, 4.0)
+    assert issued[-1] == commands.PreemptDrafter(1, state.lease_epoch)
     assert state.phase is Phase.RUNNING
     state, issued = run(state, events.Preempted(6, state.lease_epoch))
     assert issued == (commands.ResumeWorkers(1, state.epoch),)
