@@ -10,12 +10,7 @@ from pydantic import AfterValidator, Field
 from paceline.config import Config, ServiceConfig, Temperature
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.profiles import check_profile
-from paceline.services.coordinator.machine.settings import (
-    CommitMode,
-    Placement,
-    RunSettings,
-    Schedule,
-)
+from paceline.services.coordinator.machine import settings
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
 from paceline.tasks import MAX_SAMPLES, Columns
 from paceline.trajectory import TEMPERATURE
@@ -157,11 +152,11 @@ class CoordinatorConfig(ServiceConfig):
     """Time of the drafter's training. harvest: on slots that rollouts leave idle; serial: after the
     policy step, while other services wait.
     """
-    schedule: Schedule = Schedule.SYNC
+    schedule: settings.Schedule = settings.Schedule.SYNC
     """Lead of rollouts over the policy. sync: none; one_step_off: the step in training;
     fully_async: up to max_policy_lag versions, with commits during rollouts.
     """
-    placement: Placement = Placement.COLOCATED
+    placement: settings.Placement = settings.Placement.COLOCATED
     """colocated: rollouts and policy take turns on all slots; disaggregated: the policy has its own
     learner_slots.
     """
@@ -171,7 +166,7 @@ class CoordinatorConfig(ServiceConfig):
     """
     learner_slots: int = Field(default=0, ge=0)
     """Slots of a disaggregated policy."""
-    commit_mode: CommitMode = CommitMode.IN_PLACE
+    commit_mode: settings.CommitMode = settings.CommitMode.IN_PLACE
     """Effect of a commit on running requests. in_place: continue with their keys and values;
     retract: continue with recomputed keys and values; abort: end, and restart from their tokens.
     """
@@ -287,9 +282,9 @@ class CoordinatorConfig(ServiceConfig):
         """Raises ConfigError for a schedule and a placement that contradict other settings."""
         schedule, lag = self.schedule, self.policy_lag
         fits, allowed = {
-            Schedule.SYNC: (lag == 0, "0"),
-            Schedule.ONE_STEP_OFF: (lag == 1, "1"),
-            Schedule.FULLY_ASYNC: (lag >= 1, ">= 1"),
+            settings.Schedule.SYNC: (lag == 0, "0"),
+            settings.Schedule.ONE_STEP_OFF: (lag == 1, "1"),
+            settings.Schedule.FULLY_ASYNC: (lag >= 1, ">= 1"),
         }[schedule]
         if not fits:
             raise ConfigError(
@@ -297,14 +292,14 @@ class CoordinatorConfig(ServiceConfig):
                 seen=lag,
                 allowed=allowed,
             )
-        colocated = self.placement is Placement.COLOCATED
+        colocated = self.placement is settings.Placement.COLOCATED
         if colocated != (self.learner_slots == 0):
             raise ConfigError(
                 f"coordinator.learner_slots does not fit coordinator.placement={self.placement}",
                 seen=self.learner_slots,
                 allowed="0" if colocated else ">= 1",
             )
-        if schedule is not Schedule.SYNC:
+        if schedule is not settings.Schedule.SYNC:
             self._check_ahead()
 
     def _check_ahead(self) -> None:
@@ -314,15 +309,15 @@ class CoordinatorConfig(ServiceConfig):
             raise ConfigError(
                 "a serial drafter trains while nothing is rolled out",
                 seen=f"coordinator.schedule={schedule}",
-                allowed=f"coordinator.schedule={Schedule.SYNC}, or drafter_schedule=harvest",
+                allowed=f"coordinator.schedule={settings.Schedule.SYNC}, or drafter_schedule=harvest",
             )
-        if schedule is Schedule.ONE_STEP_OFF:
+        if schedule is settings.Schedule.ONE_STEP_OFF:
             return
         if self.open_traffic:
             raise ConfigError(
                 "in open traffic the groups of a step are those that agents bring to it",
                 seen=f"coordinator.schedule={schedule}",
-                allowed=f"{Schedule.SYNC} or {Schedule.ONE_STEP_OFF}, or tasks_path",
+                allowed="sync or one_step_off, or tasks_path",
             )
 
     @property
@@ -330,7 +325,7 @@ class CoordinatorConfig(ServiceConfig):
         """Maximum versions between a group's oldest token and the trained policy."""
         if self.max_policy_lag is not None:
             return self.max_policy_lag
-        return 0 if self.schedule is Schedule.SYNC else 1
+        return 0 if self.schedule is settings.Schedule.SYNC else 1
 
     @property
     def evaluated_by(self) -> Scoring:
@@ -339,11 +334,13 @@ class CoordinatorConfig(ServiceConfig):
             self.evaluation.environment or self.environment, self.evaluation.reward or self.reward
         )
 
-    def machine_settings(self, workers: int) -> RunSettings:
+    def machine_settings(self, workers: int) -> settings.RunSettings:
         """The machine's settings."""
         evaluated = bool(self.heldout_path)
-        alike = {field.name for field in fields(RunSettings)} & type(self).model_fields.keys()
-        return RunSettings(
+        alike = {field.name for field in fields(settings.RunSettings)} & type(
+            self
+        ).model_fields.keys()
+        return settings.RunSettings(
             workers=workers,
             total_steps=self.steps,
             train_during_push=TRAIN_DURING_PUSH,

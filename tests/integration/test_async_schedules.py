@@ -34,7 +34,9 @@ from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine.commands import RunTasks
 from paceline.services.coordinator.machine.schedule import groups_running
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
-from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.state import (
+    State,
+)
 from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect
 from paceline.trajectory import VersionSet

@@ -23,12 +23,7 @@ from paceline.services.coordinator.machine.settings import Schedule
 from paceline.services.coordinator.machine.state import Service
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
-from paceline.v1.engine_pb2 import (
-    PAUSE_MODE_IN_PLACE,
-    WEIGHT_TARGET_DRAFTER,
-    WEIGHT_TARGET_POLICY,
-    PauseMode,
-)
+from paceline.v1 import engine_pb2
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
@@ -68,10 +63,10 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
         for number, served in enumerate(versions_from_proto(one.versions) for one in found)
         if served != versions and not (overlaps and served in newer and served.seq > versions.seq)
     ]
-    if WEIGHT_TARGET_DRAFTER in damaged_parts:
+    if engine_pb2.WEIGHT_TARGET_DRAFTER in damaged_parts:
         damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}
         calls.emit(events.AcceptanceFell(calls.now(), versions.drafter, damaged))
-    if versions.policy and (unknown or WEIGHT_TARGET_POLICY in damaged_parts):
+    if versions.policy and (unknown or engine_pb2.WEIGHT_TARGET_POLICY in damaged_parts):
         get_logger("coordinator").warning("policy_pushed_again", version=versions.policy)
         await push_again(calls, command)
     if unknown:
@@ -85,7 +80,7 @@ class _Commit:
 
     context: CommandContext
     versions: VersionSet
-    mode: int = PAUSE_MODE_IN_PLACE
+    mode: int = engine_pb2.PAUSE_MODE_IN_PLACE
     leased: Mapping[int, Sequence[int]] = field(default_factory=dict)  # own workers by gateway
 
     async def at(self, calls: Calls, number: int, judge: bool | None) -> None:
@@ -117,7 +112,7 @@ async def _serve_one_by_one(calls: Calls, numbers: Sequence[int], new: _Commit) 
     failures = [one for one in found if isinstance(one, BaseException)]
     if refusals := [one for one in failures if isinstance(one, REFUSALS)]:
         took = [first, *(number for number, one in zip(rest, found, strict=True) if one is None)]
-        former = replace(new, versions=calls.state().versions, mode=PAUSE_MODE_IN_PLACE)
+        former = replace(new, versions=calls.state().versions, mode=engine_pb2.PAUSE_MODE_IN_PLACE)
         try:
             await each(former.at(calls, number, False) for number in took)
         except PacelineError as error:  # the next rollouts commit the run's set again
@@ -144,7 +139,7 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
     with calls.reported(
         Service.GATEWAY, "commit", command, deadline_s=deadline_s, event_of=commit_failed
     ):
-        mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
+        mode = engine_pb2.PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
         leased = by_gateway(command.leased, calls.workers_of_each)
         # The first gateway judges the set, with a worker that is free.
         numbers = sorted(
@@ -172,7 +167,9 @@ async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:
     version = command.drafter_version
     gateway = calls.peers.channels[Service.GATEWAY]  # it passes the call on to the next one
     try:
-        await abort_version(gateway, calls.context(command), WEIGHT_TARGET_DRAFTER, version)
+        await abort_version(
+            gateway, calls.context(command), engine_pb2.WEIGHT_TARGET_DRAFTER, version
+        )
     except PacelineError as error:
         log = get_logger("coordinator")
         log.warning("candidate not aborted", drafter_version=version, error=str(error))

@@ -20,13 +20,7 @@ from paceline.errors import DataLoss, FailedPrecondition
 from paceline.services.coordinator.journal.entry import VERSION, JournalEntry
 from paceline.services.coordinator.journal.groups import KnownGroup
 from paceline.services.coordinator.journal.records import Carried
-from paceline.services.coordinator.machine.slots import (
-    Holder,
-    Slot,
-    WorkerState,
-    slot_row,
-    worker_row,
-)
+from paceline.services.coordinator.machine import slots
 from paceline.services.coordinator.machine.state import State
 from paceline.streams import connection, journal, run_key, scripts
 from paceline.tagged_json import from_object, to_object
@@ -46,7 +40,7 @@ class Snapshot:
     watched: tuple[int, float] | None  # AcceptanceWatch.last
 
 
-_ROWS = {"slots": tuple[tuple[Holder, int], ...], "workers": tuple[WorkerState, ...]}
+_ROWS = {"slots": tuple[tuple[slots.Holder, int], ...], "workers": tuple[slots.WorkerState, ...]}
 _OUTSIDE = [one.name for one in fields(Snapshot) if one.name != "state"]
 _HINTS = {**get_type_hints(State), **get_type_hints(Snapshot), **_ROWS}
 _LINE: Any = make_dataclass("Line", [one for one in _HINTS.items() if one[0] != "state"])
@@ -74,8 +68,8 @@ def unpack_snapshot(line: bytes) -> Snapshot:
         raise DataLoss("a snapshot has another version", seen=version, allowed=VERSION)
     found = vars(from_object(_LINE, values, "snapshot"))
     outside = {name: found.pop(name) for name in _OUTSIDE}
-    found["slots"] = slot_row(Slot(holder, epoch) for holder, epoch in found["slots"])
-    found["workers"] = worker_row(found["workers"])
+    found["slots"] = slots.slot_row(slots.Slot(holder, epoch) for holder, epoch in found["slots"])
+    found["workers"] = slots.worker_row(found["workers"])
     return Snapshot(state=State(**found), **outside)
 
 

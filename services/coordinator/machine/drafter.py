@@ -11,16 +11,7 @@ from itertools import islice, takewhile
 from paceline.services.coordinator.machine import commands, events, schedule
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
-from paceline.services.coordinator.machine.state import (
-    OPTIONAL,
-    Phase,
-    Service,
-    State,
-    free_slots,
-    lease_slots,
-    move_workers,
-    worker_slots,
-)
+from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 
 FROZEN_INTERVAL_STEPS = 5
 """RL steps between two checks of a frozen drafter. Meanwhile it gets no slots, and no rows are
@@ -140,7 +131,7 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> commands.De
     assert state.lease is not None
     slots = state.lease.slots
     workers = sorted({slot // state.settings.slots_per_worker for slot in slots})
-    state = free_slots(move_workers(state, workers, cause), slots, fence=fence)
+    state = state.move_workers(workers, cause).free_slots(slots, fence=fence)
     state = replace(state, lease=None, drafter_benched=fence)
     serial = state.learner.phase is Phase.DRAFTER
     return commands.Decision(state, enters=Phase.COMMIT if serial else None)
@@ -221,9 +212,9 @@ def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[
     settings, held = state.settings, len(lease.slots) if lease else 0
     count = max(0, most_workers(settings) - held // settings.slots_per_worker)
     workers = list(islice(_released(state), count))
-    slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
-    state = move_workers(state, workers, Cause.LEASE_GRANTED)
+    slots = tuple(slot for worker in workers for slot in settings.worker_slots(worker))
+    state = state.move_workers(workers, Cause.LEASE_GRANTED)
     if slots:
         under = lease.epoch if lease else None
-        state = lease_slots(state, slots, Holder.DRAFTER, under=under)
+        state = state.lease_slots(slots, Holder.DRAFTER, under=under)
     return state, slots

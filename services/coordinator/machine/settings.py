@@ -103,3 +103,8 @@ class RunSettings:
     def policy_slots(self) -> range:
         """Slots that the policy trains on."""
         return range(0 if self.colocated else self.engine_slots, self.slots)
+
+    def worker_slots(self, worker: int) -> tuple[int, ...]:
+        """Slots of one worker."""
+        first = worker * self.slots_per_worker
+        return tuple(range(first, first + self.slots_per_worker))

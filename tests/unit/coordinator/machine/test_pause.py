@@ -225,7 +225,7 @@ def test_a_pause_of_a_run_whose_steps_have_all_begun_is_refused() -> None:
     against = objection(state, PAUSE)
     assert against is not None
     assert against.seen == "1 of 1 steps have begun, rollout"
-    assert step(state, PAUSE) == (state, (commands.Refuse("Paused", 1, 1),))
+    assert step(state, PAUSE) == (state, (commands.Refuse("Paused", 0, 0),))
 
 
 def test_a_drafter_may_be_chosen_in_a_pause_and_serves_with_the_next_commit() -> None:

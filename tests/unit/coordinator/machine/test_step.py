@@ -34,9 +34,6 @@ from paceline.services.coordinator.machine.state import (
     RolloutTrack,
     Service,
     State,
-    free_slots,
-    lease_slots,
-    move_workers,
 )
 from paceline.services.coordinator.machine.step import EVENTS, PHASES, step
 from paceline.trajectory import VersionSet
@@ -102,9 +99,9 @@ def test_workers_move_as_drawn_and_in_no_other_way(before: WorkerState, cause: C
     expected = WORKER_TABLE.get((before.value, cause.value))
     if expected is None:
         with pytest.raises(MachineError, match=cause.value):
-            move_workers(state, [0], cause)
+            state.move_workers([0], cause)
     else:
-        assert tuple(move_workers(state, [0], cause).workers) == (WorkerState(expected),)
+        assert tuple(state.move_workers([0], cause).workers) == (WorkerState(expected),)
     assert len(WORKER_TRANSITIONS) == len(WORKER_TABLE)
 
 
@@ -150,15 +147,15 @@ def test_a_handler_cannot_enter_a_phase_that_does_not_follow(
 
 
 def test_a_held_slot_is_never_leased_again() -> None:
-    state = lease_slots(State(slots=slot_row([Slot(), Slot()])), [1], Holder.DRAFTER)
+    state = State(slots=slot_row([Slot(), Slot()])).lease_slots([1], Holder.DRAFTER)
     with pytest.raises(MachineError, match="held by drafter"):
-        lease_slots(state, [0, 1], Holder.POLICY)
+        state.lease_slots([0, 1], Holder.POLICY)
 
 
 def test_fencing_gives_a_freed_slot_a_new_epoch_and_confirmation_keeps_the_old() -> None:
-    state = lease_slots(State(slots=slot_row([Slot()])), [0], Holder.DRAFTER)
-    assert tuple(free_slots(state, [0]).slots) == (Slot(Holder.NONE, 1),)
-    assert tuple(free_slots(state, [0], fence=True).slots) == (Slot(Holder.NONE, 2),)
+    state = State(slots=slot_row([Slot()])).lease_slots([0], Holder.DRAFTER)
+    assert tuple(state.free_slots([0]).slots) == (Slot(Holder.NONE, 1),)
+    assert tuple(state.free_slots([0], fence=True).slots) == (Slot(Holder.NONE, 2),)
 
 
 def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
