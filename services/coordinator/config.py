@@ -309,7 +309,7 @@ class CoordinatorConfig(ServiceConfig):
             raise ConfigError(
                 "a serial drafter trains while nothing is rolled out",
                 seen=f"coordinator.schedule={schedule}",
-                allowed=f"coordinator.schedule={settings.Schedule.SYNC}, or drafter_schedule=harvest",
+                allowed="coordinator.schedule=sync, or drafter_schedule=harvest",
             )
         if schedule is settings.Schedule.ONE_STEP_OFF:
             return

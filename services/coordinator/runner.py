@@ -251,7 +251,9 @@ class Runner:
     async def _wait_for_peers(self) -> None:
         for service in (one for one in Service if one not in OPTIONAL):
             self.stall.waits_healthy(service)
-            await self._peers.wait_healthy(service, self._config.service_recovery_s)
+            late = await self._peers.unhealthy(service, self._config.service_recovery_s)
+            for error in late.values():
+                raise error
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:

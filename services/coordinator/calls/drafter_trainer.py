@@ -34,7 +34,7 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         return events.TrainerFailed(calls.now(), command.epoch, Service.DRAFTER_TRAINER, message)
 
     slots, what, deadline_s = command.slots, "activation", patient(ACTIVATION_S)
-    trainer = calls.peers.channels[Service.DRAFTER_TRAINER]
+    trainer = calls.peers.drafter_trainer
     await release(calls, command, slots, Holder.DRAFTER, what, deadline_s=deadline_s, event_of=kept)
     if not _live(calls, command.epoch):
         return  # the lease ended before the engine left

@@ -76,7 +76,7 @@ async def _train_step(
     calls: Calls, request: policy_pb2.TrainStepRequest
 ) -> AsyncGenerator[tuple[str, Any]]:
     """The answers of a step, while the trainer makes progress."""
-    trainer = calls.peers.channels[Service.POLICY_TRAINER]
+    trainer = calls.peers.policy_trainer
     async with while_moving(trainer, calls.config.step_deadline_s) as timeout:
         call = calls.peers.policy.TrainStep(request, timeout=timeout)
         async with aclosing(answers(call, last="prepared")) as found:
