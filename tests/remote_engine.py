@@ -356,6 +356,10 @@ class RemoteEngine:
     def force_arm(self, arm: str) -> None:
         self._client.ask(set_speculation=pb.SetSpeculation(forced_arm=arm))
 
+    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+        arms = [to_message(one, pb.ArmStats) for one in reports]
+        self._client.ask(learn_arms=pb.LearnArms(arms=arms))
+
     def quarantine(self, withheld: Withheld) -> None:
         self._client.ask(quarantine=to_message(withheld, pb.Quarantine))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
@@ -9,12 +10,7 @@ from pydantic import AfterValidator, Field
 from paceline.config import Config, ServiceConfig, Temperature
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.profiles import check_profile
-from paceline.services.coordinator.machine.settings import (
-    CommitMode,
-    Placement,
-    RunSettings,
-    Schedule,
-)
+from paceline.services.coordinator.machine import settings
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
 from paceline.tasks import MAX_SAMPLES, Columns
 from paceline.trajectory import TEMPERATURE
@@ -30,6 +26,12 @@ def _rounded(values: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(check_profile, values))
     except InvalidInput as error:  # pydantic adds the setting's path
         raise ValueError(str(error)) from error
+
+
+TRAIN_DURING_PUSH = True
+"""Whether the drafter trains on the policy's slots during the push, in the schedule sync,
+colocated.
+"""
 
 
 class Scoring(NamedTuple):
@@ -150,11 +152,11 @@ class CoordinatorConfig(ServiceConfig):
     """Time of the drafter's training. harvest: on slots that rollouts leave idle; serial: after the
     policy step, while other services wait.
     """
-    schedule: Schedule = Schedule.SYNC
+    schedule: settings.Schedule = settings.Schedule.SYNC
     """Lead of rollouts over the policy. sync: none; one_step_off: the step in training;
     fully_async: up to max_policy_lag versions, with commits during rollouts.
     """
-    placement: Placement = Placement.COLOCATED
+    placement: settings.Placement = settings.Placement.COLOCATED
     """colocated: rollouts and policy take turns on all slots; disaggregated: the policy has its own
     learner_slots.
     """
@@ -164,7 +166,7 @@ class CoordinatorConfig(ServiceConfig):
     """
     learner_slots: int = Field(default=0, ge=0)
     """Slots of a disaggregated policy."""
-    commit_mode: CommitMode = CommitMode.IN_PLACE
+    commit_mode: settings.CommitMode = settings.CommitMode.IN_PLACE
     """Effect of a commit on running requests. in_place: continue with their keys and values;
     retract: continue with recomputed keys and values; abort: end, and restart from their tokens.
     """
@@ -178,28 +180,16 @@ class CoordinatorConfig(ServiceConfig):
     """
     training_interval_steps: int = Field(default=10, ge=1)
     """RL steps between two trainings of the drafter."""
-    frozen_interval_steps: ClassVar[int] = 5
-    """RL steps between two checks of a frozen drafter. Meanwhile it gets no slots, and no rows are
-    captured.
-    """
     min_workers_for_training: int = Field(default=1, ge=1)
     """Minimum released workers before a lease of the drafter."""
-    train_during_push: ClassVar[bool] = True
-    """Whether the drafter trains on the policy's slots during the push, in the schedule sync,
-    colocated.
-    """
     max_drafter_slots: int = Field(default=1, ge=1)
     """Maximum slots leased to the drafter."""
     max_drafter_steps: int = Field(default=0, ge=0)
     """Maximum optimiser steps per activation; 0: no limit."""
-    activation_deadline_s: ClassVar[float] = 30.0
-    """Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
     snapshot_entries: ClassVar[int] = 1000
     """Journal entries after which the end of a step writes a snapshot; a restarted coordinator
     replays the later entries.
     """
-    preempt_deadline_s: ClassVar[float] = 4.0
-    """Maximum time of a preemption of the drafter, on an idle machine, seconds."""
     step_deadline_s: float = Field(default=900.0, gt=0)
     """Maximum time without progress of rollouts, a policy step or an evaluation before the run
     fails, seconds. In open traffic, rollouts last until enough groups have closed.
@@ -292,9 +282,9 @@ class CoordinatorConfig(ServiceConfig):
         """Raises ConfigError for a schedule and a placement that contradict other settings."""
         schedule, lag = self.schedule, self.policy_lag
         fits, allowed = {
-            Schedule.SYNC: (lag == 0, "0"),
-            Schedule.ONE_STEP_OFF: (lag == 1, "1"),
-            Schedule.FULLY_ASYNC: (lag >= 1, ">= 1"),
+            settings.Schedule.SYNC: (lag == 0, "0"),
+            settings.Schedule.ONE_STEP_OFF: (lag == 1, "1"),
+            settings.Schedule.FULLY_ASYNC: (lag >= 1, ">= 1"),
         }[schedule]
         if not fits:
             raise ConfigError(
@@ -302,14 +292,14 @@ class CoordinatorConfig(ServiceConfig):
                 seen=lag,
                 allowed=allowed,
             )
-        colocated = self.placement is Placement.COLOCATED
+        colocated = self.placement is settings.Placement.COLOCATED
         if colocated != (self.learner_slots == 0):
             raise ConfigError(
                 f"coordinator.learner_slots does not fit coordinator.placement={self.placement}",
                 seen=self.learner_slots,
                 allowed="0" if colocated else ">= 1",
             )
-        if schedule is not Schedule.SYNC:
+        if schedule is not settings.Schedule.SYNC:
             self._check_ahead()
 
     def _check_ahead(self) -> None:
@@ -319,15 +309,15 @@ class CoordinatorConfig(ServiceConfig):
             raise ConfigError(
                 "a serial drafter trains while nothing is rolled out",
                 seen=f"coordinator.schedule={schedule}",
-                allowed=f"coordinator.schedule={Schedule.SYNC}, or drafter_schedule=harvest",
+                allowed="coordinator.schedule=sync, or drafter_schedule=harvest",
             )
-        if schedule is Schedule.ONE_STEP_OFF:
+        if schedule is settings.Schedule.ONE_STEP_OFF:
             return
         if self.open_traffic:
             raise ConfigError(
                 "in open traffic the groups of a step are those that agents bring to it",
                 seen=f"coordinator.schedule={schedule}",
-                allowed=f"{Schedule.SYNC} or {Schedule.ONE_STEP_OFF}, or tasks_path",
+                allowed="sync or one_step_off, or tasks_path",
             )
 
     @property
@@ -335,7 +325,7 @@ class CoordinatorConfig(ServiceConfig):
         """Maximum versions between a group's oldest token and the trained policy."""
         if self.max_policy_lag is not None:
             return self.max_policy_lag
-        return 0 if self.schedule is Schedule.SYNC else 1
+        return 0 if self.schedule is settings.Schedule.SYNC else 1
 
     @property
     def evaluated_by(self) -> Scoring:
@@ -344,36 +334,24 @@ class CoordinatorConfig(ServiceConfig):
             self.evaluation.environment or self.environment, self.evaluation.reward or self.reward
         )
 
-    def machine_settings(self, workers: int) -> RunSettings:
+    def machine_settings(self, workers: int) -> settings.RunSettings:
         """The machine's settings."""
         evaluated = bool(self.heldout_path)
-        return RunSettings(
+        alike = {field.name for field in fields(settings.RunSettings)} & type(
+            self
+        ).model_fields.keys()
+        return settings.RunSettings(
             workers=workers,
-            slots_per_worker=self.slots_per_worker,
             total_steps=self.steps,
-            training_interval_steps=self.training_interval_steps,
-            min_workers_for_training=self.min_workers_for_training,
-            max_drafter_slots=self.max_drafter_slots,
-            drafter_enabled=self.drafter_enabled,
-            frozen_interval_steps=self.frozen_interval_steps,
-            train_during_push=self.train_during_push,
+            train_during_push=TRAIN_DURING_PUSH,
             serial_drafter=self.drafter_schedule == "serial",
-            activation_deadline_s=self.activation_deadline_s,
-            preempt_deadline_s=self.preempt_deadline_s,
             accuracy_enabled=evaluated,
             accuracy_every=self.evaluation.every,
             probe_enabled=evaluated and self.evaluation.probe_prompts > 0,
             probe_every=self.evaluation.probe_every,
-            schedule=self.schedule,
-            placement=self.placement,
-            max_policy_lag=self.policy_lag,
-            learner_slots=self.learner_slots,
-            commit_mode=self.commit_mode,
             groups_per_step=self.prompts_per_step,
             samples_per_group=self.samples_per_task,
-            dynamic_sampling_rounds=self.dynamic_sampling_rounds,
-            profiles=self.profiles,
-            profile_stays=self.profile_stays,
+            **{name: getattr(self, name) for name in alike} | {"max_policy_lag": self.policy_lag},
         )
 
 

@@ -217,7 +217,7 @@ class StallWatch:
         self._alarm = self._culprit = ""
 
     async def _asked(self, service: Service) -> list[Part]:
-        channels = self._calls.peers.all_channels(service)
+        channels = self._calls.peers.channels[service]
         found = await asyncio.gather(*(_parts(service, one) for one in channels))
         parts = found[0] if len(found) == 1 else one_gateway(found, self._calls.workers_of_each)
         if (absence := self._calls.absent.get(service)) is not None:

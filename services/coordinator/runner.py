@@ -16,7 +16,7 @@ from opentelemetry.trace import Span, set_span_in_context
 
 from paceline.errors import FailedPrecondition
 from paceline.services.coordinator import metrics, observed, trackers, transitions
-from paceline.services.coordinator.calls import base, executor, gateway, slots, tasks
+from paceline.services.coordinator.calls import base, executor, rollouts, slots, tasks
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import TOGETHER, Journal
 from paceline.services.coordinator.journal.records import values_of
@@ -245,13 +245,15 @@ class Runner:
             await self._apply(events.Resumed(self.now(), self._config.steps))
             return
         await self._wait_for_peers()
-        begins = gateway.run_started if state.phase is Phase.NEW else gateway.run_resumed
+        begins = rollouts.run_started if state.phase is Phase.NEW else rollouts.run_resumed
         await self._apply(await begins(self._calls))
 
     async def _wait_for_peers(self) -> None:
         for service in (one for one in Service if one not in OPTIONAL):
             self.stall.waits_healthy(service)
-            await self._peers.wait_healthy(service, self._config.service_recovery_s)
+            late = await self._peers.unhealthy(service, self._config.service_recovery_s)
+            for error in late.values():
+                raise error
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:

@@ -166,7 +166,7 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
     events, curve_key = config.addresses.events, config.security.curve_key
     check_events(events, config.security)
     client = connect(config.redis.durable_url)
-    peers = Peers.open(config.addresses, config.security)
+    peers = Peers(config.addresses, config.security)
     facts = FactPublisher(events, config.run.id, curve_key=curve_key)
     server = Server(config.addresses.coordinator, config.security)
     try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from paceline.addresses import exempt_loopback
 from paceline.errors import ConfigError
@@ -29,16 +29,6 @@ CLOSE_S = 20.0
 """Seconds that a tracker may take at the end of a run."""
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 _log = get_logger(__name__)
-
-
-class Tracker(Protocol):
-    """A receiver of figures; it is created and used in one thread."""
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes the figures of one RL step."""
-
-    def close(self) -> None:
-        """Writes buffered figures."""
 
 
 class TensorBoard:
@@ -63,55 +53,51 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A run of project paceline under the run's id, resumed if it exists; files in <run.dir>/wandb.
-    WANDB_MODE=offline sends nothing.
+class _LikeWandb:
+    """A run in a library with the interface of wandb, resumed if it exists."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Writes all figures of a step. wandb drops figures of a step before the last logged step,
+        and logs a warning.
+        """
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Ends the upload or the library's thread."""
+        self._run.finish()
+
+
+def weights_and_biases(run_id: str, run_dir: Path) -> _LikeWandb:
+    """A run of project paceline under the run's id; files in <run.dir>/wandb. WANDB_MODE=offline
+    sends nothing.
     """
+    import wandb
 
-    def __init__(self, run_id: str, run_dir: Path) -> None:
-        import wandb
-
-        exempt_loopback(os.environ.get("WANDB_BASE_URL", ""))
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=PROJECT, id=run_id, name=run_id, resume="allow", dir=str(run_dir)
-        )
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """wandb drops figures of a step before the last logged step, and logs a warning."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Ends the upload."""
-        self._run.finish()
+    exempt_loopback(os.environ.get("WANDB_BASE_URL", ""))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    words = {"project": PROJECT, "id": run_id, "name": run_id, "resume": "allow"}
+    return _LikeWandb(wandb.init(**words, dir=str(run_dir)))
 
 
-class Trackio:
+def trackio(run_id: str, run_dir: Path) -> _LikeWandb:
     """A run of project paceline under the run's id, in trackio's directory (TRACKIO_DIR)."""
+    import trackio
 
-    def __init__(self, run_id: str, run_dir: Path) -> None:
-        import trackio
-
-        exempt_loopback()
-        self._run = trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes all figures of a step."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Ends the run's thread."""
-        self._run.finish()
+    exempt_loopback()
+    return _LikeWandb(trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False))
 
 
-Make = Callable[[str, Path], Tracker]
 Points = queue.Queue[tuple[int, dict[str, float]] | None]
 """Steps and their figures; None ends the queue."""
-TRACKERS: dict[str, Make] = {
+TRACKERS: dict[str, Callable[[str, Path], TensorBoard | _LikeWandb]] = {
     "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
+    "wandb": weights_and_biases,
+    "trackio": trackio,
 }
+"""Each receiver of figures is created and used in one thread."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -169,8 +155,8 @@ class Tracking:
     def _follow(self, name: str) -> None:
         try:
             tracker = TRACKERS[name](self._run_id, self._run_dir)
-            while (told := self._queues[name].get()) is not None:
-                tracker.log(*told)
+            while (point := self._queues[name].get()) is not None:
+                tracker.log(*point)
             tracker.close()
         except Exception as error:  # noqa: BLE001
             # A tracker's library may raise any exception; no such exception may end the run.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import secrets
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 import redis.asyncio
 
 from paceline.arm_names import OFF
-from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
+from paceline.errors import InvalidInput, PacelineError, ResourceExhausted, Unavailable
 from paceline.local import forking, user_directory
 from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
 from paceline.rpc import EPOCHS, EpochGuard
@@ -96,8 +95,6 @@ class Gateway:
         self.activity = Activity("gateway")
         self.samples_left = 0  # of RunTasks calls
         self._request_ids = itertools.count(1)
-        self._forced_arm = config.speculation.forced_arm
-        self._arming = asyncio.Lock()
         self.quarantined = quarantine.Quarantined(self.router, config.engine.command_deadline_s)
         self.router.on_ready, self.router.orders = self._equip, self._orders
         self.router.loans.on_return = self.weights.take_memory
@@ -232,23 +229,18 @@ class Gateway:
         """
         return seed % _SHARES < self.config.features.share * _SHARES
 
-    async def set_arm(self, arm: str) -> None:
-        """Force an arm on every worker, later workers included; "" returns the choice to the
-        bandit.
-        """
-        planner.check_arm(self.router.ready, arm)
-        async with self._arming:  # a refused arm restores the previous arm
-            before, self._forced_arm = self._forced_arm, arm
-            answers = await self.router.ask_all(_speculation(arm))
-            for answer in answers:
-                if isinstance(answer, InvalidInput):
-                    self._forced_arm = before
-                if isinstance(answer, PacelineError):
-                    raise answer
+    async def learn_arms(self, arms: Sequence[pb.ArmStats]) -> None:
+        """Send statistics of arms to the bandits of all workers."""
+        for answer in await self.router.ask_all(
+            pb.WorkerCommand(learn_arms=pb.LearnArms(arms=arms))
+        ):
+            # A lost worker learns them at the next rollouts.
+            if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
+                raise answer
 
     def _orders(self) -> object:
         """The orders that `_equip` sends to a worker."""
-        return self.quarantined.paths, self._forced_arm, self.weights.versions
+        return self.quarantined.paths, self.weights.versions
 
     async def _equip(self, process: WorkerProcess) -> None:
         """Prepare a worker before its first request."""
@@ -262,7 +254,7 @@ class Gateway:
         """
         deadline = self.config.engine.command_deadline_s
         try:
-            await process.ask(_speculation(self._forced_arm), deadline)
+            await process.ask(_speculation(self.config.speculation.forced_arm), deadline)
         except InvalidInput as error:
             if not self.weights.versions.drafter:
                 raise

@@ -57,7 +57,6 @@ calls = {
         wpb.AbortRequest(context=last, target=1, version=9), timeout=20, metadata=metadata
     ),
     "Commit": lambda: weights.Commit(wpb.CommitRequest(context=last), timeout=20, metadata=metadata),
-    "SetArm": lambda: rollout.SetArm(rpb.SetArmRequest(arm="off"), timeout=20, metadata=metadata),
     "ReleaseWorkers": lambda: rollout.ReleaseWorkers(
         rpb.ReleaseWorkersRequest(context=last, workers=[0]), timeout=20, metadata=metadata
     ),
@@ -163,7 +162,7 @@ def test_without_a_token_nothing_answers_and_no_file_of_the_run_can_be_read(
 
 def test_with_the_agents_token_the_run_cannot_be_steered(target: Target, rule: Path) -> None:
     seen = target.attacked(rule, target.token("agent"))
-    steering = ("RunTasks", "Abort", "Commit", "SetArm", "ReleaseWorkers", "OpenSession")
+    steering = ("RunTasks", "Abort", "Commit", "ReleaseWorkers", "OpenSession")
     assert {seen[name] for name in steering} == {"PERMISSION_DENIED"}
     assert seen["completions"] == 200
     assert not rule.with_name("was_here").exists()

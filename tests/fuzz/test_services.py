@@ -52,7 +52,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
             reward="math_answer",
         ),
     ),
-    "RolloutService/SetArm": (rpb.SetArmRequest(context=CONTEXT, arm="off"),),
     "RolloutService/ReleaseWorkers": (rpb.ReleaseWorkersRequest(context=CONTEXT, workers=[0]),),
     "RolloutService/ResumeWorkers": (rpb.ResumeWorkersRequest(context=CONTEXT),),
     "RolloutService/GetStatus": (rpb.GetStatusRequest(),),

@@ -38,6 +38,7 @@ from paceline.report.slots import (
     step_windows,
 )
 from paceline.rpc import EpochGuard, Server, Track
+from paceline.services.coordinator import config
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.server import serve
 from paceline.streams import connect
@@ -135,7 +136,7 @@ class Script:
 
 class Gateway(RolloutServiceServicer):
     """The second worker waits for the drafter, as a straggler would make it; a third one until the
-    slot of the second has joined it.
+    slot of the second has joined it, or until the engine has both slots back after a refusal.
     """
 
     def __init__(self, script: Script, guard: EpochGuard) -> None:
@@ -178,7 +179,8 @@ class Gateway(RolloutServiceServicer):
                     script.holding.set()
                     await asyncio.wait_for(script.released.wait(), WAIT_S)
             if train and place == 2 and script.bubbles:
-                await asyncio.wait_for(script.joined.wait(), WAIT_S)
+                news = script.resumed if script.join_fails else script.joined
+                await asyncio.wait_for(news.wait(), WAIT_S)
             for sample in self._samples(request, place, script.workers):
                 rewards = scored.setdefault(sample.group_id, [])
                 rewards += [sample.reward.value] if sample.HasField("reward") else []
@@ -195,6 +197,9 @@ class Gateway(RolloutServiceServicer):
         finished = rollout_pb2.TasksFinished(
             scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats
         )
+        if train:
+            finished.versions.CopyFrom(script.serving.get("gateway", VersionSet()))
+            finished.arms.add(arm="ngram:4_1_5", batch_group=1, pulls=9, mean_tokens_per_s=5.0)
         for group in sorted(scored) if train else ():
             finished.closed_groups.add(
                 group_id=group,
@@ -483,7 +488,7 @@ async def running_peers(
     for name in peers.ports:
         await peers.start(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoordinatorConfig, "train_during_push", script.push_drafts)
+        patch.setattr(config, "TRAIN_DURING_PUSH", script.push_drafts)
         try:
             yield peers
         finally:
@@ -524,10 +529,11 @@ async def run_to_end(config: CoordinatorConfig) -> None:
 
 PROCESS = """
 from paceline.local.entry import run_service
+from paceline.services.coordinator import config
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.server import serve
 
-CoordinatorConfig.train_during_push = False
+config.TRAIN_DURING_PUSH = False
 CoordinatorConfig.snapshot_entries = {snapshot_entries}
 run_service("coordinator", CoordinatorConfig, serve)
 """

@@ -34,7 +34,9 @@ from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine.commands import RunTasks
 from paceline.services.coordinator.machine.schedule import groups_running
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
-from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.state import (
+    State,
+)
 from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect
 from paceline.trajectory import VersionSet
@@ -143,7 +145,7 @@ async def test_a_newer_set_at_a_gateway_stays_only_if_the_run_commits_it(
     async with running_peers(script := Script()) as peers:
         script.serving["gateway"] = versions_to_proto(newer)
         config = config_of(words_of(peers, redis_url, tmp_path, APART, schedule="fully_async"))
-        channels = Channels.open(config.addresses, config.security)
+        channels = Channels(config.addresses, config.security)
         try:
             calls = Calls(config, channels, unused, unused, unused, lambda: 0.0, lambda: state)
             await mend(calls, RunTasks(0, 1, state.versions))

@@ -52,6 +52,7 @@ from paceline.report.solved import total_unscored
 from paceline.rpc import EpochGuard, channel
 from paceline.rpc.progress import ask_progress
 from paceline.services.coordinator import server
+from paceline.services.coordinator.calls import drafter_trainer, slots
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.journal import TOGETHER, Journal
 from paceline.services.coordinator.machine import events
@@ -162,6 +163,19 @@ async def test_the_drafter_trains_during_a_push_and_leaves_with_the_commit(
     assert served[1] in (3, 4)
 
 
+async def test_rollouts_get_the_arms_that_all_gateways_measured_with_the_same_drafter(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(same := Script(bubbles=False)) as peers:
+        more = {"steps": 2, "heldout_path": "", "drafter_enabled": False}
+        await run_to_end(config_of(overrides(peers, redis_url, tmp_path, **more)))
+    async with running_peers(new := Script()) as peers:
+        more = {"steps": 2, "heldout_path": ""}
+        await run_to_end(config_of(overrides(peers, redis_url, tmp_path, **more)))
+    arms = [[[arm.arm for arm in one.arms] for one in script.rollouts] for script in (same, new)]
+    assert arms == [[[], ["ngram:4_1_5"]], [[], []]]
+
+
 async def test_slots_go_back_to_the_engine_for_callers_that_wait(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -199,6 +213,7 @@ async def test_a_slot_that_is_released_later_joins_the_drafter(
         *("resume []", "generate"),
         *("release [0]", "draft"),
         *("release [1]", "join [0, 1]"),
+        *(("resume [0, 1]",) if fails else ()),  # the rollouts go on
         *("release [0, 1, 2]", "train"),
         "resume [0, 1, 2]",
     ]
@@ -391,7 +406,7 @@ async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(
 async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CoordinatorConfig, "preempt_deadline_s", 0.3)
+    monkeypatch.setattr(slots, "PREEMPT_S", 0.3)
     async with running_peers(Script(deaf_to_preempt=True)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
@@ -408,7 +423,7 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
 async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before_its_slots_move(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CoordinatorConfig, "preempt_deadline_s", 0.5)
+    monkeypatch.setattr(slots, "PREEMPT_S", 0.5)
     async with running_peers(Script(missed_preempts=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
@@ -420,7 +435,7 @@ async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before
 async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CoordinatorConfig, "activation_deadline_s", 0.2)
+    monkeypatch.setattr(drafter_trainer, "ACTIVATION_S", 0.2)
     async with running_peers(script := Script(slow_to_attach=True, hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         run = asyncio.create_task(run_to_end(config))

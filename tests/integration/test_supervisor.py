@@ -198,7 +198,7 @@ async def test_a_death_is_told_with_its_reason_and_its_log(tmp_path: Path) -> No
         await supervisor.start(patient(30.0))
         os.kill(supervisor.pids["gateway"], signal.SIGUSR1)
         await events.until(lambda heard: "died" in heard.kinds("gateway"))
-        log = supervisor.log("gateway")
+        log = tmp_path / "logs/gateway.log"
         (died,) = (event for event in events if event.kind == "died")
         assert died.detail == f"exited with status 7: of data; log {log}"
 
@@ -231,7 +231,7 @@ async def test_a_run_that_failed_ends_at_once_with_its_reason(tmp_path: Path) ->
         await supervisor.start(patient(30.0))
         with pytest.raises(RunFailed) as caught:
             await asyncio.wait_for(supervisor.wait_finished(), patient(60))
-        log = supervisor.log("coordinator")
+        log = tmp_path / "logs/coordinator.log"
         assert str(caught.value) == f"coordinator: the disk is full\nof data; log {log}"
         assert starts.read_text() == "x"
 

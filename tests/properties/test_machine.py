@@ -13,7 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Holder, WorkerState, slot_row
-from paceline.services.coordinator.machine.state import Phase, Service, State, worker_slots
+from paceline.services.coordinator.machine.state import (
+    Phase,
+    Service,
+    State,
+)
 from paceline.services.coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 
@@ -167,7 +171,7 @@ class World(RuleBasedStateMachine):
         leased = set(state.lease.slots) if state.lease else set()
         assert {i for i, slot in enumerate(state.slots) if slot.holder is Holder.DRAFTER} == leased
         for worker, worker_state in enumerate(state.workers):
-            holders = {state.slots[slot].holder for slot in worker_slots(state.settings, worker)}
+            holders = {state.slots[slot].holder for slot in state.settings.worker_slots(worker)}
             assert len(holders) == 1
             assert (worker_state is WorkerState.TRAINING) == (holders == {Holder.DRAFTER})
             if worker_state is WorkerState.GENERATING and Phase.ROLLOUT in state.phases:
@@ -258,7 +262,7 @@ class World(RuleBasedStateMachine):
         assert isinstance(command, commands.PreemptDrafter)
         self.calls.pop("ActivateDrafter", None)
         if not answered:
-            self.feed(events.Deadline(self.tick(), command.epoch, "preempt", command.deadline_s))
+            self.feed(events.Deadline(self.tick(), command.epoch, "preempt", 4.0))
             return
         if detached_first:
             self.feed(events.Detached(self.tick(), command.epoch, "preempted"))

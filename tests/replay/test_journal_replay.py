@@ -216,7 +216,7 @@ async def test_a_snapshot_that_cannot_be_used_says_why(
         (b"{", "does not decode"),
         (b"[]", "does not decode"),
         (good.replace(b'"v":', b'"v":9'), "another version"),
-        (good.replace(b'"phase":"', b'"phase":"x'), "State.phase"),
+        (good.replace(b'"phase":"', b'"phase":"x'), "snapshot.phase"),
         (good.replace(b'"entries":', b'"entries":9'), "ends before the snapshot"),
     ):
         await redis_client.set(f"{key}:snapshot", damaged)

@@ -84,13 +84,6 @@ def node_address() -> str:
     return address
 
 
-def visible_gpus() -> str:
-    """The GPUs that Ray has given to this actor, by their numbers on the node."""
-    import ray
-
-    return ",".join(str(number) for number in ray.get_gpu_ids())
-
-
 class PoolKeeper:
     """The actor of a pool. Ray's threads call its methods; the work runs on its own loop. No
     method, public or private, is a coroutine: with one, Ray would call all methods on one thread.
@@ -108,10 +101,6 @@ class PoolKeeper:
     def look(self, since: int, wait_s: float) -> KeeperReport:
         """Returns the events from number `since`; waits up to `wait_s` seconds for one."""
         return self._loop.run(self._services.look(since, wait_s))
-
-    def gpus(self) -> str:
-        """The pool's GPUs on its node, in the form of CUDA_VISIBLE_DEVICES."""
-        return visible_gpus()
 
     def silent_s(self) -> float:
         """Seconds since the last call of `look`."""
@@ -136,6 +125,8 @@ class _PoolServices:
         self._news = asyncio.Event()
 
     async def begin(self) -> None:
+        import ray
+
         order = self._order
         if order.host != node_address():
             raise Unavailable(
@@ -144,8 +135,8 @@ class _PoolServices:
                 seen=node_address(),
                 allowed=order.host,
             )
-        visible = {"CUDA_VISIBLE_DEVICES": visible_gpus()}
-        take_surroundings(order.directory, {**order.environment, **visible})
+        gpus = ",".join(str(number) for number in ray.get_gpu_ids())  # by their numbers on the node
+        take_surroundings(order.directory, {**order.environment, "CUDA_VISIBLE_DEVICES": gpus})
         files = [Path(file) for file in order.files]
         config = load_config(ServiceConfig, "local", files, order.overrides)
         self._supervisor = Supervisor(

@@ -73,15 +73,18 @@ def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> N
     The current use of the nodes is ignored.
     """
     for kind in (CPU, GPU):
-        wanted = [pool.asks.get(kind, 0.0) for pool in pools]
+        wanted = {pool.name: pool.asks.get(kind, 0.0) for pool in pools}
         there = [node.get(kind, 0.0) for node in nodes]
-        largest = max(wanted, default=0.0)
-        if largest > max(there, default=0.0) or sum(wanted) > sum(there):
-            raise ConfigError(
-                "the cluster has fewer slots than this run asks for; set gateway.engine.workers",
-                seen=f"{sum(wanted):g} {kind}, {largest:g} of them on one node",
-                allowed=f"nodes with {', '.join(f'{one:g}' for one in there)} {kind}",
-            )
+        largest = max(wanted, key=lambda name: wanted[name])
+        if wanted[largest] <= max(there, default=0.0) and sum(wanted.values()) <= sum(there):
+            continue
+        setting = "coordinator.learner_slots" if largest == POLICY else "gateway.engine.workers"
+        raise ConfigError(
+            "the cluster has fewer slots than this run needs; a gateway's workers share one node, "
+            f"and so do a trainer's ranks; set {setting}",
+            seen=f"{sum(wanted.values()):g} {kind}, {wanted[largest]:g} of them on one node",
+            allowed=f"nodes with {', '.join(f'{one:g}' for one in there)} {kind}",
+        )
 
 
 def look(shared: str) -> tuple[str, dict[str, str], str]:

@@ -101,15 +101,6 @@ def open_many_files() -> int:
     return most
 
 
-def signal_group(pid: int, number: int) -> bool:
-    """Signals the process group that a child leads; returns False if the group is gone."""
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def last_lines(path: Path, count: int = 15, since: int = 0) -> str:
     """The end of a log file from byte `since`, without terminal control characters; "" if
     unreadable.

@@ -27,10 +27,6 @@ EXTERNAL_REDIS_S = 5.0
 _ELSEWHERE_S = 86_400.0
 
 
-def _ignore(event: ChildEvent) -> None:
-    return None
-
-
 class Supervisor:
     """Runs a set of launches; use it as an async context, or always call stop()."""
 
@@ -39,7 +35,7 @@ class Supervisor:
         launches: Sequence[Launch],
         run_dir: Path,
         *,
-        on_event: Callable[[ChildEvent], None] = _ignore,
+        on_event: Callable[[ChildEvent], None] = lambda event: None,
         policy: RestartPolicy | None = None,
         health_s: float = 120.0,
         heartbeat_s: float = LIMIT_S,
@@ -58,7 +54,6 @@ class Supervisor:
                 launch, logs, own, on_event, health_s, needs, heartbeat_s, hung_s
             )
 
-        self._run_dir = run_dir
         self._children: dict[str, Supervised] = {}
         needs: dict[str, list[str]] = {}  # transitive dependencies by name
         for launch in in_order(launches):
@@ -73,10 +68,6 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Process ids of running services by name."""
         return {name: child.pid for name, child in self._children.items() if child.pid}
-
-    def log(self, name: str) -> Path:
-        """Log file of a service."""
-        return self._run_dir / "logs" / f"{name}.log"
 
     async def start(self, deadline_s: float) -> None:
         """Starts all services and waits until all are healthy.
@@ -195,7 +186,8 @@ def run_launches(
     """
     every = services_of(len(config.addresses.gateways))
     own = [spec for spec in every if not services or spec.name in services]
-    launches = {spec.name: service_launch(spec, config, files, overrides) for spec in own}
+    words = [word for path in files for word in ("--config", str(path))]
+    launches = {spec.name: launch_of(spec, config, [*words, *overrides]) for spec in own}
     needs = {name for launch in launches.values() for name in launch.depends_on}
     elsewhere = [
         _awaited(launch_of(spec, config, (), here=False))
@@ -222,14 +214,6 @@ def _awaited(launch: Launch) -> Launch:
         return await healthy(deadline_s if launch.optional else _ELSEWHERE_S)
 
     return Launch(launch.name, (), healthy_there, optional=launch.optional)
-
-
-def service_launch(
-    spec: ServiceSpec, config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
-) -> Launch:
-    """The launch of one service with these settings. Raises as launch_of."""
-    words = [word for path in files for word in ("--config", str(path))]
-    return launch_of(spec, config, [*words, *overrides])
 
 
 def launch_of(

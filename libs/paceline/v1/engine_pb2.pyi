@@ -42,7 +42,7 @@ MEMORY_TAG_KV_CACHE: MemoryTag
 MEMORY_TAG_CUDA_GRAPH: MemoryTag
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "quarantine")
+    __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "quarantine", "learn_arms")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class WorkerCommand(_message.Message):
     RESUME_MEMORY_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    LEARN_ARMS_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     enqueue: EnqueueRequests
     abort: AbortRequests
@@ -72,7 +73,8 @@ class WorkerCommand(_message.Message):
     resume_memory: ResumeMemory
     flush_cache: FlushCache
     quarantine: Quarantine
-    def __init__(self, command_id: _Optional[int] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., **kwargs) -> None: ...
+    learn_arms: LearnArms
+    def __init__(self, command_id: _Optional[int] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., learn_arms: _Optional[_Union[LearnArms, _Mapping]] = ..., **kwargs) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("command_id", "ready", "tokens", "done", "failed", "health")
@@ -173,6 +175,12 @@ class SetSpeculation(_message.Message):
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
     forced_arm: str
     def __init__(self, forced_arm: _Optional[str] = ...) -> None: ...
+
+class LearnArms(_message.Message):
+    __slots__ = ("arms",)
+    ARMS_FIELD_NUMBER: _ClassVar[int]
+    arms: _containers.RepeatedCompositeFieldContainer[ArmStats]
+    def __init__(self, arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ...) -> None: ...
 
 class GetHealth(_message.Message):
     __slots__ = ()

@@ -207,7 +207,7 @@ class TaskSpec(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., group_id: _Optional[str] = ..., task_index: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RunTasksRequest(_message.Message):
-    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "assigned", "silence_s")
+    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture", "open_groups", "assigned", "silence_s", "arms")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class RunTasksRequest(_message.Message):
     OPEN_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     SILENCE_S_FIELD_NUMBER: _ClassVar[int]
+    ARMS_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     purpose: _trajectory_pb2.Purpose
     tasks: _containers.RepeatedCompositeFieldContainer[TaskSpec]
@@ -234,7 +235,8 @@ class RunTasksRequest(_message.Message):
     open_groups: int
     assigned: bool
     silence_s: float
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., assigned: _Optional[bool] = ..., silence_s: _Optional[float] = ...) -> None: ...
+    arms: _containers.RepeatedCompositeFieldContainer[_engine_pb2.ArmStats]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ..., assigned: _Optional[bool] = ..., silence_s: _Optional[float] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ...) -> None: ...
 
 class WatchGroupsRequest(_message.Message):
     __slots__ = ()
@@ -345,18 +347,6 @@ class TasksFinished(_message.Message):
     regret: float
     closed_groups: _containers.RepeatedCompositeFieldContainer[ClosedGroup]
     def __init__(self, scored: _Optional[int] = ..., unscored: _Optional[int] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., regret: _Optional[float] = ..., closed_groups: _Optional[_Iterable[_Union[ClosedGroup, _Mapping]]] = ...) -> None: ...
-
-class SetArmRequest(_message.Message):
-    __slots__ = ("context", "arm")
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    ARM_FIELD_NUMBER: _ClassVar[int]
-    context: _trajectory_pb2.CommandContext
-    arm: str
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., arm: _Optional[str] = ...) -> None: ...
-
-class SetArmResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class QuarantineRequest(_message.Message):
     __slots__ = ("context", "paths")

@@ -75,11 +75,6 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsResponse.FromString,
                 _registered_method=True)
-        self.SetArm = channel.unary_unary(
-                '/paceline.v1.RolloutService/SetArm',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.SetArmRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.SetArmResponse.FromString,
-                _registered_method=True)
         self.Quarantine = channel.unary_unary(
                 '/paceline.v1.RolloutService/Quarantine',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.QuarantineRequest.SerializeToString,
@@ -167,13 +162,6 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetArm(self, request, context):
-        """Forces an arm on every worker, or returns the choice to the bandit.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Quarantine(self, request, context):
         """Disables inexact paths on every worker, later workers included; paths of earlier calls stay disabled.
         """
@@ -252,11 +240,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.AssignGroups,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.AssignGroupsResponse.SerializeToString,
-            ),
-            'SetArm': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetArm,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.SetArmRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.SetArmResponse.SerializeToString,
             ),
             'Quarantine': grpc.unary_unary_rpc_method_handler(
                     servicer.Quarantine,
@@ -501,33 +484,6 @@ class RolloutService:
             '/paceline.v1.RolloutService/AssignGroups',
             paceline_dot_v1_dot_rollout__pb2.AssignGroupsRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.AssignGroupsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SetArm(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/SetArm',
-            paceline_dot_v1_dot_rollout__pb2.SetArmRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.SetArmResponse.FromString,
             options,
             channel_credentials,
             insecure,

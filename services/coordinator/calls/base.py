@@ -9,8 +9,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import grpc
-
 from paceline.config import AddressesConfig, SecurityConfig
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
 from paceline.local.news import tell_supervisor
@@ -26,10 +24,10 @@ from paceline.services.coordinator.machine.events import CallFailed, Deadline, E
 from paceline.services.coordinator.machine.state import Service, State
 from paceline.streams.connection import REDIS_FULL
 from paceline.telemetry import get_logger
-from paceline.v1.drafter_pb2 import RoundCosts
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest, SavePolicyCheckpointResponse
 from paceline.v1.policy_pb2_grpc import PolicyServiceStub
+from paceline.v1.rollout_pb2 import TasksFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import DISK_FULL
@@ -39,41 +37,25 @@ STILL_S = 300.0
 """Seconds without progress of the policy trainer after which the wait for its checkpoint ends."""
 
 
-@dataclass(frozen=True, slots=True)
 class Peers:
-    """One channel per service, and one per gateway. Stubs of generated code have no types."""
+    """Lazy channels to all processes of each service, and their stubs; gateways by number."""
 
-    addresses: dict[Service, tuple[str, ...]]
-    security: SecurityConfig
-    channels: dict[Service, grpc.aio.Channel]
-    gateways: tuple[grpc.aio.Channel, ...]  # by number; the first is also in `channels`
-    rollouts: tuple[Any, ...]
-    policy: Any
-    drafter: Any
-
-    @classmethod
-    def open(cls, addresses: AddressesConfig, security: SecurityConfig) -> Peers:
-        """Creates lazy channels; call it on the running event loop. Raises ConfigError for an
-        insecure address.
-        """
-        by_service: dict[Service, tuple[str, ...]] = {
-            service: (addresses.of(service.value),) for service in Service
+    def __init__(self, addresses: AddressesConfig, security: SecurityConfig) -> None:
+        """Call it on the running event loop. Raises ConfigError for an insecure address."""
+        self._security = security
+        self._addresses = {service: (addresses.of(service.value),) for service in Service}
+        self._addresses[Service.GATEWAY] = addresses.gateways
+        self.channels = {
+            service: [channel(address, security) for address in found]
+            for service, found in self._addresses.items()
         }
-        by_service[Service.GATEWAY] = addresses.gateways
-        gateways = tuple(channel(address, security) for address in addresses.gateways)
-        channels = {
-            service: gateways[0] if service is Service.GATEWAY else channel(first, security)
-            for service, (first, *_) in by_service.items()
-        }
-        return cls(
-            by_service,
-            security,
-            channels,
-            gateways,
-            tuple(RolloutServiceStub(one) for one in gateways),  # type: ignore[no-untyped-call]
-            PolicyServiceStub(channels[Service.POLICY_TRAINER]),  # type: ignore[no-untyped-call]
-            DrafterServiceStub(channels[Service.DRAFTER_TRAINER]),  # type: ignore[no-untyped-call]
-        )
+        self.gateways = self.channels[Service.GATEWAY]
+        (self.policy_trainer,) = self.channels[Service.POLICY_TRAINER]
+        (self.drafter_trainer,) = self.channels[Service.DRAFTER_TRAINER]
+        # stubs of generated code have no types
+        self.rollouts: list[Any] = [RolloutServiceStub(one) for one in self.gateways]  # type: ignore[no-untyped-call]
+        self.policy: Any = PolicyServiceStub(self.policy_trainer)  # type: ignore[no-untyped-call]
+        self.drafter: Any = DrafterServiceStub(self.drafter_trainer)  # type: ignore[no-untyped-call]
 
     async def save_policy(
         self, request: SavePolicyCheckpointRequest, still_s: float
@@ -85,40 +67,30 @@ class Peers:
         the call.
         """
         with rpc_errors():
-            async with while_moving(self.channels[Service.POLICY_TRAINER], still_s) as timeout:
+            async with while_moving(self.policy_trainer, still_s) as timeout:
                 saved: SavePolicyCheckpointResponse = await self.policy.SavePolicyCheckpoint(
                     request, timeout=timeout
                 )
             return saved
 
-    async def wait_healthy(self, service: Service, deadline_s: float) -> None:
-        """Waits until the service serves, every process of it. Raises Unavailable after
-        `deadline_s` seconds.
-        """
-        for error in (await self.unhealthy(service, deadline_s)).values():
-            raise error
-
     async def unhealthy(self, service: Service, deadline_s: float) -> dict[int, PacelineError]:
-        """Waits likewise. Returns the errors of processes that do not serve, by number."""
+        """Waits until every process of the service serves. Returns the errors of processes that do
+        not serve after `deadline_s` seconds, by number.
+        """
 
         async def health(address: str) -> PacelineError | None:
             try:
-                await wait_healthy(address, self.security, deadline_s)
+                await wait_healthy(address, self._security, deadline_s)
             except PacelineError as error:
                 return error
             return None
 
-        found = await each(map(health, self.addresses[service]))
+        found = await each(map(health, self._addresses[service]))
         return {number: error for number, error in enumerate(found) if error is not None}
-
-    def all_channels(self, service: Service) -> tuple[grpc.aio.Channel, ...]:
-        """The channels to all processes of a service."""
-        return self.gateways if service is Service.GATEWAY else (self.channels[service],)
 
     async def close(self) -> None:
         """Closes all channels; running calls are cancelled."""
-        for one in {*self.channels.values(), *self.gateways}:
-            await one.close()
+        await each(one.close() for found in self.channels.values() for one in found)
 
 
 async def each(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -168,8 +140,7 @@ class Calls:
     now: Callable[[], float]
     state: Callable[[], State]
     samples: dict[int, FinishedSamples] = field(default_factory=dict)  # by step, after its rollouts
-    round_costs: list[RoundCosts] = field(default_factory=list)  # of the last rollouts
-    accept_lengths: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
+    rolled_out: TasksFinished = field(default_factory=TasksFinished)  # the last rollouts of a step
     absent: dict[Service, Absence] = field(default_factory=dict)
     open_steps: OpenSteps = field(default_factory=OpenSteps)
     handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)

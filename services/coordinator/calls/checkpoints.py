@@ -35,7 +35,7 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
             paths["policy"] = (await calls.peers.save_policy(policy, deadline_s)).path
     if command.step and calls.config.drafter_enabled:
         drafter = SaveDrafterCheckpointRequest(context=context)
-        trainer, still_s = calls.peers.channels[Service.DRAFTER_TRAINER], patient(OPTIONAL_STILL_S)
+        trainer, still_s = calls.peers.drafter_trainer, patient(OPTIONAL_STILL_S)
         try:
             with rpc_errors():
                 async with while_moving(trainer, still_s) as timeout:

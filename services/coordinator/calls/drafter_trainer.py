@@ -12,13 +12,16 @@ from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.base import RANK_LOST, Calls, answers
-from paceline.services.coordinator.calls.figures import message_figures
-from paceline.services.coordinator.calls.slots import give_back, preempted, release
+from paceline.services.coordinator.calls.figures import accept_lengths, message_figures, round_costs
+from paceline.services.coordinator.calls.slots import PREEMPT_S, give_back, preempted, release
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event, Figure
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Service
 from paceline.v1 import drafter_pb2
+
+ACTIVATION_S = 30.0
+"""Maximum time from a lease to the drafter's training, on an idle machine, seconds."""
 
 
 async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
@@ -30,8 +33,8 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         message = f"its slots were not released: {error}"
         return events.TrainerFailed(calls.now(), command.epoch, Service.DRAFTER_TRAINER, message)
 
-    slots, what, deadline_s = command.slots, "activation", patient(command.deadline_s)
-    trainer = calls.peers.channels[Service.DRAFTER_TRAINER]
+    slots, what, deadline_s = command.slots, "activation", patient(ACTIVATION_S)
+    trainer = calls.peers.drafter_trainer
     await release(calls, command, slots, Holder.DRAFTER, what, deadline_s=deadline_s, event_of=kept)
     if not _live(calls, command.epoch):
         return  # the lease ended before the engine left
@@ -41,8 +44,8 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         deadline_s=deadline_s,
         versions=versions_to_proto(command.versions),
         max_steps=calls.config.max_drafter_steps,
-        round_costs=calls.round_costs,
-        accept_lengths=calls.accept_lengths,
+        round_costs=round_costs(calls.rolled_out.arms),
+        accept_lengths=accept_lengths(calls.rolled_out.speculation),
     )
     with calls.reported(
         Service.DRAFTER_TRAINER,
@@ -63,8 +66,8 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
 
 
 async def join(calls: Calls, command: commands.JoinDrafter) -> None:
-    """Emits WorkersReleased and DrafterJoined. Emits JoinFailed, or Deadline after the command's
-    seconds, when the trainer cannot train on all slots of its lease.
+    """Emits WorkersReleased and DrafterJoined. Emits JoinFailed, or Deadline after
+    ACTIVATION_S, when the trainer cannot train on all slots of its lease.
     """
 
     def failed(error: PacelineError) -> Event | None:
@@ -72,7 +75,7 @@ async def join(calls: Calls, command: commands.JoinDrafter) -> None:
             return None
         return events.JoinFailed(calls.now(), command.epoch, str(error))
 
-    slots, deadline_s = command.joining, patient(command.deadline_s)
+    slots, deadline_s = command.joining, patient(ACTIVATION_S)
     await release(
         calls, command, slots, Holder.DRAFTER, "join", deadline_s=deadline_s, event_of=failed
     )
@@ -96,20 +99,18 @@ def _live(calls: Calls, epoch: int) -> bool:
 async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
     """Emits Preempted, or Deadline when the trainer answers none of three requests.
 
-    Each request waits for the command's seconds, stretched by the load of the machine. A trainer
+    Each request waits for PREEMPT_S, stretched by the load of the machine. A trainer
     that received a request kills late ranks. During rollouts the engine resumes on the slots to
     serve waiting callers.
     """
-    deadline_s = patient(command.deadline_s)
     with calls.reported(
         Service.DRAFTER_TRAINER,
         "preempt",
         command,
-        deadline_s=deadline_s,
+        deadline_s=patient(PREEMPT_S),
         event_of=_trainer_failed(calls, command.epoch),
     ):
-        request = drafter_pb2.PreemptRequest(context=calls.context(command))
-        answer = await preempted(calls.peers, request, deadline_s)
+        answer = await preempted(calls, calls.context(command))
         calls.emit(events.Preempted(calls.now(), command.epoch, message_figures(answer)))
     await give_back(calls, command.step, command.epoch)
 

@@ -15,10 +15,10 @@ from typing import Any
 from paceline.services.coordinator.calls import (
     checkpoints,
     drafter_trainer,
-    gateway,
     policy_trainer,
     quarantine,
     recovery,
+    rollouts,
     slots,
     weights,
 )
@@ -31,9 +31,9 @@ CLOSE_S = 10.0
 """Seconds that cancelled calls have for their cleanup."""
 
 CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = {
-    commands.RunTasks: gateway.run_tasks,
+    commands.RunTasks: rollouts.run_tasks,
     commands.ResumeWorkers: slots.resume_workers,
-    commands.Evaluate: gateway.evaluate,
+    commands.Evaluate: rollouts.evaluate,
     commands.ActivateDrafter: drafter_trainer.activate,
     commands.JoinDrafter: drafter_trainer.join,
     commands.PreemptDrafter: drafter_trainer.preempt,

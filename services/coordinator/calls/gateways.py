@@ -18,11 +18,7 @@ from paceline.rpc.progress import LONGEST_S, while_moving
 from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, accepted, answers, each
 from paceline.trajectory import SpeculationStats
 from paceline.v1.progress_pb2 import Part
-from paceline.v1.rollout_pb2 import (
-    RunTasksRequest,
-    ShareDone,
-    TasksFinished,
-)
+from paceline.v1.rollout_pb2 import RunTasksRequest, ShareDone, TasksFinished
 
 T = TypeVar("T")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
 from paceline.errors import PacelineError
 from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls import quarantine
@@ -25,7 +29,6 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
             return None
         return events.TrainerFailed(calls.now(), command.epoch, Service.POLICY_TRAINER, str(error))
 
-    trainer = calls.peers.channels[Service.POLICY_TRAINER]
     deadline_s = calls.config.step_deadline_s
     await release(calls, command, command.slots, Holder.POLICY, "policy", deadline_s=deadline_s)
     request = _request(calls, command)
@@ -33,25 +36,18 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
     with calls.reported(
         Service.POLICY_TRAINER, "policy", command, deadline_s=deadline_s, event_of=rank_lost
     ):
-        async with while_moving(trainer, deadline_s) as timeout:
-            call = calls.peers.policy.TrainStep(request, timeout=timeout)
-            async for name, answer in answers(call, last="prepared"):
-                match name:
-                    case "batch":
-                        batch = _batch_figures(answer)
-                    case "stepped":
-                        figures = batch | message_figures(answer, "policy_version", "beyond")
-                        version = answer.policy_version
-                        calls.emit(
-                            events.PolicyStepped(calls.now(), command.epoch, version, figures)
-                        )
-                        quarantine.found(calls, command.epoch, answer)
-                    case "prepared":
-                        pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
-                        version = answer.policy_version
-                        calls.emit(
-                            events.PolicyPrepared(calls.now(), command.epoch, version, pushed)
-                        )
+        async for name, answer in _train_step(calls, request):
+            now, epoch = calls.now(), command.epoch
+            match name:
+                case "batch":
+                    batch = _batch_figures(answer)
+                case "stepped":
+                    figures = batch | message_figures(answer, "policy_version", "beyond")
+                    calls.emit(events.PolicyStepped(now, epoch, answer.policy_version, figures))
+                    quarantine.found(calls, epoch, answer)
+                case "prepared":
+                    pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
+                    calls.emit(events.PolicyPrepared(now, epoch, answer.policy_version, pushed))
 
 
 async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
@@ -64,7 +60,6 @@ async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluat
             return None
         return events.SetDamaged(calls.now(), command.epoch)
 
-    trainer = calls.peers.channels[Service.POLICY_TRAINER]
     deadline_s = calls.config.step_deadline_s
     request = policy_pb2.TrainStepRequest(
         context=calls.learner_context(),
@@ -73,10 +68,20 @@ async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluat
     with calls.reported(
         Service.POLICY_TRAINER, "push", command, deadline_s=deadline_s, event_of=trained_on
     ):
-        async with while_moving(trainer, deadline_s) as timeout:
-            call = calls.peers.policy.TrainStep(request, timeout=timeout)
-            async for _ in answers(call, last="prepared"):
-                pass
+        async for _ in _train_step(calls, request):
+            pass
+
+
+async def _train_step(
+    calls: Calls, request: policy_pb2.TrainStepRequest
+) -> AsyncGenerator[tuple[str, Any]]:
+    """The answers of a step, while the trainer makes progress."""
+    trainer = calls.peers.policy_trainer
+    async with while_moving(trainer, calls.config.step_deadline_s) as timeout:
+        call = calls.peers.policy.TrainStep(request, timeout=timeout)
+        async with aclosing(answers(call, last="prepared")) as found:
+            async for one in found:
+                yield one
 
 
 def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainStepRequest:

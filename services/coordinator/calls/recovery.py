@@ -45,7 +45,7 @@ async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: 
     await asyncio.sleep(min(absence.pause_s, left_s))
     absence.pause_s = min(2 * absence.pause_s, _LONGEST_PAUSE_S)
     if late := await calls.peers.unhealthy(service, left_s):
-        channels = calls.peers.all_channels(service)
+        channels = calls.peers.channels[service]
         if not all(await each(_gets_on(channels[number], limit_s) for number in late)):
             raise next(iter(late.values()))
         absence.since_s = calls.now()  # it loads or replays, so its time starts again

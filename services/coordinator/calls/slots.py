@@ -10,7 +10,7 @@ from typing import Any
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.rpc import leased, responses, rpc_errors
-from paceline.services.coordinator.calls.base import Calls, Peers, each, no_event
+from paceline.services.coordinator.calls.base import Calls, each, no_event
 from paceline.services.coordinator.calls.gateways import ask_all, by_gateway
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import StepCommand
@@ -22,13 +22,16 @@ from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
 from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
+from paceline.v1.trajectory_pb2 import CommandContext
 
 RESUME_DEADLINE_S = 300.0
 """Long enough for workers to read the weights again."""
 _LEAVE_STILL_S = 60.0
 """Seconds without progress after which the wait for the policy trainer's step ends."""
-_REPEATS = 2
-"""Repeats of a Preempt request. Three deadlines exceed the longest pause for which no process is
+PREEMPT_S = 4.0
+"""Maximum time of a preemption of the drafter, on an idle machine, seconds."""
+_ATTEMPTS = 3
+"""Attempts of a Preempt request. Three deadlines exceed the longest pause for which no process is
 killed (ADR 40).
 """
 
@@ -105,20 +108,25 @@ async def give_back(calls: Calls, step: int, epoch: int) -> None:
         get_logger("coordinator").info("workers stay lent out for now", error=str(error))
 
 
-async def preempted(peers: Peers, request: PreemptRequest, deadline_s: float) -> PreemptResponse:
-    """Sends up to three Preempt requests, each with `deadline_s` seconds, and returns the first
+async def preempted(calls: Calls, context: CommandContext) -> PreemptResponse:
+    """Sends up to three Preempt requests, each with PREEMPT_S seconds, and returns the first
     answer. Raises DeadlineExceeded and other errors of the call.
 
     gRPC drops expired requests. A trainer that is stopped for longer than the deadline would never
     receive a single request, and its ranks would continue on the engine's slots.
     """
-    for _ in range(_REPEATS):
-        with suppress(DeadlineExceeded), rpc_errors():
-            answer: PreemptResponse = await peers.drafter.Preempt(request, timeout=deadline_s)
-            return answer
-    with rpc_errors():
-        last: PreemptResponse = await peers.drafter.Preempt(request, timeout=deadline_s)
-        return last
+    request, left = PreemptRequest(context=context), _ATTEMPTS
+    while True:
+        left -= 1
+        try:
+            with rpc_errors():
+                answer: PreemptResponse = await calls.peers.drafter.Preempt(
+                    request, timeout=patient(PREEMPT_S)
+                )
+                return answer
+        except DeadlineExceeded:
+            if not left:
+                raise
 
 
 async def hand_back(calls: Calls, command: commands.HandBack) -> None:
@@ -132,8 +140,7 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
         if command.drafter_epoch:
             lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
             with suppress(Unavailable, DeadlineExceeded):  # then it kills its ranks
-                deadline_s = patient(config.preempt_deadline_s)
-                await preempted(peers, PreemptRequest(context=lease), deadline_s)
+                await preempted(calls, lease)
         if command.policy:
             save = SavePolicyCheckpointRequest(context=calls.context(command))
             with suppress(Unavailable):  # answers after its running step

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
@@ -23,12 +22,7 @@ from paceline.services.coordinator.machine.settings import Schedule
 from paceline.services.coordinator.machine.state import Service
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
-from paceline.v1.engine_pb2 import (
-    PAUSE_MODE_IN_PLACE,
-    WEIGHT_TARGET_DRAFTER,
-    WEIGHT_TARGET_POLICY,
-    PauseMode,
-)
+from paceline.v1 import engine_pb2
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
@@ -68,58 +62,50 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
         for number, served in enumerate(versions_from_proto(one.versions) for one in found)
         if served != versions and not (overlaps and served in newer and served.seq > versions.seq)
     ]
-    if WEIGHT_TARGET_DRAFTER in damaged_parts:
+    if engine_pb2.WEIGHT_TARGET_DRAFTER in damaged_parts:
         damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}
         calls.emit(events.AcceptanceFell(calls.now(), versions.drafter, damaged))
-    if versions.policy and (unknown or WEIGHT_TARGET_POLICY in damaged_parts):
+    if versions.policy and (unknown or engine_pb2.WEIGHT_TARGET_POLICY in damaged_parts):
         get_logger("coordinator").warning("policy_pushed_again", version=versions.policy)
         await push_again(calls, command)
     if unknown:
         get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
-        await _serve_one_by_one(calls, unknown, _Commit(calls.learner_context(), versions))
+        await _serve_one_by_one(calls, unknown, calls.learner_context(), versions)
 
 
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """A set to serve."""
-
-    context: CommandContext
-    versions: VersionSet
-    mode: int = PAUSE_MODE_IN_PLACE
-    leased: Mapping[int, Sequence[int]] = field(default_factory=dict)  # own workers by gateway
-
-    async def at(self, calls: Calls, number: int, judge: bool | None) -> None:
-        """Makes a gateway serve the set. Workers may have to load it, so the wait lasts as long as
-        they make progress.
-        """
-        gateway, leased = calls.peers.gateways[number], self.leased.get(number, ())
-        async with while_moving(gateway, patient(COMMAND_DEADLINE_S)) as timeout:
-            await commit_versions(
-                gateway,
-                self.context,
-                self.versions,
-                self.mode,
-                leased=leased,
-                judge=judge,
-                deadline_s=timeout,
-            )
-
-
-async def _serve_one_by_one(calls: Calls, numbers: Sequence[int], new: _Commit) -> None:
+async def _serve_one_by_one(
+    calls: Calls,
+    numbers: Sequence[int],
+    context: CommandContext,
+    versions: VersionSet,
+    mode: int = engine_pb2.PAUSE_MODE_IN_PLACE,
+    leased: Mapping[int, Sequence[int]] | None = None,
+) -> None:
     """Makes gateways serve a set: the first one judges it, then the others follow at once. If a
     gateway refuses it, those that took it return to the run's set, and the refusal is raised.
+
+    Workers may have to load a set, so a wait lasts as long as they make progress. `leased`: own
+    workers by gateway.
     """
+
+    async def serve(
+        number: int, judge: bool | None, versions: VersionSet = versions, mode: int = mode
+    ) -> None:
+        gateway, own = calls.peers.gateways[number], (leased or {}).get(number, ())
+        async with while_moving(gateway, patient(COMMAND_DEADLINE_S)) as timeout:
+            await commit_versions(
+                gateway, context, versions, mode, leased=own, judge=judge, deadline_s=timeout
+            )
+
     first, *rest = numbers
-    await new.at(calls, first, True if len(calls.peers.gateways) > 1 else None)
-    found = await asyncio.gather(
-        *(new.at(calls, number, False) for number in rest), return_exceptions=True
-    )
+    await serve(first, True if len(calls.peers.gateways) > 1 else None)
+    found = await asyncio.gather(*(serve(number, False) for number in rest), return_exceptions=True)
     failures = [one for one in found if isinstance(one, BaseException)]
     if refusals := [one for one in failures if isinstance(one, REFUSALS)]:
         took = [first, *(number for number, one in zip(rest, found, strict=True) if one is None)]
-        former = replace(new, versions=calls.state().versions, mode=PAUSE_MODE_IN_PLACE)
+        former, in_place = calls.state().versions, engine_pb2.PAUSE_MODE_IN_PLACE
         try:
-            await each(former.at(calls, number, False) for number in took)
+            await each(serve(number, False, former, in_place) for number in took)
         except PacelineError as error:  # the next rollouts commit the run's set again
             log = get_logger("coordinator")
             log.error("a refused set still serves at a gateway", error=str(error))
@@ -144,22 +130,20 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
     with calls.reported(
         Service.GATEWAY, "commit", command, deadline_s=deadline_s, event_of=commit_failed
     ):
-        mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
+        mode = engine_pb2.PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
         leased = by_gateway(command.leased, calls.workers_of_each)
         # The first gateway judges the set, with a worker that is free.
         numbers = sorted(
             range(len(calls.peers.gateways)),
             key=lambda number: len(leased.get(number, ())) == calls.workers_of_each,
         )
-        await _serve_one_by_one(calls, numbers, _Commit(context, command.versions, mode, leased))
+        await _serve_one_by_one(calls, numbers, context, command.versions, mode, leased)
 
     calls.emit(events.Committed(calls.now(), command.versions))
     if not calls.config.drafter_enabled:
         return
     try:
-        await commit_versions(
-            calls.peers.channels[Service.DRAFTER_TRAINER], context, command.versions
-        )
+        await commit_versions(calls.peers.drafter_trainer, context, command.versions)
     except PacelineError as error:
         calls.went_without(Service.DRAFTER_TRAINER, "commit", error)
 
@@ -170,9 +154,11 @@ async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:
     A remaining candidate only costs disk space until the next commit, so a failure is only logged.
     """
     version = command.drafter_version
-    gateway = calls.peers.channels[Service.GATEWAY]  # it passes the call on to the next one
+    gateway = calls.peers.gateways[0]  # it passes the call on to the next one
     try:
-        await abort_version(gateway, calls.context(command), WEIGHT_TARGET_DRAFTER, version)
+        await abort_version(
+            gateway, calls.context(command), engine_pb2.WEIGHT_TARGET_DRAFTER, version
+        )
     except PacelineError as error:
         log = get_logger("coordinator")
         log.warning("candidate not aborted", drafter_version=version, error=str(error))

@@ -19,7 +19,7 @@ from paceline.tagged_json import from_object, to_object
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2 import StepRecord
 
-VERSION = 7
+VERSION = 8
 
 
 SlotRange = tuple[int, int, Holder, int]

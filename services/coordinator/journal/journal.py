@@ -20,23 +20,11 @@ from paceline.errors import DataLoss, FailedPrecondition
 from paceline.services.coordinator.journal.entry import VERSION, JournalEntry
 from paceline.services.coordinator.journal.groups import KnownGroup
 from paceline.services.coordinator.journal.records import Carried
-from paceline.services.coordinator.machine.slots import (
-    Holder,
-    Slot,
-    WorkerState,
-    slot_row,
-    worker_row,
-)
+from paceline.services.coordinator.machine import slots
 from paceline.services.coordinator.machine.state import State
 from paceline.streams import connection, journal, run_key, scripts
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.coordinator_pb2 import StepRecord
-
-_ROWS = ("slots", "workers")
-_REST: Any = make_dataclass(
-    "Rest", [(name, hint) for name, hint in get_type_hints(State).items() if name not in _ROWS]
-)
-"""The state without its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,60 +40,37 @@ class Snapshot:
     watched: tuple[int, float] | None  # AcceptanceWatch.last
 
 
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """The part of a snapshot outside the state."""
-
-    v: int
-    entries: int
-    at_s: float
-    traceparents: dict[str, str]
-    records: Carried
-    groups: dict[str, tuple[KnownGroup, ...]]
-    watched: tuple[int, float] | None
-    slots: tuple[tuple[Holder, int], ...]
-    workers: tuple[WorkerState, ...]
+_ROWS = {"slots": tuple[tuple[slots.Holder, int], ...], "workers": tuple[slots.WorkerState, ...]}
+_OUTSIDE = [one.name for one in fields(Snapshot) if one.name != "state"]
+_HINTS = {**get_type_hints(State), **get_type_hints(Snapshot), **_ROWS}
+_LINE: Any = make_dataclass("Line", [one for one in _HINTS.items() if one[0] != "state"])
+"""A snapshot as JSON: its fields, and the fields of its state with plain rows."""
 
 
 def pack_snapshot(snapshot: Snapshot) -> bytes:
     """One line of JSON."""
-    state = snapshot.state
-    beside = _Beside(
-        VERSION,
-        snapshot.entries,
-        snapshot.at_s,
-        snapshot.traceparents,
-        snapshot.records,
-        snapshot.groups,
-        snapshot.watched,
-        tuple((slot.holder, slot.epoch) for slot in state.slots),
-        tuple(state.workers),
-    )
-    rest = _REST(**{one.name: getattr(state, one.name) for one in fields(_REST)})
-    values = {"beside": to_object(beside), "state": to_object(rest)}
-    return json.dumps(values, separators=(",", ":")).encode()
+    values = vars(snapshot.state) | {name: getattr(snapshot, name) for name in _OUTSIDE}
+    values["slots"] = tuple((slot.holder, slot.epoch) for slot in snapshot.state.slots)
+    values["workers"] = tuple(snapshot.state.workers)
+    line = {"v": VERSION, **to_object(_LINE(**values))}
+    return json.dumps(line, separators=(",", ":")).encode()
 
 
 def unpack_snapshot(line: bytes) -> Snapshot:
     """Restores a snapshot from `pack_snapshot`'s output. Raises DataLoss for any other input."""
     try:
         values = json.loads(line)
-        beside = from_object(_Beside, values["beside"])
-        rest = from_object(_REST, values["state"], "State")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        version = values.pop("v")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataLoss(f"a snapshot does not decode: {error}", seen=line[:80]) from error
 
-    if beside.v != VERSION:
-        raise DataLoss("a snapshot has another version", seen=beside.v, allowed=VERSION)
-    state = State(
-        slots=slot_row(Slot(holder, epoch) for holder, epoch in beside.slots),
-        workers=worker_row(beside.workers),
-        **vars(rest),
-    )
-    return Snapshot(
-        *(beside.entries, beside.at_s, beside.traceparents, state),
-        *(beside.records, beside.groups, beside.watched),
-    )
+    if version != VERSION:
+        raise DataLoss("a snapshot has another version", seen=version, allowed=VERSION)
+    found = vars(from_object(_LINE, values, "snapshot"))
+    outside = {name: found.pop(name) for name in _OUTSIDE}
+    found["slots"] = slots.slot_row(slots.Slot(holder, epoch) for holder, epoch in found["slots"])
+    found["workers"] = slots.worker_row(found["workers"])
+    return Snapshot(state=State(**found), **outside)
 
 
 TOGETHER = 256

@@ -2,73 +2,52 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson, Parse
 
 from paceline.messages import versions_to_proto
-from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.drafter import enough_released, most_workers, wanted
-from paceline.services.coordinator.machine.events import Details, Event, WorkersReleased
+from paceline.services.coordinator.machine import drafter, events, settings
+from paceline.services.coordinator.machine.events import Details, Event
 from paceline.services.coordinator.machine.rollout import draw_of
-from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import DrafterLease, Holder, WorkerState
 from paceline.services.coordinator.machine.state import Phase, Service, State
 from paceline.streams.journal import IdleCause, SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Counts so far."""
-
-    last_s: float = 0.0
-    released: int = 0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    idle: Mapping[str, float] = field(default_factory=dict)
+def _no_seconds() -> dict[str, float]:
+    return dict.fromkeys(SlotUse, 0.0)
 
 
+@dataclass(slots=True)
 class SlotAccount:
     """Slot-seconds since the last `open`."""
 
-    def __init__(self, account: Account = Account()) -> None:
-        """`account`: from `kept`."""
-        self._last_s = account.last_s
-        # epoch of the policy's lease with returned worker memory
-        self._released = account.released
-        self._seconds = {use: account.seconds.get(use, 0.0) for use in SlotUse}
-        self._idle = {cause: account.idle.get(cause, 0.0) for cause in IdleCause}
-
-    def kept(self) -> Account:
-        """The input of `__init__`."""
-        return Account(self._last_s, self._released, self.seconds(), self.idle())
+    last_s: float = 0.0
+    released: int = 0  # epoch of the policy's lease with returned worker memory
+    seconds: dict[str, float] = field(default_factory=_no_seconds)  # by SlotUse
+    idle: dict[str, float] = field(default_factory=dict)  # by IdleCause
 
     def open(self) -> None:
         """Starts a step with zero counts."""
-        self._seconds = dict.fromkeys(SlotUse, 0.0)
-        self._idle = dict.fromkeys(IdleCause, 0.0)
+        self.seconds, self.idle = _no_seconds(), {}
 
-    def observe(self, before: State, event: Event, after: State) -> None:
+    def observe(self, before: State, event: Event) -> None:
         """Processes one transition: until now the slots had their earlier use."""
-        elapsed_s = event.at_s - self._last_s
+        elapsed_s = event.at_s - self.last_s
         uses = self._uses(before)
         for use, slots in uses.items():
-            self._seconds[use] += slots * elapsed_s
-        self._idle[_idle_cause(before)] += uses[SlotUse.IDLE] * elapsed_s
-        self._last_s = event.at_s
-        if isinstance(event, WorkersReleased) and event.holder is Holder.POLICY:
-            self._released = max(self._released, event.epoch)
-
-    def seconds(self) -> dict[str, float]:
-        """Slot-seconds by use."""
-        return {use.value: seconds for use, seconds in self._seconds.items()}
-
-    def idle(self) -> dict[str, float]:
-        """Idle slot-seconds by cause, without zeros."""
-        return {cause.value: seconds for cause, seconds in self._idle.items() if seconds}
+            self.seconds[use] += slots * elapsed_s
+        if idle_s := uses[SlotUse.IDLE] * elapsed_s:
+            cause = _idle_cause(before)
+            self.idle[cause] = self.idle.get(cause, 0.0) + idle_s
+        self.last_s = event.at_s
+        if isinstance(event, events.WorkersReleased) and event.holder is Holder.POLICY:
+            self.released = max(self.released, event.epoch)
 
     def _uses(self, state: State) -> dict[SlotUse, int]:
         """Number of slots by use."""
@@ -76,7 +55,7 @@ class SlotAccount:
         attached = state.lease.attached if state.lease is not None else 0
         pushing, policy = _free_while_pushing(state), held(Holder.POLICY)
         apart = not state.settings.colocated  # then no worker must leave its slots
-        trains = policy if apart or state.learner.epoch == self._released else 0
+        trains = policy if apart or state.learner.epoch == self.released else 0
         arriving = held(Holder.DRAFTER) - attached + policy - trains
         return {
             SlotUse.GENERATING: held(Holder.ENGINE),
@@ -98,22 +77,22 @@ def _free_while_pushing(state: State) -> int:
 
 def _idle_cause(state: State) -> IdleCause:
     """The reason that the drafter is not trained on free slots."""
-    settings, workers = state.settings, state.workers
+    workers = state.workers
     if state.committing is not None:
         return IdleCause.COMMIT
-    if not wanted(state):
+    if not drafter.wanted(state):
         return IdleCause.UNTRAINED
     if state.drafter_benched or Service.DRAFTER_TRAINER in state.lost:
         return IdleCause.TRAINER_AWAY
     if state.lease is not None:
         return _beside(state, state.lease)
-    if settings.serial_drafter:
+    if state.settings.serial_drafter:
         return IdleCause.SERIAL
     if workers.counted(WorkerState.COMPLETED):
         return IdleCause.TRAINER_DONE
-    if not workers.counted(WorkerState.GENERATING) and settings.colocated:
+    if not workers.counted(WorkerState.GENERATING) and state.settings.colocated:
         return IdleCause.HAND_OVER
-    if not enough_released(state):
+    if not drafter.enough_released(state):
         return IdleCause.TOO_FEW
     return IdleCause.LEASING
 
@@ -122,60 +101,55 @@ def _beside(state: State, lease: DrafterLease) -> IdleCause:
     """The reason for idle slots beside the drafter's lease."""
     if lease.preempting:
         return IdleCause.GIVING_BACK
-    full = len(lease.slots) // state.settings.slots_per_worker >= most_workers(state.settings)
+    full = len(lease.slots) // state.settings.slots_per_worker >= drafter.most_workers(
+        state.settings
+    )
     return IdleCause.ENOUGH if full else IdleCause.LEASING
 
 
 PAGE = 256
 """Records per answer; one is about a KB."""
+_SUMMED = ("rollout_s", "near_ties", "response_tokens")
+_COUNTED = (events.UNSCORED, "arm_drafted_rounds", "arm_round_tokens")
+_OF_FIRST_CALL = ("reward_mean", "reward_parts", "truncated_share", "groups_solved", "tokens_hash")
+"""Fields of a record with the same names in the details of TasksFinished. A step has several calls
+with rounds of dynamic sampling: sums are added, and other fields are from the first call, whose
+tasks are unselected.
+"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Carried:
     """Values from earlier steps for the records of later steps."""
 
-    detached: int = 0
+    detached: int = 0  # epoch of the newest counted lease
     drafter_since: float = 0.0
     waits_since: float = 0.0
-    taken_s: float = 0.0
-    closed_s: float = 0.0
-    pulls: dict[str, int] = field(default_factory=dict)
+    taken_s: float = 0.0  # time at which the learner took its batch
+    closed_s: float = 0.0  # end of the newest finished step
+    pulls: dict[str, int] = field(default_factory=dict)  # as last reported
     open: tuple[tuple[float, str], ...] = ()  # start of each open record, and the record as JSON
-    account: Account = field(default_factory=Account)
+    account: SlotAccount = field(default_factory=SlotAccount)
 
 
 class StepRecords:
     """Records of finished and of open steps; asynchronous schedules have several open steps."""
 
-    def __init__(self, finished: Iterable[StepRecord] = (), carried: Carried = Carried()) -> None:
+    def __init__(self, finished: Iterable[StepRecord] = (), carried: Carried | None = None) -> None:
         """`carried`: from the object that had finished these steps."""
         self.finished = list(finished)
+        self._now = carried or Carried()
         self._began: dict[int, float] = {}  # open steps and their starts
         self._open: dict[int, StepRecord] = {}
-        for began_s, record in carried.open:
+        for began_s, record in self._now.open:
             opened = Parse(record, StepRecord())
             self._began[opened.step], self._open[opened.step] = began_s, opened
-        self._taken_s = carried.taken_s  # time at which the learner took its batch
-        self._closed_s = carried.closed_s  # end of the newest finished step
-        self._waits_since = carried.waits_since
-        # epoch of the newest counted lease
-        self._detached = carried.detached
-        self._drafter_since = carried.drafter_since
-        self._pulls: Counter[str] = Counter(carried.pulls)
-        self._account = SlotAccount(carried.account)  # since the newest step ended or began
 
     def carried(self) -> Carried:
         """The input of `__init__`; call it when an event has closed a step."""
-        return Carried(
-            self._detached,
-            self._drafter_since,
-            self._waits_since,
-            self._taken_s,
-            self._closed_s,
-            dict(self._pulls),
-            tuple((at_s, MessageToJson(self._open[step])) for step, at_s in self._began.items()),
-            self._account.kept(),
-        )
+        begun = self._began.items()
+        opened = tuple((at_s, MessageToJson(self._open[step])) for step, at_s in begun)
+        return replace(deepcopy(self._now), open=opened)
 
     def page(self, first: int) -> list[StepRecord]:
         """Records of finished steps from step `first` on, at most PAGE."""
@@ -183,30 +157,30 @@ class StepRecords:
 
     def observe(self, before: State, event: Event, after: State) -> StepRecord | None:
         """Processes one transition; returns a closed or amended record."""
-        self._account.observe(before, event, after)
+        self._now.account.observe(before, event)
         self._count_drafter_slots(before, event, after)
         self._note_waits(before, event, after)
-        told = self._take(before, event, after)
+        changed = self._record(before, event, after)
         takes = {Phase.PREEMPT, Phase.POLICY}
         if after.learner.phase in takes and before.learner.phase not in takes:
-            self._taken_s = event.at_s  # also at a commit, if the next batch is ready
-        return told
+            self._now.taken_s = event.at_s  # also at a commit, if the next batch is ready
+        return changed
 
-    def _take(self, before: State, event: Event, after: State) -> StepRecord | None:
+    def _record(self, before: State, event: Event, after: State) -> StepRecord | None:
         match event:
             case events.StepBegan() if after.rollouts.step > before.rollouts.step:
                 self._begin(event, before)
             case events.TasksFinished() if (draw := draw_of(before, event.epoch)) is not None:
                 return self._rolled_out(draw.step, event, before.settings)
-            case events.Detached() if event.epoch > self._detached:
+            case events.Detached() if event.epoch > self._now.detached:
                 # Late if Preempted arrived first; counted once nevertheless.
-                self._detached = event.epoch
-                self._of(before).drafter_steps += int(_number(event.details, "steps"))
+                self._now.detached = event.epoch
+                self._of(before).drafter_steps += _figures(event.details).get("steps", 0)
             case events.PolicyStepped() | events.PolicyPrepared() if (
                 event.epoch == before.learner.epoch
             ):
                 chosen = before.settings.dynamic_sampling_rounds > 0
-                self._take_policy(event, self._of(before), chosen)
+                _add_policy(self._of(before), _figures(event.details), chosen=chosen)
             case events.EvaluationDone() if (
                 before.phase is Phase.EVALUATE and event.epoch == before.phase_epoch
             ):
@@ -225,142 +199,109 @@ class StepRecords:
         versions = versions_to_proto(before.versions)
         trace_id = event.traceparent.split("-")[1] if event.traceparent.count("-") == 3 else ""
         if not self._began:
-            self._account.open()
+            self._now.account.open()
         self._open[event.step] = StepRecord(step=event.step, versions=versions, trace_id=trace_id)
         self._began[event.step] = event.at_s
 
     def _rolled_out(
-        self, step: int, event: events.TasksFinished, settings: RunSettings
+        self, step: int, event: events.TasksFinished, rules: settings.RunSettings
     ) -> StepRecord | None:
         """Fills the record; returns it if the step had finished before its last group."""
         late = next((one for one in reversed(self.finished) if one.step == step), None)
         record = self._open.get(step, late)
         if record is not None:
-            self._take_rollout(record, event.details)
-            if settings.dynamic_sampling_rounds:
+            self._add_rollout(record, _figures(event.details))
+            if rules.dynamic_sampling_rounds:
                 record.groups_left_out += event.equal_rewards.bit_count()
         return None if step in self._open else late
 
-    def _take_rollout(self, record: StepRecord, details: Details) -> None:
-        """Adds a call's results to earlier calls of the step (rounds of dynamic sampling). Reward
-        and lengths are from the first call, whose tasks are unselected.
-        """
-        drafted, tokens = _number(details, "drafted_rounds"), record.accept_length
-        tokens = tokens * record.drafted_rounds + _number(details, "accept_length") * drafted
-        record.drafted_rounds += int(drafted)
+    def _add_rollout(self, record: StepRecord, figures: Mapping[str, Any]) -> None:
+        """Adds a call's results to earlier calls of the step."""
+        drafted, tokens = figures.get("drafted_rounds", 0), record.accept_length
+        tokens = tokens * record.drafted_rounds + figures.get("accept_length", 0.0) * drafted
+        record.drafted_rounds += drafted
         record.accept_length = tokens / record.drafted_rounds if record.drafted_rounds else 0.0
-        record.rollout_s += _number(details, "rollout_s")
-        record.near_ties += int(_number(details, "near_ties"))
-        for way, count in _counts(details, events.UNSCORED).items():
-            record.samples_unscored[way] += count
-        for arm, rounds in self._new_pulls(details).items():
-            record.arm_rounds[arm] += rounds
-        for counts, name in (
-            (record.arm_drafted_rounds, "arm_drafted_rounds"),
-            (record.arm_round_tokens, "arm_round_tokens"),
-        ):
-            for arm, count in sorted(_counts(details, name).items()):
-                counts[arm] += count
-        if not record.response_length_quantiles:
-            record.reward_mean = _number(details, "reward_mean")
-            parts = details.get("reward_parts")
-            record.reward_parts.update(parts if isinstance(parts, Mapping) else {})
-            record.truncated_share = _number(details, "truncated_share")
-            solved = details.get("groups_solved")
-            if isinstance(solved, Mapping):
-                record.groups_solved.update({who: int(count) for who, count in solved.items()})
-            record.tokens_hash = str(details.get("tokens_hash", ""))
-            lengths = details.get("length_quantiles")
-            record.response_length_quantiles.extend(
-                map(int, lengths) if isinstance(lengths, tuple) else ()
-            )
-        record.response_tokens += int(_number(details, "response_tokens"))
+        for name in _SUMMED:
+            setattr(record, name, getattr(record, name) + figures.get(name, 0))
+        for name in _COUNTED:
+            _add_counts(getattr(record, name), figures.get(name, {}))
+        _add_counts(record.arm_rounds, self._new_pulls(figures.get("pulls", {})))
+        if record.response_length_quantiles:
+            return
+        for name in _OF_FIRST_CALL:
+            value = figures.get(name)
+            if isinstance(value, Mapping):
+                getattr(record, name).update(value)
+            elif value is not None:
+                setattr(record, name, value)
+        record.response_length_quantiles.extend(figures.get("length_quantiles", ()))
 
-    def _new_pulls(self, details: Details) -> dict[str, int]:
+    def _new_pulls(self, now: Mapping[str, int]) -> dict[str, int]:
         """Pulls since the last report; restarted workers count from 0 again."""
-        now = _counts(details, "pulls")
-        new = {
-            arm: count - self._pulls[arm] if count >= self._pulls[arm] else count
-            for arm, count in now.items()
-        }
-        self._pulls = now
-        return {arm: count for arm, count in sorted(new.items()) if count}
-
-    def _take_policy(
-        self, event: events.PolicyStepped | events.PolicyPrepared, record: StepRecord, chosen: bool
-    ) -> None:
-        """`chosen`: dynamic sampling selected the batch, so its mean reward is not
-        representative.
-        """
-        for name, value in event.details.items():
-            if isinstance(value, int | float):
-                record.policy[name] = value
-        figures = event.details.get("figures")
-        if isinstance(figures, Mapping):
-            record.policy.update({str(name): float(value) for name, value in figures.items()})
-        staleness = event.details.get("staleness")
-        if isinstance(staleness, Mapping):
-            record.staleness.update({lag: int(count) for lag, count in staleness.items()})
-        if "reward_mean" in event.details and not chosen:
-            record.reward_mean = _number(event.details, "reward_mean")
+        before, self._now.pulls = self._now.pulls, dict(now)
+        new = {arm: count - before.get(arm, 0) for arm, count in now.items()}
+        return {arm: now[arm] if count < 0 else count for arm, count in new.items() if count}
 
     def _evaluated(self, event: events.EvaluationDone, after: State) -> StepRecord | None:
-        pulls = _counts(event.details, "pulls")
-        self._pulls = pulls or self._pulls
+        self._now.pulls = _figures(event.details).get("pulls") or self._now.pulls
         if event.value is None or not self.finished or after.step == 0:
             return None
         self.finished[-1].evaluations.update(values_of(event))
         return self.finished[-1]
 
     def _close(self, event: events.Committed, before: State) -> StepRecord:
+        now = self._now
         record, began_s = self._open.pop(before.step), self._began.pop(before.step)
         if before.pin is not None and before.pin.lasting:
             record.pinned_drafter = before.pin.version
         record.quarantined.extend(before.quarantined)
-        record.policy_s = event.at_s - self._taken_s - record.preempt_wait_s
-        record.step_s = event.at_s - max(began_s, self._closed_s)
-        record.finished_at_s = self._closed_s = event.at_s
-        for use, seconds in self._account.seconds().items():
-            record.slot_s[use] = seconds
-        record.idle_s.update(self._account.idle())
-        self._account.open()
+        record.policy_s = event.at_s - now.taken_s - record.preempt_wait_s
+        record.step_s = event.at_s - max(began_s, now.closed_s)
+        record.finished_at_s = now.closed_s = event.at_s
+        record.slot_s.update(now.account.seconds)
+        record.idle_s.update(now.account.idle)
+        now.account.open()
         self.finished.append(record)
         return record
 
     def _count_drafter_slots(self, before: State, event: Event, after: State) -> None:
         was, now = before.lease, after.lease
         if was is not None and (now is None or now.epoch != was.epoch):
-            self._of(before).drafter_slot_s += len(was.slots) * (event.at_s - self._drafter_since)
+            seconds = event.at_s - self._now.drafter_since
+            self._of(before).drafter_slot_s += len(was.slots) * seconds
         if now is not None and (was is None or now.epoch != was.epoch):
-            self._drafter_since = event.at_s
+            self._now.drafter_since = event.at_s
 
     def _note_waits(self, before: State, event: Event, after: State) -> None:
         was, now = before.learner.phase, after.learner.phase
         if was is Phase.PREEMPT and now is Phase.POLICY:
-            self._of(before).preempt_wait_s += event.at_s - self._taken_s
+            self._of(before).preempt_wait_s += event.at_s - self._now.taken_s
         if now is Phase.DRAFTER and was is not Phase.DRAFTER:
-            self._waits_since = event.at_s
+            self._now.waits_since = event.at_s
         if was is Phase.DRAFTER and now is Phase.COMMIT:
-            self._of(before).preempt_wait_s += event.at_s - self._waits_since
+            self._of(before).preempt_wait_s += event.at_s - self._now.waits_since
 
 
 def values_of(event: events.EvaluationDone) -> dict[str, float]:
     """Values of an evaluation, by kind and by its further figures."""
-    passed = event.details.get(events.PASSED)
-    more = passed if isinstance(passed, Mapping) else {}
     own = {} if event.value is None else {event.kind.value: event.value}
-    return {**own, **{name: float(value) for name, value in more.items()}}
+    return {**own, **_figures(event.details).get(events.PASSED, {})}
 
 
-def _number(details: Mapping[str, Any], name: str) -> float:
-    value = details.get(name, 0)
-    return float(value) if isinstance(value, int | float) else 0.0
+def _add_policy(record: StepRecord, figures: Mapping[str, Any], *, chosen: bool) -> None:
+    """`chosen`: dynamic sampling selected the batch, so its mean reward is not representative."""
+    numbers = {name: one for name, one in figures.items() if isinstance(one, int | float)}
+    record.policy.update(numbers | figures.get("figures", {}))
+    record.staleness.update(figures.get("staleness", {}))
+    if "reward_mean" in figures and not chosen:
+        record.reward_mean = figures["reward_mean"]
 
 
-def _counts(details: Details, name: str) -> Counter[str]:
-    counts = details.get(name)
-    return (
-        Counter({arm: int(n) for arm, n in counts.items()})
-        if isinstance(counts, Mapping)
-        else Counter()
-    )
+def _add_counts(counts: Any, more: Mapping[str, int]) -> None:
+    for name, count in sorted(more.items()):
+        counts[name] += count
+
+
+def _figures(details: Details) -> Mapping[str, Any]:
+    """Details of an event with values of the types that their names have."""
+    return details

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.commands import Decision, Objection, refused
+from paceline.services.coordinator.machine.commands import Decision, Objection
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 from paceline.trajectory import NUMBERS_PATH
 
@@ -89,9 +89,7 @@ def _against_profile(state: State, event: events.ProfileChosen) -> Objection | N
 
 
 def paused(state: State, event: events.Paused) -> Decision:
-    """Stops the draw of tasks; refused if no step is left."""
-    if objection(state, event) is not None:
-        return refused(state, event, state.rollouts.begun, state.settings.total_steps)
+    """Stops the draw of tasks."""
     return Decision(replace(state, paused=True))
 
 
@@ -101,9 +99,7 @@ def continued(state: State, event: events.Continued) -> Decision:
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
-    """Selects the serving or the former drafter; refused if neither applies."""
-    if objection(state, event) is not None:
-        return refused(state, event, event.version or 0, state.versions.drafter)
+    """Selects the serving or the former drafter."""
     version = _meant(state, event)
     done = version == state.versions.drafter and not event.lasting
     pin = None if done else DrafterPin(version, event.lasting)
@@ -118,9 +114,7 @@ def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
 
 
 def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
-    """Sets the profile of the next policy; refused if the profile is not allowed."""
-    if objection(state, event) is not None:
-        return refused(state, event, 0, 0)
+    """Sets the profile of the next policy."""
     done = event.profile == state.versions.profile
     return Decision(replace(state, profile=None if done else event.profile))
 

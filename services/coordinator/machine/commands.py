@@ -60,7 +60,6 @@ class ActivateDrafter(StepCommand):
     """
 
     slots: tuple[int, ...]
-    deadline_s: float
     versions: VersionSet
 
 
@@ -70,14 +69,11 @@ class JoinDrafter(StepCommand):
 
     slots: tuple[int, ...]  # all slots of the lease, the newest last
     joining: tuple[int, ...]  # the newly added slots
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptDrafter(StepCommand):
     """Take the slots back; answered by Preempted, or by Deadline without an answer."""
-
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)

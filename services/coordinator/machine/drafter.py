@@ -11,17 +11,12 @@ from itertools import islice, takewhile
 from paceline.services.coordinator.machine import commands, events, schedule
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
-from paceline.services.coordinator.machine.state import (
-    OPTIONAL,
-    Phase,
-    Service,
-    State,
-    free_slots,
-    lease_slots,
-    move_workers,
-    worker_slots,
-)
+from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 
+FROZEN_INTERVAL_STEPS = 5
+"""RL steps between two checks of a frozen drafter. Meanwhile it gets no slots, and no rows are
+captured.
+"""
 FROZEN = "frozen"
 """Reason of a Detached by a trainer that gains nothing at present."""
 
@@ -67,8 +62,7 @@ def preempt(state: State) -> commands.Decision:
     if lease is None or lease.preempting:
         return commands.Decision(state)
     state = replace(state, lease=replace(lease, preempting=True))
-    deadline_s = state.settings.preempt_deadline_s
-    return commands.Decision(state, (commands.PreemptDrafter(state.step, lease.epoch, deadline_s),))
+    return commands.Decision(state, (commands.PreemptDrafter(state.step, lease.epoch),))
 
 
 def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> commands.Decision:
@@ -124,8 +118,7 @@ def preempted(state: State, event: events.Preempted) -> commands.Decision:
 def detached(state: State, event: events.Detached) -> commands.Decision:
     """Ends the lease after training or preemption. A frozen drafter rests."""
     if event.reason == FROZEN:
-        rest = state.step + state.settings.frozen_interval_steps
-        state = replace(state, drafter_rests_until=rest)
+        state = replace(state, drafter_rests_until=state.step + FROZEN_INTERVAL_STEPS)
     return end_lease(state, Cause.PREEMPTED if event.reason == "preempted" else Cause.DRAFTER_DONE)
 
 
@@ -138,7 +131,7 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> commands.De
     assert state.lease is not None
     slots = state.lease.slots
     workers = sorted({slot // state.settings.slots_per_worker for slot in slots})
-    state = free_slots(move_workers(state, workers, cause), slots, fence=fence)
+    state = state.move_workers(workers, cause).free_slots(slots, fence=fence)
     state = replace(state, lease=None, drafter_benched=fence)
     serial = state.learner.phase is Phase.DRAFTER
     return commands.Decision(state, enters=Phase.COMMIT if serial else None)
@@ -197,8 +190,7 @@ def _released(state: State) -> Iterator[int]:
 def _lease(state: State) -> commands.Decision:
     state, slots = _lease_more(state, None)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)
-    deadline_s = state.settings.activation_deadline_s
-    command = commands.ActivateDrafter(state.step, state.epoch, slots, deadline_s, state.versions)
+    command = commands.ActivateDrafter(state.step, state.epoch, slots, state.versions)
     return commands.Decision(state, (command,))
 
 
@@ -211,8 +203,7 @@ def _widen(state: State, lease: DrafterLease) -> commands.Decision | None:
         return None
     slots = lease.slots + joining
     state = replace(state, lease=replace(lease, slots=slots))
-    deadline_s = state.settings.activation_deadline_s
-    command = commands.JoinDrafter(state.step, lease.epoch, slots, joining, deadline_s)
+    command = commands.JoinDrafter(state.step, lease.epoch, slots, joining)
     return commands.Decision(state, (command,))
 
 
@@ -221,9 +212,9 @@ def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[
     settings, held = state.settings, len(lease.slots) if lease else 0
     count = max(0, most_workers(settings) - held // settings.slots_per_worker)
     workers = list(islice(_released(state), count))
-    slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
-    state = move_workers(state, workers, Cause.LEASE_GRANTED)
+    slots = tuple(slot for worker in workers for slot in settings.worker_slots(worker))
+    state = state.move_workers(workers, Cause.LEASE_GRANTED)
     if slots:
         under = lease.epoch if lease else None
-        state = lease_slots(state, slots, Holder.DRAFTER, under=under)
+        state = state.lease_slots(slots, Holder.DRAFTER, under=under)
     return state, slots

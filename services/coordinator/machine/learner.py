@@ -4,70 +4,46 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.services.coordinator.machine import choice, events, losses
-from paceline.services.coordinator.machine.commands import (
-    AbortDrafter,
-    CloseStep,
-    Commit,
-    Decision,
-    TrainPolicy,
-)
+from paceline.services.coordinator.machine import choice, commands, events, losses, schedule
 from paceline.services.coordinator.machine.drafter import preempt
-from paceline.services.coordinator.machine.schedule import (
-    can_judge,
-    evaluations_due,
-    may_commit,
-    trains_during_push,
-)
 from paceline.services.coordinator.machine.slots import Cause, Holder, WorkerState
-from paceline.services.coordinator.machine.state import (
-    DrafterPin,
-    MachineError,
-    Phase,
-    State,
-    free_slots,
-    held_by,
-    lease_slots,
-    move_workers,
-    with_learner,
-    with_rollouts,
-)
+from paceline.services.coordinator.machine.state import DrafterPin, MachineError, Phase, State
 from paceline.trajectory import VersionSet
 
 
-def wait_for_slots(state: State) -> Decision:
+def wait_for_slots(state: State) -> commands.Decision:
     """Invalidates the epoch of a former call; the policy trains when drafter and rollouts have
     left.
     """
-    return Decision(free_slots(state, held_by(state, Holder.POLICY), fence=True))
+    return commands.Decision(state.free_slots(state.held_by(Holder.POLICY), fence=True))
 
 
-def train(state: State) -> Decision:
+def train(state: State) -> commands.Decision:
     """Leases the slots to the policy trainer under a new epoch."""
     slots = tuple(state.settings.policy_slots)
-    state = lease_slots(state, slots, Holder.POLICY)
-    state = with_learner(state, epoch=state.epoch)
+    state = state.lease_slots(slots, Holder.POLICY)
+    state = state.with_learner(epoch=state.epoch)
     state = replace(state, committing=None, prepared=None)
     batch, version = state.learner.batch, state.versions.policy
-    command = TrainPolicy(state.step, state.epoch, slots, version, batch)
-    return Decision(state, (command,))
+    command = commands.TrainPolicy(state.step, state.epoch, slots, version, batch)
+    return commands.Decision(state, (command,))
 
 
-def stepped(state: State, event: events.PolicyStepped) -> Decision:
+def stepped(state: State, event: events.PolicyStepped) -> commands.Decision:
     """Frees the slots during the push. If trains_during_push, the drafter may lease them until the
     commit.
     """
     state = _released(state, event)
-    if trains_during_push(state):
+    if schedule.trains_during_push(state):
         trained = list(state.workers.where(WorkerState.COMPLETED))
-        state = move_workers(state, trained, Cause.POLICY_STEPPED)
-    return Decision(state)
+        state = state.move_workers(trained, Cause.POLICY_STEPPED)
+    return commands.Decision(state)
 
 
-def prepared(state: State, event: events.PolicyPrepared) -> Decision:
+def prepared(state: State, event: events.PolicyPrepared) -> commands.Decision:
     """Keeps the new policy at the gateway for its commit."""
     state = replace(_released(state, event), prepared=event.policy_version)
-    return Decision(state, enters=Phase.DRAFTER)
+    return commands.Decision(state, enters=Phase.DRAFTER)
 
 
 def _released(state: State, event: events.PolicyStepped | events.PolicyPrepared) -> State:
@@ -75,26 +51,28 @@ def _released(state: State, event: events.PolicyStepped | events.PolicyPrepared)
         raise MachineError(
             f"{type(event).__name__}(policy_version={event.policy_version})", state.describe()
         )
-    return free_slots(state, held_by(state, Holder.POLICY))
+    return state.free_slots(state.held_by(Holder.POLICY))
 
 
-def serve(state: State) -> Decision:
+def serve(state: State) -> commands.Decision:
     """Commits the unanswered set, else the next set, under a new epoch that refuses late answers.
     It waits for rollouts of a single version and for a worker as canary. If the tracks take turns,
     the drafter leaves the slots of the next rollouts meanwhile.
     """
-    if not may_commit(state) or (state.committing is None and not can_judge(state)):
-        return Decision(state)
+    if not schedule.may_commit(state) or (
+        state.committing is None and not schedule.can_judge(state)
+    ):
+        return commands.Decision(state)
     versions, epoch = state.committing or _next_set(state), state.epoch + 1
     state = replace(state, epoch=epoch, committing=versions, seq=versions.seq)
-    state = with_learner(state, epoch=epoch)
+    state = state.with_learner(epoch=epoch)
     leased = tuple(state.workers.where(WorkerState.TRAINING))
-    commit = Commit(state.step, epoch, versions, leased)
-    left = preempt(state) if state.settings.takes_turns else Decision(state)
-    return Decision(left.state, (commit, *left.commands))
+    commit = commands.Commit(state.step, epoch, versions, leased)
+    left = preempt(state) if state.settings.takes_turns else commands.Decision(state)
+    return commands.Decision(left.state, (commit, *left.commands))
 
 
-def committed(state: State, event: events.Committed) -> Decision:
+def committed(state: State, event: events.Committed) -> commands.Decision:
     """Ends the step, or continues to the new policy after a rollback. Workers of the drafter's
     former lease may be leased again.
     """
@@ -108,22 +86,22 @@ def committed(state: State, event: events.Committed) -> Decision:
         previous = None if rolled_back else served.drafter
         state = replace(state, previous_drafter=previous, rollback=False)
     if rolled_back:
-        return Decision(state, enters=Phase.COMMIT)
+        return commands.Decision(state, enters=Phase.COMMIT)
     if state.pin == DrafterPin(event.versions.drafter, lasting=False):
         state = replace(state, pin=None)
     step = state.step
-    due = evaluations_due(state.settings, step + 1)
+    due = schedule.evaluations_due(state.settings, step + 1)
     draws = tuple(
         draw for draw in state.rollouts.draws if not draw.finished or draw.taken != draw.closed
     )
-    state = with_rollouts(state, draws=draws, damaged=False)
-    state = with_learner(state, step=step + 1, batch=())
+    state = state.with_rollouts(draws=draws, damaged=False)
+    state = state.with_learner(step=step + 1, batch=())
     state = replace(state, prepared=None, evaluations=due)
-    state = move_workers(state, state.workers.where(WorkerState.COMPLETED), Cause.COMMITTED)
-    return Decision(state, (CloseStep(step),), enters=Phase.IDLE)
+    state = state.move_workers(state.workers.where(WorkerState.COMPLETED), Cause.COMMITTED)
+    return commands.Decision(state, (commands.CloseStep(step),), enters=Phase.IDLE)
 
 
-def commit_failed(state: State, event: events.CommitFailed) -> Decision:
+def commit_failed(state: State, event: events.CommitFailed) -> commands.Decision:
     """Drops the rollback, the pin or the profile that caused the failure, leaves out a promoted
     drafter, or pushes the policy again.
     """
@@ -131,13 +109,13 @@ def commit_failed(state: State, event: events.CommitFailed) -> Decision:
     if _is_rollback(state):
         pin = state.pin if state.pin is not None and state.pin.version != rejected else None
         state = replace(state, rollback=False, previous_drafter=None, committing=None, pin=pin)
-        return Decision(state, enters=Phase.COMMIT)
+        return commands.Decision(state, enters=Phase.COMMIT)
     if state.profile is not None and event.versions.profile == state.profile:
         return serve(replace(state, profile=None, committing=None))
     if rejected == state.promoted:
-        state, commands, _ = serve(replace(state, promoted=None, committing=None))
-        abort = AbortDrafter(state.step, state.lease_epoch, rejected)
-        return Decision(state, (abort, *commands))
+        state, issued, _ = serve(replace(state, promoted=None, committing=None))
+        abort = commands.AbortDrafter(state.step, state.lease_epoch, rejected)
+        return commands.Decision(state, (abort, *issued))
     return losses.train_again(replace(state, committing=None), f"commit: {event.message}")
 
 

@@ -11,9 +11,6 @@ from paceline.services.coordinator.machine.state import (
     Phase,
     Service,
     State,
-    held_by,
-    with_learner,
-    with_rollouts,
 )
 
 CALL_ATTEMPTS = 3
@@ -100,7 +97,7 @@ def train_again(state: State, message: str) -> commands.Decision:
     attempts = state.learner.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
-    return commands.Decision(with_learner(state, attempts=attempts), enters=Phase.PREEMPT)
+    return commands.Decision(state.with_learner(attempts=attempts), enters=Phase.PREEMPT)
 
 
 def roll_out_again(state: State, message: str) -> commands.Decision:
@@ -108,7 +105,7 @@ def roll_out_again(state: State, message: str) -> commands.Decision:
     attempts = state.rollouts.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
-    return commands.Decision(with_rollouts(interrupted(state), attempts=attempts))
+    return commands.Decision(interrupted(state).with_rollouts(attempts=attempts))
 
 
 def interrupted(state: State) -> State:
@@ -116,7 +113,7 @@ def interrupted(state: State) -> State:
     if not any(draw.called for draw in state.rollouts.draws):
         return state
     draws = tuple(replace(draw, called=False) for draw in state.rollouts.draws)
-    return with_rollouts(state, draws=draws)
+    return state.with_rollouts(draws=draws)
 
 
 def again_from(phase: Phase) -> Phase:
@@ -134,6 +131,6 @@ def give_up(state: State) -> commands.Decision:
     """Returns the slots to the engine, which serves callers, and ends the run."""
     lease = state.lease and replace(state.lease, preempting=True)
     state = replace(state, epoch=state.epoch + 1, lease=lease)
-    policy = bool(held_by(state, slots.Holder.POLICY))
+    policy = bool(state.held_by(slots.Holder.POLICY))
     hand_back = commands.HandBack(state.step, state.epoch, lease.epoch if lease else 0, policy)
     return commands.Decision(state, (hand_back, commands.FinishRun(state.failure)))

@@ -5,39 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from paceline.services.coordinator.machine import drafter, events, losses, slots
-from paceline.services.coordinator.machine.commands import (
-    Command,
-    Decision,
-    ResumeWorkers,
-    RunTasks,
-)
-from paceline.services.coordinator.machine.state import (
-    DrawnStep,
-    MachineError,
-    Phase,
-    State,
-    free_slots,
-    held_by,
-    lease_slots,
-    move_workers,
-    with_rollouts,
-    worker_slots,
-)
+from paceline.services.coordinator.machine import commands, drafter, events, losses, slots
+from paceline.services.coordinator.machine.state import DrawnStep, MachineError, Phase, State
 
 FEW = 64
 """Up to this many bits, a loop over set bits is faster than one over all places."""
 
 
-def step_began(state: State, event: events.StepBegan) -> Decision:
+def step_began(state: State, event: events.StepBegan) -> commands.Decision:
     """Queues the step's tasks for their call."""
     drawn = DrawnStep(event.step, state.step, places=every_group(state))
     draws = (*state.rollouts.draws, drawn)
-    state = with_rollouts(state, step=event.step + 1, drawing=False, attempts=0, draws=draws)
-    return Decision(replace(state, drafter_benched=False))
+    state = state.with_rollouts(step=event.step + 1, drawing=False, attempts=0, draws=draws)
+    return commands.Decision(replace(state, drafter_benched=False))
 
 
-def generate(state: State) -> Decision:
+def generate(state: State) -> commands.Decision:
     """Leases the workers' free slots to the engine under a new epoch, continues suspended workers,
     and calls the waiting tasks, each step under its own epoch.
 
@@ -47,19 +30,19 @@ def generate(state: State) -> Decision:
     goes_on = any(draw.called for draw in rollouts.running)
     waiting = [draw for draw in rollouts.running if not draw.called]
     if not goes_on:
-        state = free_slots(state, held_by(state, slots.Holder.ENGINE), fence=True)
+        state = state.free_slots(state.held_by(slots.Holder.ENGINE), fence=True)
     suspended = list(state.workers.where(slots.WorkerState.SUSPENDED))
-    state = move_workers(state, suspended, slots.Cause.RESUMED)
+    state = state.move_workers(suspended, slots.Cause.RESUMED)
     if waiting:  # each worker may get samples
         idle = [i for i, one in enumerate(state.workers) if one is not slots.WorkerState.GENERATING]
-        state = move_workers(state, idle, slots.Cause.STEP_BEGAN)
+        state = state.move_workers(idle, slots.Cause.STEP_BEGAN)
         free = [i for i in state.slots.where(slots.Holder.NONE) if i < state.settings.engine_slots]
     else:
-        free = [slot for one in suspended for slot in worker_slots(state.settings, one)]
-    state = lease_slots(state, free, slots.Holder.ENGINE)
+        free = [slot for one in suspended for slot in state.settings.worker_slots(one)]
+    state = state.lease_slots(free, slots.Holder.ENGINE)
     epochs = {draw.step: state.epoch + number for number, draw in enumerate(waiting)}
-    commands: list[Command] = [
-        RunTasks(
+    issued: list[commands.Command] = [
+        commands.RunTasks(
             draw.step,
             epochs[draw.step],
             state.versions,
@@ -70,18 +53,18 @@ def generate(state: State) -> Decision:
         for draw in waiting
     ]
     if suspended and goes_on:
-        commands.insert(0, ResumeWorkers(state.step, state.epoch))
-    return Decision(_called(state, epochs), tuple(commands))
+        issued.insert(0, commands.ResumeWorkers(state.step, state.epoch))
+    return commands.Decision(_called(state, epochs), tuple(issued))
 
 
-def suspend(state: State) -> Decision:
+def suspend(state: State) -> commands.Decision:
     """Takes the slots of generating workers; their requests are held and continue later."""
     workers = list(state.workers.where(slots.WorkerState.GENERATING))
-    state = move_workers(state, workers, slots.Cause.SUSPENDED)
-    return Decision(free_slots(state, held_by(state, slots.Holder.ENGINE)))
+    state = state.move_workers(workers, slots.Cause.SUSPENDED)
+    return commands.Decision(state.free_slots(state.held_by(slots.Holder.ENGINE)))
 
 
-def share_done(state: State, event: events.ShareDone) -> Decision:
+def share_done(state: State, event: events.ShareDone) -> commands.Decision:
     """Releases the slots of a worker without a share of another step, for the drafter's lease.
 
     Raises MachineError for an unknown worker.
@@ -90,10 +73,10 @@ def share_done(state: State, event: events.ShareDone) -> Decision:
     if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
     state = _with(state, replace(draw, owed=draw.owed & ~(1 << event.worker)))
-    return Decision(_release(state, 1 << event.worker))
+    return commands.Decision(_release(state, 1 << event.worker))
 
 
-def group_closed(state: State, event: events.GroupClosed) -> Decision:
+def group_closed(state: State, event: events.GroupClosed) -> commands.Decision:
     """Allows the group to be trained before the rest of its step, unless a replacement is due.
 
     Raises MachineError for a group outside the round.
@@ -102,11 +85,11 @@ def group_closed(state: State, event: events.GroupClosed) -> Decision:
     if draw is None or not draw.places >> event.index & 1:
         raise MachineError(f"GroupClosed(index={event.index})", state.describe())
     if event.equal_rewards and draws_again(state, draw):
-        return Decision(state)
-    return Decision(_with(state, replace(draw, closed=draw.closed | 1 << event.index)))
+        return commands.Decision(state)
+    return commands.Decision(_with(state, replace(draw, closed=draw.closed | 1 << event.index)))
 
 
-def tasks_finished(state: State, event: events.TasksFinished) -> Decision:
+def tasks_finished(state: State, event: events.TasksFinished) -> commands.Decision:
     """Releases idle workers and closes the step's groups. While rounds of dynamic sampling are
     left, groups with equal rewards stay open and are drawn again with other tasks.
     """
@@ -123,25 +106,27 @@ def tasks_finished(state: State, event: events.TasksFinished) -> Decision:
         round=draw.round + bool(again),
         places=again or draw.places,
     )
-    state = with_rollouts(_release(_with(state, ended), draw.owed), attempts=0)
+    state = _release(_with(state, ended), draw.owed).with_rollouts(attempts=0)
     if ended.taken == everything and all(one.step != draw.step for one in state.learner.batch):
         left = tuple(one for one in state.rollouts.draws if one.step != draw.step)
-        state = with_rollouts(state, draws=left)  # trained before its last sample was reported
+        state = state.with_rollouts(draws=left)  # trained before its last sample was reported
     if state.rollouts.running:
-        return Decision(state)
-    return Decision(free_slots(state, held_by(state, slots.Holder.ENGINE)), enters=Phase.READY)
+        return commands.Decision(state)
+    return commands.Decision(
+        state.free_slots(state.held_by(slots.Holder.ENGINE)), enters=Phase.READY
+    )
 
 
-def worker_lost(state: State, event: events.WorkerLost) -> Decision:
+def worker_lost(state: State, event: events.WorkerLost) -> commands.Decision:
     """Repeats the tasks after the gateway has restarted the worker."""
     return losses.roll_out_again(state, f"worker {event.worker} of the gateway died")
 
 
-def set_damaged(state: State, event: events.SetDamaged) -> Decision:
+def set_damaged(state: State, event: events.SetDamaged) -> commands.Decision:
     """Holds the tasks until the learner's next version set, and then begins them again."""
     if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
         return losses.roll_out_again(state, "the set to roll out with is damaged")
-    return Decision(with_rollouts(losses.interrupted(state), damaged=True))
+    return commands.Decision(losses.interrupted(state).with_rollouts(damaged=True))
 
 
 def draw_of(state: State, epoch: int) -> DrawnStep | None:
@@ -171,12 +156,12 @@ def _called(state: State, epochs: Mapping[int, int]) -> State:
     )
     newest = max(epochs.values(), default=state.rollouts.epoch)
     state = replace(state, epoch=max(state.epoch, newest))
-    return with_rollouts(state, draws=draws, epoch=newest)
+    return state.with_rollouts(draws=draws, epoch=newest)
 
 
 def _with(state: State, changed: DrawnStep) -> State:
     draws = tuple(changed if draw.step == changed.step else draw for draw in state.rollouts.draws)
-    return with_rollouts(state, draws=draws)
+    return state.with_rollouts(draws=draws)
 
 
 def _release(state: State, workers: int) -> State:
@@ -188,10 +173,10 @@ def _release(state: State, workers: int) -> State:
         slot
         for worker in leaving
         if state.workers[worker] is slots.WorkerState.GENERATING
-        for slot in worker_slots(state.settings, worker)
+        for slot in state.settings.worker_slots(worker)
     ]
-    state = move_workers(state, leaving, slots.Cause.SHARE_DONE)
-    return free_slots(replace(state, drafter_benched=False), held)
+    state = state.move_workers(leaving, slots.Cause.SHARE_DONE)
+    return replace(state, drafter_benched=False).free_slots(held)
 
 
 def bits(number: int) -> Iterator[int]:

@@ -5,30 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from paceline.services.coordinator.machine import commands, drafter, events, losses, slots
-from paceline.services.coordinator.machine.schedule import (
-    at_rest,
-    can_judge,
-    evaluations_due,
-    may_call,
-    may_commit,
-    may_draw,
-    may_take_turn,
-    next_batch,
-    pauses,
-)
-from paceline.services.coordinator.machine.state import (
-    DrawnStep,
-    MachineError,
-    Phase,
-    Portion,
-    State,
-    free_slots,
-    held_by,
-    lease_slots,
-    with_learner,
-    with_rollouts,
-)
+from paceline.services.coordinator.machine import commands, drafter, events, losses, schedule, slots
+from paceline.services.coordinator.machine.state import MachineError, Phase, State
 
 
 def run_started(state: State, event: events.RunStarted) -> commands.Decision:
@@ -40,7 +18,7 @@ def run_started(state: State, event: events.RunStarted) -> commands.Decision:
         workers=slots.worker_row((slots.WorkerState.IDLE,) * settings.workers),
         versions=event.versions,
         seq=event.versions.seq,
-        evaluations=evaluations_due(settings, 0),
+        evaluations=schedule.evaluations_due(settings, 0),
     )
     return commands.Decision(state, enters=Phase.RUNNING)
 
@@ -60,8 +38,8 @@ def resumed(state: State, event: events.Resumed) -> commands.Decision:
         failed_phase=None,
         failure="",
     )
-    state = with_rollouts(state, drawing=False, attempts=0)
-    state = with_learner(state, attempts=0)
+    state = state.with_rollouts(drawing=False, attempts=0)
+    state = state.with_learner(attempts=0)
     if phase is Phase.RUNNING:
         return commands.Decision(state, enters=losses.again_from(state.learner.phase))
     if phase in (Phase.CLOSING, Phase.FINISHED) and state.step < total_steps:
@@ -84,8 +62,8 @@ def pause(state: State) -> commands.Decision:
 
 def _all_to_engine(state: State) -> State:
     """The workers' slots leased under a new epoch, that of the phase's call."""
-    state = free_slots(state, held_by(state, slots.Holder.ENGINE), fence=True)
-    state = lease_slots(state, range(state.settings.engine_slots), slots.Holder.ENGINE)
+    state = state.free_slots(state.held_by(slots.Holder.ENGINE), fence=True)
+    state = state.lease_slots(range(state.settings.engine_slots), slots.Holder.ENGINE)
     return replace(state, phase_epoch=state.epoch)
 
 
@@ -93,7 +71,7 @@ def evaluation_done(state: State, event: events.EvaluationDone) -> commands.Deci
     """Takes back the engine's slots. Raises MachineError for an evaluation that is not due."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
-    state = free_slots(state, held_by(state, slots.Holder.ENGINE))
+    state = state.free_slots(state.held_by(slots.Holder.ENGINE))
     return commands.Decision(
         replace(state, evaluations=state.evaluations[1:]), enters=Phase.RUNNING
     )
@@ -128,18 +106,18 @@ def commit_set(state: State) -> commands.Decision | None:
     for the canary.
     """
     waits = state.learner.phase is Phase.COMMIT and state.committing is None
-    if not waits or not may_commit(state):
+    if not waits or not schedule.may_commit(state):
         return None
     return (
         commands.Decision(state, enters=Phase.COMMIT)
-        if can_judge(state)
+        if schedule.can_judge(state)
         else drafter.preempt(state)
     )
 
 
 def train_policy(state: State) -> commands.Decision | None:
     """Trains the policy when drafter and rollouts have left its slots; requests that they leave."""
-    if state.learner.phase is not Phase.PREEMPT or not may_take_turn(state):
+    if state.learner.phase is not Phase.PREEMPT or not schedule.may_take_turn(state):
         return None
     if state.settings.colocated and state.lease is not None:
         return drafter.preempt(state)
@@ -150,14 +128,14 @@ def train_policy(state: State) -> commands.Decision | None:
 
 def take_batch(state: State) -> commands.Decision | None:
     """Takes the next batch when it is complete."""
-    if state.learner.phase is not Phase.IDLE or not may_take_turn(state):
+    if state.learner.phase is not Phase.IDLE or not schedule.may_take_turn(state):
         return None
-    batch = next_batch(state)
+    batch = schedule.next_batch(state)
     if not batch:
         return None
     portions = {portion.step: portion for portion in batch}
-    draws = tuple(_taken(draw, portions.get(draw.step)) for draw in state.rollouts.draws)
-    state = with_learner(with_rollouts(state, draws=draws), batch=batch, attempts=0)
+    draws = tuple(draw.take(portions.get(draw.step)) for draw in state.rollouts.draws)
+    state = state.with_rollouts(draws=draws).with_learner(batch=batch, attempts=0)
     return commands.Decision(state, enters=Phase.PREEMPT)
 
 
@@ -165,7 +143,7 @@ def roll_out(state: State) -> commands.Decision | None:
     """Calls drawn or interrupted tasks when the drafter has left their slots; continues suspended
     rollouts.
     """
-    if not may_call(state):
+    if not schedule.may_call(state):
         return None
     if state.rollouts.phase is Phase.SUSPENDED:
         return commands.Decision(state, enters=Phase.ROLLOUT)
@@ -180,33 +158,33 @@ def roll_out(state: State) -> commands.Decision | None:
 
 def draw_tasks(state: State) -> commands.Decision | None:
     """Draws the next step's tasks."""
-    if not may_draw(state):
+    if not schedule.may_draw(state):
         return None
     return commands.Decision(
-        with_rollouts(state, drawing=True), (commands.BeginStep(state.rollouts.step),)
+        state.with_rollouts(drawing=True), (commands.BeginStep(state.rollouts.step),)
     )
 
 
 def rest(state: State) -> commands.Decision | None:
     """Between two steps: pauses, evaluates or ends the run, without a drafter on the slots."""
     over = state.step >= state.settings.total_steps
-    if state.phase is Phase.PAUSED or not at_rest(state):
+    if state.phase is Phase.PAUSED or not schedule.at_rest(state):
         return None
-    if not (pauses(state) or state.evaluations or over):
+    if not (schedule.pauses(state) or state.evaluations or over):
         return None
     if state.lease is not None:
         return drafter.preempt(state)
-    if pauses(state):
+    if schedule.pauses(state):
         return commands.Decision(state, enters=Phase.PAUSED)
     return commands.Decision(state, enters=Phase.EVALUATE if state.evaluations else Phase.CLOSING)
 
 
 def go_on(state: State) -> commands.Decision | None:
     """Ends a pause when the run is no longer paused or has no steps left."""
-    if state.phase is not Phase.PAUSED or pauses(state):
+    if state.phase is not Phase.PAUSED or schedule.pauses(state):
         return None
     return commands.Decision(
-        free_slots(state, held_by(state, slots.Holder.ENGINE)), enters=Phase.RUNNING
+        state.free_slots(state.held_by(slots.Holder.ENGINE)), enters=Phase.RUNNING
     )
 
 
@@ -234,10 +212,3 @@ def follow(state: State) -> commands.Decision | None:
         if changed or decision.commands or decision.enters is not None:
             return decision
     return None
-
-
-def _taken(draw: DrawnStep, portion: Portion | None) -> DrawnStep:
-    if portion is None:
-        return draw
-    groups = draw.closed if portion.groups is None else portion.groups
-    return replace(draw, taken=draw.taken | groups)

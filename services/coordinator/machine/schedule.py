@@ -130,9 +130,8 @@ def trains_during_push(state: State) -> bool:
     """Whether the drafter may use the slots that the policy has left while its weights are pushed.
     If tracks take turns, these slots are free until the commit.
     """
-    settings = state.settings
     pushes = state.learner.phase is Phase.POLICY and not state.slots.counted(Holder.POLICY)
-    return settings.train_during_push and settings.takes_turns and pushes
+    return state.settings.train_during_push and state.settings.takes_turns and pushes
 
 
 def can_judge(state: State) -> bool:

@@ -59,11 +59,8 @@ class RunSettings:
     min_workers_for_training: int = 1
     max_drafter_slots: int = 1
     drafter_enabled: bool = True
-    frozen_interval_steps: int = 1  # RL steps between two looks at a frozen drafter
     train_during_push: bool = False  # the drafter trains on slots that the policy has left
     serial_drafter: bool = False  # train between policy step and commit instead of idle slots
-    activation_deadline_s: float = 30.0
-    preempt_deadline_s: float = 4.0
     accuracy_enabled: bool = False
     accuracy_every: int = 0  # RL steps; 0: at start and end only
     probe_enabled: bool = False
@@ -106,3 +103,8 @@ class RunSettings:
     def policy_slots(self) -> range:
         """Slots that the policy trains on."""
         return range(0 if self.colocated else self.engine_slots, self.slots)
+
+    def worker_slots(self, worker: int) -> tuple[int, ...]:
+        """Slots of one worker."""
+        first = worker * self.slots_per_worker
+        return tuple(range(first, first + self.slots_per_worker))

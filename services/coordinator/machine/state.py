@@ -89,6 +89,14 @@ class DrafterPin:
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """A batch's part of a step's tasks."""
+
+    step: int
+    groups: int | None = None  # a bit each; None: all
+
+
+@dataclass(frozen=True, slots=True)
 class DrawnStep:
     """The tasks of a step, from StepBegan until all their groups are trained."""
 
@@ -103,13 +111,12 @@ class DrawnStep:
     round: int = 0  # of dynamic sampling: 0 draws the step's tasks, later rounds replace groups
     places: int = 0  # groups drawn by the round, a bit each
 
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """A batch's part of a step's tasks."""
-
-    step: int
-    groups: int | None = None  # a bit each; None: all
+    def take(self, portion: Portion | None) -> DrawnStep:
+        """The draw after a batch has taken a portion of it, if any."""
+        if portion is None:
+            return self
+        groups = self.closed if portion.groups is None else portion.groups
+        return replace(self, taken=self.taken | groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,72 +225,59 @@ class State:
         workers = ", ".join(f"{count} {each}" for each, count in counts.items() if count)
         return f"{self.doing} (step {self.step}, epoch {self.epoch}, workers {workers or 'none'})"
 
+    def with_values(self, **values: object) -> State:
+        """As dataclasses.replace, but faster, since every event moves workers and slots."""
+        new = object.__new__(State)
+        new.__dict__.update(self.__dict__, **values)
+        return new
 
-def with_rollouts(state: State, **values: Any) -> State:
-    """The state with other values in the rollout track."""
-    return with_values(state, rollouts=replace(state.rollouts, **values))
+    def with_rollouts(self, **values: Any) -> State:
+        """The state with other values in the rollout track."""
+        return self.with_values(rollouts=replace(self.rollouts, **values))
 
+    def with_learner(self, **values: Any) -> State:
+        """The state with other values in the learner track."""
+        return self.with_values(learner=replace(self.learner, **values))
 
-def with_learner(state: State, **values: Any) -> State:
-    """The state with other values in the learner track."""
-    return with_values(state, learner=replace(state.learner, **values))
+    def move_workers(self, workers: Iterable[int], cause: Cause) -> State:
+        """The workers after `cause`. Raises MachineError if WORKER_TRANSITIONS has no such row."""
+        moved: dict[int, WorkerState] = {}
+        for worker in workers:
+            before = self.workers[worker]
+            target = WORKER_TRANSITIONS.get((before, cause))
+            if target is None:
+                raise MachineError(cause.value, f"worker {worker} {before} in {self.describe()}")
+            moved[worker] = target
+        return self.with_values(workers=self.workers.replaced(moved))
 
+    def lease_slots(
+        self, slots: Iterable[int], holder: Holder, *, under: int | None = None
+    ) -> State:
+        """Leases free slots to `holder` under the next epoch, or into its lease of epoch `under`.
 
-def with_values(state: State, **values: object) -> State:
-    """As dataclasses.replace, but faster, since every event moves workers and slots."""
-    new = object.__new__(State)
-    new.__dict__.update(state.__dict__, **values)
-    return new
+        Raises MachineError when a slot is held.
+        """
+        leased = Slot(holder, self.epoch + 1 if under is None else under)
+        changed: dict[int, Slot] = {}
+        for slot in slots:
+            if (now := self.slots[slot].holder) is not Holder.NONE:
+                raise MachineError(f"lease of slot {slot} to {holder}", f"held by {now}")
+            changed[slot] = leased
+        epoch = max(self.epoch, leased.epoch)
+        return self.with_values(slots=self.slots.replaced(changed), epoch=epoch)
 
+    def free_slots(self, slots: Iterable[int], *, fence: bool = False) -> State:
+        """Frees slots.
 
-def worker_slots(settings: RunSettings, worker: int) -> tuple[int, ...]:
-    """Slots of one worker."""
-    first = worker * settings.slots_per_worker
-    return tuple(range(first, first + settings.slots_per_worker))
+        `fence` gives them a new epoch, since their holder has not confirmed that it left.
+        """
+        chosen = tuple(slots)
+        epoch = self.epoch + 1 if fence and chosen else self.epoch
+        freed = {
+            slot: Slot(Holder.NONE, epoch if fence else self.slots[slot].epoch) for slot in chosen
+        }
+        return self.with_values(slots=self.slots.replaced(freed), epoch=epoch)
 
-
-def move_workers(state: State, workers: Iterable[int], cause: Cause) -> State:
-    """The workers after `cause`. Raises MachineError if WORKER_TRANSITIONS has no such row."""
-    moved: dict[int, WorkerState] = {}
-    for worker in workers:
-        before = state.workers[worker]
-        target = WORKER_TRANSITIONS.get((before, cause))
-        if target is None:
-            raise MachineError(cause.value, f"worker {worker} {before} in {state.describe()}")
-        moved[worker] = target
-    return with_values(state, workers=state.workers.replaced(moved))
-
-
-def lease_slots(
-    state: State, slots: Iterable[int], holder: Holder, *, under: int | None = None
-) -> State:
-    """Leases free slots to `holder` under the next epoch, or into its lease of epoch `under`.
-
-    Raises MachineError when a slot is held.
-    """
-    leased = Slot(holder, state.epoch + 1 if under is None else under)
-    changed: dict[int, Slot] = {}
-    for slot in slots:
-        if (now := state.slots[slot].holder) is not Holder.NONE:
-            raise MachineError(f"lease of slot {slot} to {holder}", f"held by {now}")
-        changed[slot] = leased
-    epoch = max(state.epoch, leased.epoch)
-    return with_values(state, slots=state.slots.replaced(changed), epoch=epoch)
-
-
-def free_slots(state: State, slots: Iterable[int], *, fence: bool = False) -> State:
-    """Frees slots.
-
-    `fence` gives them a new epoch, since their holder has not confirmed that it left.
-    """
-    chosen = tuple(slots)
-    epoch = state.epoch + 1 if fence and chosen else state.epoch
-    freed = {
-        slot: Slot(Holder.NONE, epoch if fence else state.slots[slot].epoch) for slot in chosen
-    }
-    return with_values(state, slots=state.slots.replaced(freed), epoch=epoch)
-
-
-def held_by(state: State, holder: Holder) -> tuple[int, ...]:
-    """Slots of one holder."""
-    return tuple(state.slots.where(holder))
+    def held_by(self, holder: Holder) -> tuple[int, ...]:
+        """Slots of one holder."""
+        return tuple(self.slots.where(holder))

@@ -48,14 +48,7 @@ from paceline.services.coordinator.machine.commands import Command, Decision, Qu
 from paceline.services.coordinator.machine.events import PathsBeyondBound
 from paceline.services.coordinator.machine.rollout import draw_of
 from paceline.services.coordinator.machine.rules import follow
-from paceline.services.coordinator.machine.state import (
-    MachineError,
-    Phase,
-    Service,
-    State,
-    with_learner,
-    with_rollouts,
-)
+from paceline.services.coordinator.machine.state import MachineError, Phase, Service, State
 from paceline.trajectory import NUMBERS_PATH
 
 
@@ -90,6 +83,11 @@ def none(state: State, event: events.Event) -> Mark:
 def begin(state: State, event: events.RunStarted) -> Mark:
     """Late when the run has begun."""
     return Mark("", 0, 0, over=state.phase is not Phase.NEW)
+
+
+def objection(state: State, event: choice.Choice) -> Mark:
+    """An operator's choice is refused while there is an objection."""
+    return Mark("", 0, 0, over=choice.objection(state, event) is not None)
 
 
 def step_number(state: State, event: events.StepBegan) -> Mark:
@@ -227,11 +225,11 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.RunStarted: EventRow({Phase.NEW}, begin, rules.run_started),
     events.Resumed: EventRow(BEGUN, none, rules.resumed),
     events.StopRequested: EventRow(LIVE, none, rules.stop_requested),
-    events.Paused: EventRow(LIVE, none, choice.paused),
+    events.Paused: EventRow(LIVE, objection, choice.paused),
     events.Continued: EventRow(LIVE, none, choice.continued),
-    events.DrafterChosen: EventRow(LIVE, none, choice.drafter_chosen),
+    events.DrafterChosen: EventRow(LIVE, objection, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
-    events.ProfileChosen: EventRow(LIVE, none, choice.profile_chosen),
+    events.ProfileChosen: EventRow(LIVE, objection, choice.profile_chosen),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, rules.evaluation_done),
     events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, rules.checkpoints_saved),
     events.StepBegan: EventRow(RUNNING, step_number, rollout.step_began),
@@ -295,9 +293,9 @@ def _handle(state: State, event: events.Event) -> Decision:
 
 def _enter(state: State, phase: Phase) -> Decision:
     if phase in ROLLOUTS:
-        now, entered = state.rollouts.phase, with_rollouts(state, phase=phase)
+        now, entered = state.rollouts.phase, state.with_rollouts(phase=phase)
     elif phase in LEARNER:
-        now, entered = state.learner.phase, with_learner(state, phase=phase)
+        now, entered = state.learner.phase, state.with_learner(phase=phase)
     else:
         now, entered = state.phase, replace(state, phase=phase)
     if phase not in (now, Phase.FAILED, *PHASES[now].then):

@@ -169,12 +169,6 @@ class RolloutServicer(RolloutServiceServicer):
         assigned = await self.runs.open.assign(request.context, request.most, last=request.last)
         return rpb.AssignGroupsResponse(assigned=assigned)
 
-    async def SetArm(self, request: rpb.SetArmRequest, context: Any) -> rpb.SetArmResponse:
-        if request.context.run_id:
-            self._guard.check(request.context, Track.ROLLOUTS)
-        await self._gateway.set_arm(request.arm)
-        return rpb.SetArmResponse()
-
     async def Quarantine(
         self, request: rpb.QuarantineRequest, context: Any
     ) -> rpb.QuarantineResponse:

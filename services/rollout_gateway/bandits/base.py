@@ -117,6 +117,10 @@ class Bandit(Protocol):
         """
         ...
 
+    def learn(self, reports: Sequence[ArmReport]) -> None:
+        """Uses the statistics of other workers' bandits for arms that it has not tried."""
+        ...
+
     def reports(self) -> Sequence[ArmReport]:
         """Statistics of every arm and group with at least one pull."""
         ...

@@ -39,6 +39,10 @@ from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 
 BOUND_Z = 2.0  # standard errors added to a rate for its upper bound
+TRIAL_PULLS = 4
+"""Rounds of an arm that a group's window must hold before the arm counts as tried. The first may be
+a warm-up.
+"""
 
 
 class PlayedRound(NamedTuple):
@@ -195,6 +199,20 @@ class WindowedBandit(ABC):
             for group in self._groups.values():
                 group.renew(gains, keep)
 
+    def learn(self, reports: Sequence[base.ArmReport]) -> None:
+        """Adds rounds with the reported means until an arm counts as tried. They are no pulls of
+        this bandit.
+        """
+        for one in reports:
+            group = self._groups.get(one.batch_group)
+            measured = one.pulls >= TRIAL_PULLS and one.mean_tokens_per_s > 0
+            if group is None or one.arm not in group.arms or not measured:
+                continue
+            tokens, rate = one.batch_group * one.mean_accept_length, one.mean_tokens_per_s
+            played = PlayedRound(one.arm, tokens, tokens / rate, one.mean_accept_length, rate)
+            for _ in range(TRIAL_PULLS - group.arms[one.arm].rounds):
+                group.add(played)
+
     def reports(self) -> list[base.ArmReport]:
         """Statistics of every arm and group with at least one pull."""
         return [
@@ -287,10 +305,6 @@ class BucketedEpsilonGreedy(WindowedBandit):
         )
 
 
-TRIAL_PULLS = 4
-"""Rounds of an arm that a group's window must hold before the arm counts as tried. The first may be
-a warm-up.
-"""
 HOPELESS = 0.7
 """Share of the best rate, measured in the nearest group that has tried the arm. An arm below this
 share is not tried in the present group.

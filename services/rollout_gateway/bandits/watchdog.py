@@ -144,6 +144,10 @@ class AcceptanceWatchdog:
         for group in self._groups:
             self._admit(group)
 
+    def learn(self, reports: Sequence[base.ArmReport]) -> None:
+        """Passes the statistics to the inner bandit."""
+        self._inner.learn(reports)
+
     def reports(self) -> Sequence[base.ArmReport]:
         """Statistics of every arm and group with at least one pull, dead arms included, with the
         number of deaths of the arm's drafter.

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.trajectory import Target, VersionSet
 
@@ -92,6 +93,10 @@ class CommandedEngine(Protocol):
 
         Raises InvalidInput.
         """
+        ...
+
+    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+        """Give the bandit the statistics of other engines; see Bandit.learn."""
         ...
 
     def quarantine(self, withheld: nouns.Withheld) -> None:

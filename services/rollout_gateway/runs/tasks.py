@@ -92,6 +92,8 @@ class TaskRuns:
         too many trajectories wait.
         """
         self._tell_claimers(request)
+        if request.arms:
+            await self._gateway.learn_arms(request.arms)
         if request.open_groups and not request.tasks:
             async with aclosing(self.open.run(request)) as responses:
                 async for response in responses:

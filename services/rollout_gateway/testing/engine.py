@@ -20,7 +20,7 @@ from paceline.arm_names import OFF, speculator_of
 from paceline.errors import WeightsError
 from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
-from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
+from paceline.services.rollout_gateway.bandits.base import ArmReport, RoundOutcome, Situation
 from paceline.services.rollout_gateway.engines import base, nouns
 from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
@@ -202,6 +202,9 @@ class ScriptedEngine:
     def force_arm(self, arm: str) -> None:
         control.check_arm(arm, self._spec.arms)
         self._forced = arm
+
+    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+        self._bandit.learn(reports)
 
     def quarantine(self, withheld: nouns.Withheld) -> None:
         """See Engine.quarantine; a script reuses no prefix."""

@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.rpc import error_from_rpc, rpc_errors
+from paceline.services.rollout_gateway.bandits.kinds import TRIAL_PULLS
 from paceline.trajectory import request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -321,11 +323,26 @@ async def running(stub: RolloutServiceStub) -> int:
 
 async def test_a_forced_arm_is_the_only_one_pulled(serve_gateway: Any) -> None:
     async with serve_gateway() as served:
-        await served.stub.SetArm(rpb.SetArmRequest(arm="ngram:4_1_5"), timeout=patient(5))
-        news = await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL))
+        request = served.tasks_request(purpose=tpb.PURPOSE_EVAL, forced_arm="ngram:4_1_5")
+        news = await run_tasks(served.stub, request)
         assert {arm.arm for arm in news[-1].finished.arms if arm.pulls} == {"ngram:4_1_5"}
-        with pytest.raises(grpc.aio.AioRpcError, match="unknown arm"):
-            await served.stub.SetArm(rpb.SetArmRequest(arm="warp:1"), timeout=patient(5))
+
+
+async def test_an_arm_measured_at_one_gateway_is_known_at_another(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    fast, slow = "eagle:3_1_4", "ngram:4_1_5"
+    script |= {"arms": ["off", fast, slow], "accept_lengths": {fast: 3.5, slow: 1.2}}
+    calm = {"speculation": {"bandit": {"epsilon": 0.0}}}
+    async with serve_gateway(**calm) as first, serve_gateway(**calm) as second:
+        for arm in ("off", fast, slow) * TRIAL_PULLS:
+            forced = first.tasks_request(purpose=tpb.PURPOSE_EVAL, forced_arm=arm)
+            measured = (await run_tasks(first.stub, forced))[-1].finished.arms
+        request = second.tasks_request(arms=measured)
+        used = (await run_tasks(second.stub, request))[-1].finished.arms
+    tried = Counter(one.batch_group for one in measured if one.pulls >= TRIAL_PULLS)
+    known = {group for group, arms in tried.items() if arms == 3}
+    assert {one.arm for one in used if one.batch_group in known} == {fast}
 
 
 async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:

@@ -63,8 +63,16 @@ def test_slots_are_gpus_where_one_of_the_services_computes_there() -> None:
 
 @pytest.mark.parametrize("nodes", [[], [{CPU: 1.0}], [{CPU: 1.0}, {CPU: 1.0}], [{GPU: 8.0}]])
 def test_a_pool_that_is_on_no_node_is_refused(nodes: list[dict[str, float]]) -> None:
-    with pytest.raises(ConfigError, match=r"fewer slots.*seen: 2 CPU, 2 of them on one node"):
+    with pytest.raises(
+        ConfigError, match=r"fewer slots.*engine.workers.*seen: 2 CPU, 2 of them on one node"
+    ):
         check_room(pools(), nodes)
+
+
+def test_the_ranks_of_a_trainer_are_limited_by_the_largest_node() -> None:
+    apart = pools("coordinator.placement=disaggregated", "coordinator.learner_slots=4")
+    with pytest.raises(ConfigError, match=r"set coordinator.learner_slots.*4 of them on one node"):
+        check_room(apart, [{CPU: 3.0}, {CPU: 3.0}])
 
 
 def test_pools_that_are_too_much_together_are_refused() -> None:

@@ -63,7 +63,7 @@ class Watched:
 @pytest.fixture
 async def watched() -> AsyncIterator[Watched]:
     nobody = {service.value: f"127.0.0.1:{free_port()}" for service in Service}
-    peers = Peers.open(AddressesConfig.model_validate(nobody), SecurityConfig())
+    peers = Peers(AddressesConfig.model_validate(nobody), SecurityConfig())
     yield Watched(peers)  # all services are away
     await peers.close()
 
@@ -120,7 +120,7 @@ async def test_a_service_that_answers_late_on_a_busy_machine_gets_on(
     server = Server(addresses[POLICY], SecurityConfig())
     add_progress(server, late)
     await server.start()
-    peers = Peers.open(AddressesConfig.model_validate(addresses), SecurityConfig())
+    peers = Peers(AddressesConfig.model_validate(addresses), SecurityConfig())
     monkeypatch.setenv(VARIABLE, patience)
     progress = await Watched(peers).told(BEGAN, TRAINS)
     assert bool(progress.alarm) == alarms

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.embedded import (
     decode,
@@ -211,6 +212,10 @@ class EmbeddedEngine:
         """See Engine.force_arm."""
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
+
+    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+        """See Engine.learn_arms."""
+        self._speculation.bandit.learn(reports)
 
     def quarantine(self, withheld: nouns.Withheld) -> None:
         """See Engine.quarantine."""

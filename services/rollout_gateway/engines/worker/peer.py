@@ -10,6 +10,7 @@ import zmq
 
 from paceline.errors import InternalError, InvalidInput, PacelineError
 from paceline.messages import from_message, versions_from_proto
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines.base import CommandedEngine
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag, Withheld
 from paceline.services.rollout_gateway.engines.worker import wire
@@ -88,6 +89,8 @@ def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chun
             engine.abort_weights(wire.noun_of(wire.TARGETS, given_up.target), given_up.version)
         case "set_speculation":
             engine.force_arm(command.set_speculation.forced_arm)
+        case "learn_arms":
+            engine.learn_arms([from_message(ArmReport, one) for one in command.learn_arms.arms])
         case "quarantine":
             engine.quarantine(from_message(Withheld, command.quarantine))
         case "resume_memory":

@@ -127,7 +127,7 @@ async def test_a_gateway_that_does_not_accept_a_step_is_not_awaited_for_ever() -
     address = f"127.0.0.1:{await server.start()}"
     addresses = AddressesConfig(gateway=address)
     config = CoordinatorConfig(tasks_path="tasks", step_deadline_s=0.2)
-    peers, unused = Peers.open(addresses, SecurityConfig()), cast(Any, None)
+    peers, unused = Peers(addresses, SecurityConfig()), cast(Any, None)
     try:
         step = TaskCalls(Calls(config, peers, *(unused,) * 5), request(1))
         with pytest.raises(TimeoutError):

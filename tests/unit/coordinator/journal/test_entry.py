@@ -73,7 +73,7 @@ def test_a_journal_with_other_fields_has_another_version() -> None:
     kinds = (*EVENTS, EntryBody, RunSettings, State)
     named = [(cls.__name__, [field.name for field in fields(cls)]) for cls in kinds]
     digest = hashlib.sha256(repr(sorted(named)).encode()).hexdigest()[:12]
-    assert (VERSION, digest) == (7, "6bbea9e202b0")
+    assert (VERSION, digest) == (8, "3702eceba228")
 
 
 LOST: dict[str, Any] = JournalEntry(
@@ -84,7 +84,7 @@ LOST: dict[str, Any] = JournalEntry(
 
 def test_an_entry_is_plain_json_that_reports_read() -> None:
     assert LOST == {
-        "v": 7,
+        "v": 8,
         "at_s": 1.5,
         "event": "ServiceLost",
         "data": {"service": "gateway", "message": "away"},
@@ -97,7 +97,7 @@ def test_an_entry_is_plain_json_that_reports_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"v": 1}, "another version; seen: 1; allowed: 7"),
+        ({"v": 1}, "another version; seen: 1; allowed: 8"),
         ({"event": "Vanished"}, "names an event that is not known here; seen: Vanished"),
         ({"event": None}, "names an event"),
         ({"event": ["ServiceLost"]}, "names an event"),

@@ -149,7 +149,7 @@ def test_what_cannot_be_chosen_is_refused_with_the_reason(
     assert message in against.message
     assert step(state, event) == (
         state,
-        (commands.Refuse("DrafterChosen", event.version or 0, 7),),
+        (commands.Refuse("DrafterChosen", 0, 0),),
     )
 
 

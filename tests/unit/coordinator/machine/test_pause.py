@@ -157,7 +157,7 @@ def test_a_lease_that_outlives_the_step_is_preempted_before_the_run_rests() -> N
     state = run(state, events.PolicyPrepared(4, state.learner.epoch, 1))[0]
     assert state.committing is not None
     state, issued = run(state, events.Committed(5, state.committing))
-    assert issued[-1] == commands.PreemptDrafter(1, state.lease_epoch, 4.0)
+    assert issued[-1] == commands.PreemptDrafter(1, state.lease_epoch)
     assert state.phase is Phase.RUNNING
     state, issued = run(state, events.Preempted(6, state.lease_epoch))
     assert issued == (commands.ResumeWorkers(1, state.epoch),)
@@ -225,7 +225,7 @@ def test_a_pause_of_a_run_whose_steps_have_all_begun_is_refused() -> None:
     against = objection(state, PAUSE)
     assert against is not None
     assert against.seen == "1 of 1 steps have begun, rollout"
-    assert step(state, PAUSE) == (state, (commands.Refuse("Paused", 1, 1),))
+    assert step(state, PAUSE) == (state, (commands.Refuse("Paused", 0, 0),))
 
 
 def test_a_drafter_may_be_chosen_in_a_pause_and_serves_with_the_next_commit() -> None:

@@ -10,7 +10,11 @@ import pytest
 
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import Decision
-from paceline.services.coordinator.machine.drafter import FROZEN, captured
+from paceline.services.coordinator.machine.drafter import (
+    FROZEN,
+    FROZEN_INTERVAL_STEPS,
+    captured,
+)
 from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import (
     WORKER_TRANSITIONS,
@@ -30,9 +34,6 @@ from paceline.services.coordinator.machine.state import (
     RolloutTrack,
     Service,
     State,
-    free_slots,
-    lease_slots,
-    move_workers,
 )
 from paceline.services.coordinator.machine.step import EVENTS, PHASES, step
 from paceline.trajectory import VersionSet
@@ -98,9 +99,9 @@ def test_workers_move_as_drawn_and_in_no_other_way(before: WorkerState, cause: C
     expected = WORKER_TABLE.get((before.value, cause.value))
     if expected is None:
         with pytest.raises(MachineError, match=cause.value):
-            move_workers(state, [0], cause)
+            state.move_workers([0], cause)
     else:
-        assert tuple(move_workers(state, [0], cause).workers) == (WorkerState(expected),)
+        assert tuple(state.move_workers([0], cause).workers) == (WorkerState(expected),)
     assert len(WORKER_TRANSITIONS) == len(WORKER_TABLE)
 
 
@@ -146,15 +147,15 @@ def test_a_handler_cannot_enter_a_phase_that_does_not_follow(
 
 
 def test_a_held_slot_is_never_leased_again() -> None:
-    state = lease_slots(State(slots=slot_row([Slot(), Slot()])), [1], Holder.DRAFTER)
+    state = State(slots=slot_row([Slot(), Slot()])).lease_slots([1], Holder.DRAFTER)
     with pytest.raises(MachineError, match="held by drafter"):
-        lease_slots(state, [0, 1], Holder.POLICY)
+        state.lease_slots([0, 1], Holder.POLICY)
 
 
 def test_fencing_gives_a_freed_slot_a_new_epoch_and_confirmation_keeps_the_old() -> None:
-    state = lease_slots(State(slots=slot_row([Slot()])), [0], Holder.DRAFTER)
-    assert tuple(free_slots(state, [0]).slots) == (Slot(Holder.NONE, 1),)
-    assert tuple(free_slots(state, [0], fence=True).slots) == (Slot(Holder.NONE, 2),)
+    state = State(slots=slot_row([Slot()])).lease_slots([0], Holder.DRAFTER)
+    assert tuple(state.free_slots([0]).slots) == (Slot(Holder.NONE, 1),)
+    assert tuple(state.free_slots([0], fence=True).slots) == (Slot(Holder.NONE, 2),)
 
 
 def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
@@ -169,7 +170,7 @@ def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
 def test_the_first_released_slot_goes_to_the_drafter_while_the_other_worker_generates() -> None:
     state = begun()
     state, issued = step(state, events.ShareDone(2, 1, 1))
-    assert issued == (commands.ActivateDrafter(0, 2, (1,), 30.0, VersionSet()),)
+    assert issued == (commands.ActivateDrafter(0, 2, (1,), VersionSet()),)
     assert tuple(state.slots) == (Slot(Holder.ENGINE, 1), Slot(Holder.DRAFTER, 2))
     assert tuple(state.workers) == (WorkerState.GENERATING, WorkerState.TRAINING)
 
@@ -195,7 +196,7 @@ def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commi
     state, issued = step(state, events.TasksFinished(3, state.rollouts.epoch))
     assert [type(command) for command in issued] == [commands.TrainPolicy]
     state, issued = step(state, events.PolicyPrepared(5, state.learner.epoch, 1))
-    assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), 30.0, VersionSet()),)
+    assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), VersionSet()),)
     assert (state.learner.phase, state.slots[0].holder) == (Phase.DRAFTER, Holder.DRAFTER)
     state, issued = run(
         state,
@@ -223,7 +224,7 @@ def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: even
 
 def test_a_resumed_run_ends_the_serial_drafters_lease_first() -> None:
     state, issued = step(serial_drafting(), events.Resumed(6, 2))
-    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 4.0),)
+    assert issued == (commands.PreemptDrafter(0, state.lease_epoch),)
     assert step(state, events.Preempted(7, state.lease_epoch))[0].learner.phase is Phase.COMMIT
 
 
@@ -246,7 +247,7 @@ def test_the_drafter_gets_slots_of_the_workers_on_its_host_only() -> None:
     before = begun(replace(TWO, leasable_workers=1, min_workers_for_training=2))
     state, issued = step(before, events.ShareDone(2, 1, 1))
     assert (issued, state.lease) == ((), None), "worker 1 is at another gateway"
-    activates = commands.ActivateDrafter(0, 2, (0,), 30.0, VersionSet())
+    activates = commands.ActivateDrafter(0, 2, (0,), VersionSet())
     assert step(before, events.ShareDone(2, 1, 0))[1] == (activates,)
 
 
@@ -259,10 +260,9 @@ def test_the_drafter_trains_only_in_every_nth_step() -> None:
 
 def test_a_frozen_drafter_rests_for_some_steps_and_no_row_is_captured_for_it() -> None:
     state = training()
-    state = replace(state, settings=replace(state.settings, frozen_interval_steps=3))
     state, _ = step(state, events.Detached(3, state.lease_epoch, FROZEN))
     looks = []
-    for number in range(5):
+    for number in range(FROZEN_INTERVAL_STEPS + 2):
         begins = begun(state.settings)
         begins = replace(
             begins,
@@ -272,7 +272,7 @@ def test_a_frozen_drafter_rests_for_some_steps_and_no_row_is_captured_for_it() -
         leased = step(begins, events.ShareDone(2, 1, 0))[1] != ()
         assert captured(state, number) == leased
         looks.append(leased)
-    assert looks == [False, False, False, True, True]
+    assert looks == [False] * FROZEN_INTERVAL_STEPS + [True, True]
 
 
 def test_the_tasks_of_a_step_say_whether_rows_are_captured() -> None:
@@ -295,7 +295,7 @@ def test_several_released_slots_are_leased_together_up_to_the_limit() -> None:
 def test_finished_tasks_preempt_the_drafter_before_the_policy_gets_its_slots() -> None:
     state = training()
     state, issued = step(state, events.TasksFinished(3, 1))
-    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
+    assert issued == (commands.PreemptDrafter(0, 2),)
     assert state.learner.phase is Phase.PREEMPT
     state, issued = step(state, events.Preempted(4, 2))
     assert issued == (commands.TrainPolicy(0, 3, (0, 1), 0, WHOLE),)
@@ -333,7 +333,7 @@ TRAINS = events.DrafterActivated(3, 2)
 def test_a_slot_that_is_released_later_joins_the_lease_under_its_epoch() -> None:
     one = run(begun(THREE), events.ShareDone(2, 1, 0))[0]
     state, issued = run(one, TRAINS, events.ShareDone(4, 1, 1))
-    assert issued == (commands.JoinDrafter(0, 2, (0, 1), (1,), 30.0),)
+    assert issued == (commands.JoinDrafter(0, 2, (0, 1), (1,)),)
     assert tuple(state.slots)[:2] == (Slot(Holder.DRAFTER, 2),) * 2
     assert step(one, events.ShareDone(3, 1, 1))[1] == (), "not while its first slot is on its way"
     waited = run(one, events.ShareDone(3, 1, 1), TRAINS)
@@ -347,7 +347,7 @@ def test_a_slot_that_is_released_later_joins_the_lease_under_its_epoch() -> None
 )
 def test_a_drafter_that_does_not_take_its_new_slot_is_preempted(event: events.Event) -> None:
     joins = run(begun(THREE), events.ShareDone(2, 1, 0), TRAINS, events.ShareDone(4, 1, 1))[0]
-    assert step(joins, event)[1] == (commands.PreemptDrafter(0, 2, 4.0),)
+    assert step(joins, event)[1] == (commands.PreemptDrafter(0, 2),)
     joined = step(joins, events.DrafterJoined(5, 2, 2))[0]
     assert step(joined, events.DrafterJoined(6, 2, 2)) == (joined, ()), "a duplicate"
     assert step(joined, TRAINS) == (joined, ()), "a late one"
@@ -379,7 +379,7 @@ def test_an_unanswered_preemption_frees_the_slot_under_a_new_epoch() -> None:
 
 def test_a_late_activation_is_preempted() -> None:
     state, issued = step(training(), events.Deadline(33, 2, "activation", 30.0))
-    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
+    assert issued == (commands.PreemptDrafter(0, 2),)
     assert step(state, events.TasksFinished(34, 1))[1] == ()
 
 
@@ -454,7 +454,7 @@ def test_a_drafter_that_has_trained_in_the_rollouts_trains_again_during_the_push
     state, issued = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))
     assert issued == (
         commands.Commit(0, state.epoch, VersionSet(1, 1, 0), leased=(0,)),
-        commands.PreemptDrafter(0, state.lease_epoch, 4.0),
+        commands.PreemptDrafter(0, state.lease_epoch),
     )
 
 
@@ -462,7 +462,7 @@ def test_a_drafter_on_all_slots_during_the_push_leaves_before_the_commit() -> No
     state = in_policy(replace(PUSHING, max_drafter_slots=2))
     state = step(state, events.PolicyStepped(5, state.learner.epoch, 1))[0]
     state, issued = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))
-    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 4.0),)
+    assert issued == (commands.PreemptDrafter(0, state.lease_epoch),)
     state, issued = step(state, events.Preempted(7, state.lease_epoch))
     assert issued == (commands.Commit(0, state.epoch, VersionSet(1, 1, 0)),)
 
@@ -559,7 +559,7 @@ def test_a_stopped_run_finishes_the_running_step() -> None:
 
 def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() -> None:
     state, issued = step(training(), events.ServiceLost(3, Service.GATEWAY, "connection refused"))
-    assert issued == (commands.AwaitService(Service.GATEWAY), commands.PreemptDrafter(0, 2, 4.0))
+    assert issued == (commands.AwaitService(Service.GATEWAY), commands.PreemptDrafter(0, 2))
     state, issued = step(state, events.ServiceBack(4, Service.GATEWAY))
     assert issued == ()
     state, issued = step(state, events.Preempted(5, 2))
@@ -664,7 +664,7 @@ def test_a_step_that_takes_too_long_fails_and_a_resumed_run_takes_it_up(what: st
     state, issued = step(training(), events.Deadline(600, 1, what, 600.0))
     assert issued[-1] == commands.FinishRun("rollout of step 0 took longer than 600 s")
     state, issued = step(state, events.Resumed(700, 2))
-    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
+    assert issued == (commands.PreemptDrafter(0, 2),)
     state, issued = step(state, events.Deadline(702, 2, "preempt", 2.0))
     assert issued == (commands.RunTasks(0, state.epoch, state.versions, places=1),)
 
@@ -674,7 +674,7 @@ def test_a_run_that_fails_has_its_slots_given_back_under_a_new_epoch() -> None:
     assert issued[0] == commands.HandBack(0, 3, 2, policy=False), "the drafter leaves first"
     assert state.epoch == 3
     state, issued = step(state, events.Resumed(601, 2))
-    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
+    assert issued == (commands.PreemptDrafter(0, 2),)
     assert step(state, events.Preempted(602, 2))[1][0].epoch > 3  # type: ignore[attr-defined]
     failed = events.CallFailed(9, Service.POLICY_TRAINER, "policy", "broken")
     state, issued = step(in_policy(), failed)

@@ -75,6 +75,17 @@ def play(
     return chosen
 
 
+@every_kind
+def test_an_arm_measured_elsewhere_is_known(kind: str) -> None:
+    rates = RATES | {"b:7_1_8": 3.0}
+    measured, new = make(kind, seed=1), make(kind, seed=2)
+    play(measured, 300, rates=rates)
+    assert new.choose(batch_of(1)).arm != "b:7_1_8"
+    new.learn(measured.reports())
+    assert new.choose(batch_of(1)).arm == "b:7_1_8"
+    assert not new.reports(), "only its own rounds"
+
+
 def regret(chosen: Counter[str]) -> float:
     """Tokens per second that always taking the best arm would have given more, summed over rounds,
     in expectation.

@@ -136,6 +136,11 @@ class ArmChooser:
         else:
             self.bandit.renew(self._drafting, Target.POLICY)
 
+    def learn(self, reports: Sequence[base.ArmReport]) -> None:
+        """Give the bandit the statistics of other engines, if it models the newest drafter."""
+        if self._learned_era == self._era:
+            self.bandit.learn(reports)
+
     @property
     def reads_states(self) -> bool:
         """Whether a drafter here reads states of the target."""

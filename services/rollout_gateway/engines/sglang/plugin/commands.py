@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import FailedPrecondition
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
@@ -148,6 +149,9 @@ class SchedulerEngine:
 
     def force_arm(self, arm: str) -> None:
         self._plugin.arms.force(arm)
+
+    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+        self._plugin.arms.learn(reports)
 
     def quarantine(self, withheld: nouns.Withheld) -> None:
         """Bar arms, and stop prefix reuse where the quarantine requires it.

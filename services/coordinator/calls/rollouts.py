@@ -19,10 +19,8 @@ from paceline.services.coordinator.calls import (
 from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
-    accept_lengths,
     pulls,
     rollout_figures,
-    round_costs,
 )
 from paceline.services.coordinator.machine import commands, events, rollout, state
 from paceline.services.coordinator.machine.events import PASSED, Event, Figure
@@ -97,6 +95,8 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
             tuple(rollout.bits(command.places)),
             capture=command.capture,
         )
+    if calls.rolled_out.versions.drafter == command.versions.drafter:
+        request.arms.extend(calls.rolled_out.arms)
     places = {task.group_id: task.task_index for task in request.tasks}
     samples = calls.samples.setdefault(command.step, FinishedSamples(request))
     with calls.reported(
@@ -121,8 +121,7 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
                     above = calls.config.evaluation.solved_above
                     figures = rollout_figures(samples.ordered, answer, above)
                     calls.samples.pop(command.step, None)
-                    calls.round_costs = round_costs(answer.arms)
-                    calls.accept_lengths = accept_lengths(answer.speculation)
+                    calls.rolled_out = answer
                     equal = sum(
                         1 << places[group.group_id]
                         for group in answer.closed_groups
