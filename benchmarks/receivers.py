@@ -59,10 +59,8 @@ async def receive_weights() -> None:
     """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         server = Server("127.0.0.1:0", SecurityConfig())
-        spool, handover = Path(directory) / "spool", Path(directory) / "handover"
-        servicer = WeightServicer(
-            Spool(spool), EpochGuard(SecurityConfig()), NoWorkers(), handover=handover
-        )
+        spool = Path(directory) / "spool"
+        servicer = WeightServicer(Spool(spool), EpochGuard(SecurityConfig()), NoWorkers())
         server.add(add_weight_service, servicer, SERVICE_NAME)
         tell(port=await server.start())
         await asyncio.to_thread(sys.stdin.read)

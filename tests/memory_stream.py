@@ -1,9 +1,8 @@
-"""A stream in memory, as `Stream` describes it: for tests that need no Redis."""
+"""A stream in memory, as RedisStream describes it: for tests that need no Redis."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +14,9 @@ from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
 
 @dataclass(slots=True)
 class _Delivery:
-    """Who holds an entry, and since when (monotonic seconds)."""
+    """The consumer that holds an entry."""
 
     consumer: str
-    since_s: float
 
 
 @dataclass(slots=True)
@@ -30,13 +28,12 @@ class _Group:
 
 
 class MemoryStream:
-    """Stream over a dict; see Stream for the contract."""
+    """Stream over a dict; see RedisStream for the contract."""
 
     def __init__(self, name: str, byte_budget: int | None = None) -> None:
         self._name = name
         self._budget = byte_budget
         self._entries: OrderedDict[int, Entry] = OrderedDict()
-        self._keys: set[str] = set()
         self._groups: dict[str, _Group] = {}
         self._dead: deque[Entry] = deque(maxlen=DEAD_LETTERS_KEPT)
         self._bytes = 0
@@ -53,15 +50,9 @@ class MemoryStream:
         """Make a group that reads from the first entry."""
         self._groups.setdefault(group, _Group())
 
-    async def append(
-        self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
-    ) -> str | None:
-        """Append once by key."""
+    async def append(self, fields: Mapping[str, str], payload: bytes) -> str:
+        """Append one entry."""
         size = self._size(fields, payload)
-        if key is not None:
-            if key in self._keys:
-                return None
-            self._keys.add(key)
         number, self._next = self._next, self._next + 1
         self._entries[number] = Entry(f"{number}-0", dict(fields), bytes(payload))
         self._bytes += size
@@ -99,9 +90,8 @@ class MemoryStream:
             except TimeoutError:
                 return []
             fresh = list(islice(self._after(state.last), count))
-        now = time.monotonic()
         for number in fresh:
-            state.pending[number] = _Delivery(consumer, now)
+            state.pending[number] = _Delivery(consumer)
         state.last = fresh[-1] if fresh and len(fresh) == count else self._next - 1
         return [self._entries[number] for number in fresh]
 
@@ -112,15 +102,6 @@ class MemoryStream:
             state.pending.pop(number, None)
             if delete:
                 self._remove(number)
-
-    async def claim(self, group: str, consumer: str, min_idle_s: float, count: int) -> list[Entry]:
-        """Take over what idles."""
-        state, now = self._group(group), time.monotonic()
-        idle = [n for n, held in sorted(state.pending.items()) if now - held.since_s >= min_idle_s]
-        claimed = [number for number in idle if number in self._entries][:count]
-        for number in claimed:
-            state.pending[number] = _Delivery(consumer, now)
-        return [self._entries[number] for number in claimed]
 
     async def unacked(self, group: str, consumer: str) -> list[Entry]:
         """Entries this consumer holds."""

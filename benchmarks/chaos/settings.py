@@ -29,7 +29,7 @@ def settings(directory: Path, seed: int, steps: int, ports: list[int]) -> Tree:
         tree,
         {
             # the proxies see, and break, what goes by the network
-            "run": {"id": RUN_ID, "dir": str(run), "seed": seed, "handover": False},
+            "run": {"id": RUN_ID, "dir": str(run), "seed": seed},
             "addresses": addresses,
             "telemetry": {"spans_dir": str(run / "spans")},
             "coordinator": {

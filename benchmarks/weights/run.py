@@ -4,7 +4,7 @@ them, under each profile.
 
 Updates are those of AdamW at the learning rates of RL, over white gradients, with moments as they
 are after many steps. The receiver is a process of its own with a spool on the disk of temporary
-files, and takes files from there. Runs interleave, and each ratio is of neighbours in time. "In
+files. Runs interleave, and each ratio is of neighbours in time. "In
 memory" ends when the content is checked in the receiver's memory; `wire` is Prepare and the stream
 alone.
 """
@@ -12,9 +12,7 @@ alone.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -27,7 +25,6 @@ from benchmarks.weights.in_place import served_in_place
 from benchmarks.weights.tables import (
     DELTA,
     FULL,
-    HANDED,
     LOOKED,
     RAW,
     RAW_DELTA,
@@ -43,9 +40,8 @@ from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.weights import PushReport, WeightSender, build_manifest, commit_versions
 from paceline.weights.delta import EncodedDelta, apply_delta, encode_delta
-from paceline.weights.handover import ScratchFile
-from paceline.weights.manifest import unchecked_manifest, views
-from paceline.weights.shares import HeldTensor, check_share, checksums_of, held_whole
+from paceline.weights.manifest import hash_of, unchecked_manifest, views
+from paceline.weights.shares import check_share, held_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +91,7 @@ async def _measured(
             RAW_DELTA: await raw_copy(stack, [memoryview(encoded.stream)]),
         }
         to = await stack.enter_async_context(channel(f"127.0.0.1:{port}", SecurityConfig()))
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
-        pushes = Pushes(to, receiver.pid, old, new, Path(directory))
+        pushes = Pushes(to, receiver.pid, old, new)
         for repeat in range(repeats + 1):
             if repeat == 1:
                 measured = WeightRuns()  # the first was warm-up
@@ -116,42 +111,29 @@ class Pushes:
         receiver: int,
         old: list[NamedTensor],
         new: list[NamedTensor],
-        directory: Path,
     ) -> None:
         self._to, self._receiver = to, receiver
         changed = [from_numpy(one.name, all_moved(one), "BF16") for one in new]
         self._turns = {FULL: old, DELTA: new, LOOKED: changed}
-        self._file = ScratchFile(sum(len(one.view) for one in old), directory)
-        self._in_file, position = [], 0
-        for number, one in enumerate(old):
-            data = self._file.memory[position : position + len(one.view)]
-            data[:] = one.view
-            tensor = NamedTensor(one.name, one.dtype, one.shape, data)
-            self._in_file.append(HeldTensor(number, 0, tensor, position))
-            position += len(data)
         self._version = 0
 
     async def run(self, measured: WeightRuns) -> None:
-        """A full push, a delta to it, one whose values have all changed, which goes whole, and the
-        first again, by file.
-        """
-        sender = WeightSender("always")
+        """A full push, a delta to it, and one whose values have all changed, which goes whole."""
+        sender = WeightSender()
         for name, tensors in self._turns.items():
-            await self._push(name, sender, held_whole(tensors), measured)
-        await self._push(HANDED, WeightSender("never"), self._in_file, measured, self._file)
+            await self._push(name, sender, tensors, measured)
 
     async def _push(
         self,
         name: str,
         sender: WeightSender,
-        held: list[HeldTensor],
+        tensors: list[NamedTensor],
         measured: WeightRuns,
-        file: ScratchFile | None = None,
     ) -> None:
         self._version += 1
-        layouts = [one.tensor.layout for one in held]
+        layouts = [one.layout for one in tensors]
         manifest = unchecked_manifest(WEIGHT_TARGET_POLICY, self._version, layouts)
-        whole = check_share(manifest, held, file=file)
+        whole = check_share(manifest, held_whole(tensors))
         reports: list[PushReport] = []
 
         async def push() -> tuple[float, float, float]:
@@ -161,7 +143,6 @@ class Pushes:
 
         cost = await measure(push, [self._receiver])
         assert (reports[0].encoding == "full") == (name != DELTA)
-        assert reports[0].by_file == (name == HANDED)
         measured.costs.setdefault(name, []).append(cost)
         measured.pushes.setdefault(name, []).extend(reports)
         versions = VersionSet(self._version, self._version, 0)
@@ -195,5 +176,5 @@ def _in_memory(
     measured.copy.append(timed(copy))
     measured.encode.append(timed(lambda: encode_delta(old, new, limit=FAR)))
     measured.apply.append(timed(apply))
-    measured.check.append(timed(lambda: checksums_of(manifest, into)))
-    assert checksums_of(manifest, into).content_hash == manifest.content_hash
+    measured.check.append(timed(lambda: hash_of(manifest, content.data)))
+    assert hash_of(manifest, content.data) == manifest.content_hash

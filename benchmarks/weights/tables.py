@@ -13,7 +13,6 @@ from paceline.weights.delta import EncodedDelta
 
 BYTES_GOAL, COPY_GOAL, PUSH_GOAL, NEVER_SLOWER, RAW_GOAL = 0.03, 0.5, 10.0, 0.95, 0.6
 FULL, DELTA, LOOKED = "full push", "delta", "full push after a look"
-HANDED = "full push by file"
 RAW, RAW_DELTA = "raw TCP, all", "raw TCP, the delta's bytes"
 
 
@@ -61,13 +60,9 @@ def goals_of(encoded: EncodedDelta, measured: WeightRuns) -> list[Goal]:
     """Of the largest size."""
     share = len(encoded.stream) / (2 * encoded.elements)
     raw = [one.wall_s for one in measured.costs[RAW]]
-    by = {
-        name: paired_ratio(raw, [one.wall_s for one in measured.costs[name]])
-        for name in (FULL, HANDED)
-    }
+    full = paired_ratio(raw, [one.wall_s for one in measured.costs[FULL]])
     return [
-        ratio_goal("full push / raw TCP copy", RAW_GOAL, by[FULL]),
-        ratio_goal("full push by file / raw TCP copy", RAW_GOAL, by[HANDED]),
+        ratio_goal("full push / raw TCP copy", RAW_GOAL, full),
         at_most("bytes of the delta / of a full push", BYTES_GOAL, share),
         ratio_goal(
             "encode / copy in memory", COPY_GOAL, paired_ratio(measured.copy, measured.encode)

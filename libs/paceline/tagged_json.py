@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import DataLoss
@@ -25,7 +25,6 @@ HEX, _LARGE = "hex", 1 << 2048
 
 T = TypeVar("T")
 _Reader = Callable[[Any, str], Any]  # (JSON value, its path in the message) -> the field's value
-_READERS: dict[type[Any], dict[str, _Reader]] = {}  # by dataclass, filled at first use
 
 
 class TaggedJson(Generic[T]):
@@ -72,9 +71,9 @@ class TaggedJson(Generic[T]):
         return from_object(cls, {name: value for name, value in found.items() if name != TAG})
 
 
-def to_object(value: object) -> dict[str, Any]:
-    """A dataclass as an object of plain JSON values, without a tag."""
-    return {name: _plain(getattr(value, name)) for name in _readers(type(value))}
+def to_object(value: object, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A dataclass as an object of plain JSON values, without a tag. `names`: these fields only."""
+    return {name: _plain(getattr(value, name)) for name in names or _readers(type(value))}
 
 
 def from_object(cls: type[T], found: Any, where: str = "") -> T:
@@ -82,10 +81,17 @@ def from_object(cls: type[T], found: Any, where: str = "") -> T:
 
     Raises DataLoss with the name of a field that is unknown, missing or of another type.
     """
+    return cls(**fields_of(cls, found, where=where))
+
+
+def fields_of(
+    cls: type[Any], found: Any, names: tuple[str, ...] = (), where: str = ""
+) -> dict[str, Any]:
+    """As `from_object`, for the fields of these names alone: their values by name."""
     where = where or cls.__name__
     if not isinstance(found, Mapping):
         raise DataLoss(f"{where} is not an object", seen=str(found)[:200])
-    readers = _readers(cls)
+    readers = _readers(cls, names)
     for difference, names in (
         ("has fields not known here", found.keys() - readers.keys()),
         ("lacks fields", readers.keys() - found.keys()),
@@ -95,7 +101,7 @@ def from_object(cls: type[T], found: Any, where: str = "") -> T:
                 f"{where} {difference}", seen=", ".join(sorted(names)), allowed=", ".join(readers)
             )
 
-    return cls(**{name: read(found[name], f"{where}.{name}") for name, read in readers.items()})
+    return {name: read(found[name], f"{where}.{name}") for name, read in readers.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -115,11 +121,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _readers(cls: type[Any]) -> dict[str, _Reader]:
-    if cls not in _READERS:
-        hints = get_type_hints(cls)
-        _READERS[cls] = {field.name: _reader(hints[field.name]) for field in fields(cls)}
-    return _READERS[cls]
+@cache
+def _readers(cls: type[Any], names: tuple[str, ...] = ()) -> dict[str, _Reader]:
+    hints = get_type_hints(cls)
+    return {name: _reader(hints[name]) for name in names or [one.name for one in fields(cls)]}
 
 
 def _reader(hint: Any) -> _Reader:

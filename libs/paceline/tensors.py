@@ -19,8 +19,6 @@ import numpy.typing as npt
 from paceline.errors import DataLoss, InvalidInput
 
 _LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""Maximum header length of the format."""
 
 MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 2**63 - 1
@@ -217,71 +215,28 @@ def decode_safetensors(buffer: memoryview | bytes) -> dict[str, NamedTensor]:
     """
     view = memoryview(buffer)
     view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-    header, start = _read_header(view)
-    header.pop("__metadata__", None)
-    spans = sorted(
-        (_span(name, entry) for name, entry in header.items()), key=lambda span: (span[1], span[2])
-    )
+    start = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
     tensors: dict[str, NamedTensor] = {}
-    offset = 0
-    for layout, begin, end in spans:
-        if begin != offset or end - begin != layout.nbytes:
-            allowed = (offset, offset + layout.nbytes)
-            raise DataLoss(
-                f"bytes of {layout.name} overlap, leave a gap or miss",
-                seen=(begin, end),
-                allowed=allowed,
-            )
-        data = view[start + begin : start + end]
-        if len(data) != layout.nbytes:
-            raise DataLoss(
-                f"safetensors bytes end inside {layout.name}", seen=len(data), allowed=layout.nbytes
-            )
-        tensors[layout.name] = NamedTensor(layout.name, layout.dtype, layout.shape, data)
-        offset = end
-
-    if start + offset != len(view):
-        raise DataLoss(
-            "safetensors bytes go on after the last tensor", seen=len(view), allowed=start + offset
-        )
-
-    return tensors
-
-
-def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """Parsed header and the position of the first tensor byte."""
-    length = int.from_bytes(view[:_LENGTH_BYTES], "little")
-    room = min(len(view) - _LENGTH_BYTES, MAX_HEADER_BYTES)
-    if length > room:
-        raise DataLoss(
-            "safetensors bytes end inside the header", seen=length, allowed=f"0 to {max(room, 0)}"
-        )
-    start = _LENGTH_BYTES + length
+    position = 0
     try:
         header = json.loads(bytes(view[_LENGTH_BYTES:start]))
-    except (ValueError, RecursionError) as error:
-        raise DataLoss("safetensors header is not JSON", seen=str(error)[:120]) from error
-    if not isinstance(header, dict):
-        raise DataLoss("safetensors header is not a JSON object", seen=type(header).__name__)
-    if len(header) > MAX_TENSORS:
-        allowed = f"at most {MAX_TENSORS}"
-        raise DataLoss("a safetensors file has too many tensors", seen=len(header), allowed=allowed)
-    return header, start
-
-
-def _span(name: str, entry: Any) -> tuple[TensorLayout, int, int]:
-    """Layout and byte range of one header entry."""
-    try:
-        begin, end = (_size(value) for value in entry["data_offsets"])
-        shape = tuple(_size(value) for value in entry["shape"])
-        return TensorLayout(name, str(entry["dtype"]), shape), begin, end
-    except (KeyError, TypeError, ValueError, InvalidInput) as error:
+        header.pop("__metadata__", None)
+        spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+        for begin, end, name in spans:
+            if begin != position:
+                raise ValueError(f"{name} begins at {begin}, not at {position}")
+            dtype, shape = header[name]["dtype"], tuple(header[name]["shape"])
+            if any(type(size) is not int for size in shape):
+                raise TypeError(f"shape of {name}: {shape}")
+            data = view[start + begin : start + end]
+            tensors[name] = NamedTensor(name, dtype, shape, data)
+            position += len(data)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidInput) as error:
+        raise DataLoss("bytes are not a safetensors file", seen=repr(error)[:120]) from error
+    if start + position != len(view):
         raise DataLoss(
-            f"safetensors header entry {name!r} is malformed", seen=str(entry)[:120]
-        ) from error
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"not a size: {value!r}")
-    return value
+            "safetensors bytes go on after the last tensor",
+            seen=len(view),
+            allowed=start + position,
+        )
+    return tensors

@@ -258,7 +258,6 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         guard,
         HeadHooks(ranks),
         targets=(WEIGHT_TARGET_POLICY_HEAD,),
-        handover=config.run.handover_dir("drafter_trainer"),
     )
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)

@@ -142,11 +142,10 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""
-    publish_deltas: Literal["auto", "always", "never"] = "auto"
-    """Push of changed weights only; receivers get the same bits. `auto`: if faster than the last
-    full push; `always`: if at most a tenth has changed, for networks with a price per byte;
-    `never`. Except with `never`, each rank keeps its rows of the last version in an unnamed file
-    beside the pushed version.
+    publish_deltas: Literal["auto", "never"] = "auto"
+    """Push of changed weights only; receivers get the same bits. `auto`: if these take at most a
+    sixteenth of the bytes; `never`. With `auto`, each rank keeps its rows of the last version in an
+    unnamed file beside the pushed version.
     """
     push_head: bool = True
     """Whether embed_tokens and lm_head are also pushed to the drafter trainer."""

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weight_documents import ADAPTERS
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender, pull_weights
-from paceline.weights.handover import ScratchFile, remove_scratch
+from paceline.weights.chunks import mapped_file
 from paceline.weights.manifest import layouts as layouts_of
 from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.push import push_deadline_s
@@ -83,8 +82,7 @@ def publication_of(
         TensorLayout(name, _NAMES[dtypes[name]], tuple(shape)) for name, shape in shapes.items()
     ]
     held = [_held(layout) for layout in layouts]
-    file = _file_of_each_rank(sum(one.nbytes for one in held), config, make_room)
-    buffer = file.memory if file else memoryview(b"")
+    buffer = _file_of_each_rank(sum(one.nbytes for one in held), config, make_room)
     tensors, offset = {}, 0
     for (name, weight), own in zip(weights, held, strict=True):
         assert name == own.name, f"{name} comes in the place of {own.name}"
@@ -95,7 +93,7 @@ def publication_of(
         assert rows.shape == own.shape, f"{name} is sharded otherwise than by rows"
         if own.nbytes:
             convert(rows, torch.frombuffer(data, dtype=dtypes[name]).view(own.shape))
-    return _announced(version, layouts, tensors, file, added)
+    return _announced(version, layouts, tensors, added)
 
 
 def _held(layout: TensorLayout) -> TensorLayout:
@@ -112,15 +110,9 @@ def _announced(
     version: int,
     layouts: Sequence[TensorLayout],
     tensors: Mapping[str, NamedTensor],
-    file: ScratchFile | None,
     added: AddedAdapters | None,
 ) -> Publication:
-    """Two manifests, complete on every rank; `tensors` are in the file in this order.
-    Collective.
-    """
-    sizes = [len(one.view) for one in tensors.values()]
-    positions = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
-    positions.setdefault(HEAD, positions[EMBEDDING])
+    """Two manifests, complete on every rank. Collective."""
     head = tensors.get(HEAD, tensors[EMBEDDING])
     name = from_rank_zero(head_hash_of(bytes_in_order(head.view)))
     both = {EMBEDDING: tensors[EMBEDDING], HEAD: head}
@@ -133,32 +125,22 @@ def _announced(
         WEIGHT_TARGET_POLICY, version, own, lm_head_hash=name, metadata=metadata
     )
     whole = unchecked_manifest(WEIGHT_TARGET_POLICY_HEAD, version, heads, lm_head_hash=name)
-    return Publication(
-        version,
-        _announced_part(policy, tensors, positions, file),
-        _announced_part(whole, both, positions, file),
-    )
+    return Publication(version, _announced_part(policy, tensors), _announced_part(whole, both))
 
 
-def _announced_part(
-    manifest: Manifest,
-    tensors: Mapping[str, NamedTensor],
-    positions: Mapping[str, int],
-    file: ScratchFile | None,
-) -> Announced:
+def _announced_part(manifest: Manifest, tensors: Mapping[str, NamedTensor]) -> Announced:
     held = []
     for number, layout in enumerate(layouts_of(manifest)):
         first = _rows(layout).start * math.prod(layout.shape[1:])
-        name = layout.name
-        held.append(HeldTensor(number, first, tensors[name], positions[name]))
-    return check_share(manifest, held, senders_of_ranks(), file)
+        held.append(HeldTensor(number, first, tensors[layout.name]))
+    return check_share(manifest, held, senders_of_ranks())
 
 
 def _file_of_each_rank(
     nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
-) -> ScratchFile | None:
-    """A file for this rank's rows; None for a rank without rows. Collective."""
-    file, fault = None, ""
+) -> memoryview:
+    """A file for this rank's rows; empty for a rank without rows. Collective."""
+    file, fault = memoryview(b""), ""
     try:
         if nbytes:
             file = _file(nbytes, config, make_room)
@@ -171,15 +153,15 @@ def _file_of_each_rank(
 
 def _file(
     nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
-) -> ScratchFile:
+) -> memoryview:
     try:
-        return ScratchFile(nbytes, config.checkpoints_dir)
+        return mapped_file(nbytes, config.checkpoints_dir)
     except ResourceExhausted as error:
         if make_room is None:
             raise
         _log.warning("room_made_for_publication", error=str(error))
     make_room()
-    return ScratchFile(nbytes, config.checkpoints_dir)
+    return mapped_file(nbytes, config.checkpoints_dir)
 
 
 async def pull_served(own: Manifest, config: PolicyTrainerConfig) -> list[NamedTensor] | None:
@@ -248,8 +230,6 @@ class Publisher:
         self._runner = runner
         self._senders = senders_of_ranks()
         self._sender = WeightSender(config.publish_deltas, self._senders)
-        if self._senders.rank == 0:  # no rank has published yet
-            remove_scratch(config.checkpoints_dir)
 
     def forget(self) -> None:
         """Frees the space of the last pushed version; the next push sends whole weights."""

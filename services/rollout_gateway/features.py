@@ -25,7 +25,7 @@ from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import FeaturesConfig
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.streams import FeatureBatch, RedisStream, Stream, encode_features, run_key
+from paceline.streams import FeatureBatch, RedisStream, encode_features, run_key
 from paceline.telemetry import get_logger, inject, names, span
 from paceline.tensors import NamedTensor
 
@@ -232,7 +232,7 @@ class FeaturePublisher:
             self.batches += len(batches)
             metrics.FEATURE_BATCHES.record(len(batches))
 
-    def _stream_of(self, run_id: str) -> Stream:
+    def _stream_of(self, run_id: str) -> RedisStream:
         assert self._client is not None
         budget = self._config.byte_budget
         return RedisStream(self._client, run_key(run_id, "features"), byte_budget=budget)

@@ -116,11 +116,8 @@ async def running(
     gateway = Gateway(config, forker)
     guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
     server = Server(config.addresses.gateway, config.security)
-    handover = config.run.handover_dir(config.name) if config.spool else None
     forward = _forward(config, gateway.spool)
-    weights = WeightServicer(
-        gateway.spool, guard, gateway.weights, handover=handover, forward=forward
-    )
+    weights = WeightServicer(gateway.spool, guard, gateway.weights, forward=forward)
     server.add(add_weight_service, weights, SERVICE_NAME)
     rollouts = grpc.RolloutServicer(gateway, guard)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)

@@ -62,7 +62,7 @@ async def test_what_came_as_deltas_is_rounded_to_the_bits_of_what_came_whole(
     numbers = range(1, VERSIONS + 1)
     async with receivers(tmp_path / "delta") as one, receivers(tmp_path / "whole") as other:
         by_delta, whole = await one(), await other()
-        sender = WeightSender("always")
+        sender = WeightSender()
         went = [await pushed(by_delta, sender, number) for number in numbers]
         assert went == ["full", "sparse_delta", "sparse_delta"]
         assert await pushed(whole, WeightSender("never"), VERSIONS) == "full"

@@ -111,7 +111,7 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(
 
 
 async def test_a_policy_that_moves_little_is_pushed_as_a_delta_bit_for_bit(world: World) -> None:
-    settings = {"publish_dtype": "bfloat16", "publish_deltas": "always", "optimizer.lr": 1e-6}
+    settings = {"publish_dtype": "bfloat16", "optimizer.lr": 1e-6}
     await world.start(ranks=1, **settings)
     sent = []
     for step in (0, 1):

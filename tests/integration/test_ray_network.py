@@ -128,7 +128,7 @@ def run_on(
             directory,
             net.address,
             *("--steps", str(STEPS), "coordinator.schedule=sync", "coordinator.max_policy_lag=0"),
-            *("run.handover=false", *ways),
+            *ways,
             within=within,
         )
         try:

@@ -10,7 +10,6 @@ import shutil
 import time
 import zlib
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,9 @@ from paceline.weights.wire import PushChunk, encode_push
 
 
 @pytest.fixture
-async def by_network(tmp_path: Path) -> AsyncIterator[Start]:
-    """Of what only messages of the stream can do."""
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
     async with receivers(tmp_path) as start_one:
         yield start_one
-
-
-@pytest.fixture(params=["network", "file"])
-def start(by_network: Start, tmp_path: Path, request: pytest.FixtureRequest) -> Start:
-    handover = tmp_path / "handover" if request.param == "file" else None
-    return partial(by_network, handover=handover)
 
 
 async def test_pushed_version_is_spooled_as_a_safetensors_file_and_prepared(start: Start) -> None:
@@ -87,8 +79,8 @@ async def test_pushed_version_is_spooled_as_a_safetensors_file_and_prepared(star
     assert receiver.spool.serving is None
 
 
-async def test_generated_client_pushes_to_the_raw_method(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_generated_client_pushes_to_the_raw_method(start: Start) -> None:
+    receiver = await start()
     given = tensors(4)
     manifest = manifest_of(given, P, 1)
     indices = list((await wanted(receiver.channel, manifest)).wanted_chunks)
@@ -139,9 +131,9 @@ async def test_corrupt_chunk_is_refused_and_the_rest_resumes(start: Start) -> No
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
-    by_network: Start, monkeypatch: pytest.MonkeyPatch, times: int
+    start: Start, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    receiver = await by_network()
+    receiver = await start()
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
     damaged: list[int] = []
@@ -165,16 +157,16 @@ async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
 
 
 async def test_a_request_that_no_longer_is_one_when_it_arrives_was_damaged(
-    by_network: Start,
+    start: Start,
 ) -> None:
-    receiver = await by_network()
+    receiver = await start()
     prepare = receiver.channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
     with pytest.raises(DataLoss, match="not the message that this method takes"), rpc_errors():
         await prepare(b"\x0a\xff", timeout=patient(10))
 
 
-async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Start) -> None:
+    receiver = await start()
     given = [from_numpy("a", np.zeros(1 << 17, np.float32))]
     manifest = manifest_of(given, P, 1)
     count = -(-manifest.total_bytes // CHUNK)
@@ -192,9 +184,9 @@ async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(by_network
 
 
 async def test_a_sender_that_falls_silent_hears_within_a_second_or_two_why_it_is_refused(
-    by_network: Start,
+    start: Start,
 ) -> None:
-    receiver = await by_network()
+    receiver = await start()
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
     await wanted(receiver.channel, manifest)
@@ -256,8 +248,8 @@ async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_chang
     assert receiver.hooks.told == [("prepared", P, 1, "policy-1")]
 
 
-async def test_half_pushed_version_is_never_served(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_half_pushed_version_is_never_served(start: Start) -> None:
+    receiver = await start()
     given = tensors(1)
     assert (
         await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
@@ -340,8 +332,8 @@ async def test_other_content_of_a_half_pushed_version_takes_its_place(start: Sta
     assert (report.replaced, report.bytes) == (True, manifest.total_bytes)
 
 
-async def test_a_sender_that_another_has_replaced_places_no_chunk(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_a_sender_that_another_has_replaced_places_no_chunk(start: Start) -> None:
+    receiver = await start()
     given, others = tensors(1), tensors(2)
     old, new = manifest_of(given, P, 1), manifest_of(others, P, 1)
     await wanted(receiver.channel, old)
@@ -469,8 +461,8 @@ async def test_a_drafter_damaged_on_disk_is_not_rolled_back_to(start: Start) -> 
     assert receiver.servicer.serving == VersionSet(2, 0, 2)
 
 
-async def test_a_version_that_is_not_here_is_forgotten_already(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_a_version_that_is_not_here_is_forgotten_already(start: Start) -> None:
+    receiver = await start()
     await abort_version(receiver.channel, CONTEXT, P, 9)
 
 
@@ -567,8 +559,8 @@ async def test_a_version_that_finds_no_room_on_the_disk_is_refused_before_it_is_
     await receiver.push(P, 1)
 
 
-async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: Start) -> None:
+    receiver = await start()
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
     await wanted(receiver.channel, manifest)
@@ -618,8 +610,8 @@ async def test_restarted_receiver_commits_what_was_spooled(start: Start) -> None
     assert [note[0] for note in second.hooks.told] == ["prepared", "commit"]
 
 
-async def test_bytes_that_are_no_message_are_data_loss(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_bytes_that_are_no_message_are_data_loss(start: Start) -> None:
+    receiver = await start()
 
     async def messages() -> AsyncIterator[bytes]:
         yield b"\x7a\xff\xff\xff\xff\x0f"
@@ -630,8 +622,8 @@ async def test_bytes_that_are_no_message_are_data_loss(by_network: Start) -> Non
         )
 
 
-async def test_reflection_shows_the_service(by_network: Start) -> None:
-    receiver = await by_network()
+async def test_reflection_shows_the_service(start: Start) -> None:
+    receiver = await start()
     stub = reflection_pb2_grpc.ServerReflectionStub(receiver.channel)
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME)
     call = stub.ServerReflectionInfo(iter([request]), timeout=patient(10))

@@ -1,6 +1,4 @@
-"""Versions that several senders bring together, each what it holds, to a real gRPC server: by the
-network, and by files on one host.
-"""
+"""Versions that several senders bring together, each what it holds, to a real gRPC server."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +24,22 @@ from paceline.tensors import NUMPY_CODES, NamedTensor
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender, abort_version
-from paceline.weights.chunks import ChunkPart
-from paceline.weights.handover import ScratchFile
+from paceline.weights.chunks import CheckedRange
 from paceline.weights.manifest import layouts, unchecked_manifest
 from paceline.weights.push import DAMAGED_TRIES, push_stream
 from paceline.weights.shares import Announced, HeldTensor, Senders, check_share, cut_ranges
 
 
-@pytest.fixture(params=["network", "file"])
-async def start(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Start]:
-    """Receivers that take files or not; senders have theirs in files in either case."""
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
     async with receivers(tmp_path) as start_one:
-        handover = tmp_path / "handover" if request.param == "file" else None
-        yield partial(start_one, handover=handover)
+        yield start_one
 
 
 @pytest.fixture
-def together(tmp_path: Path) -> Callable[[int], Together]:
+def together() -> Callable[[int], Together]:
     """So many senders."""
-    return partial(Together.of, tmp_path / "scratch")
+    return Together.of
 
 
 class Meeting:
@@ -79,19 +73,18 @@ def rows_of(tensor: NamedTensor, count: int, rank: int) -> tuple[int, NamedTenso
 class Together:
     """So many senders of one model, each with rows of its own."""
 
-    scratch: Path
     senders: list[WeightSender]
     views: list[Senders]
 
     @classmethod
-    def of(cls, scratch: Path, count: int) -> Together:
+    def of(cls, count: int) -> Together:
         meeting = Meeting(count)
 
         def view(rank: int) -> Senders:
             return Senders(rank, lambda value: meeting.exchange(rank, value))
 
         views = [view(rank) for rank in range(count)]
-        return cls(scratch, [WeightSender("always", one) for one in views], views)
+        return cls([WeightSender("auto", one) for one in views], views)
 
     async def each(self, work: Callable[[int], Any]) -> list[Any]:
         """Of every sender, in a thread of its own."""
@@ -111,15 +104,8 @@ class Together:
             lm_head_hash=whole.lm_head_hash,
         )
         parts = [rows_of(one, len(self.senders), rank) for one in given]
-        file = ScratchFile(max(1, sum(len(one.view) for _, one in parts)), self.scratch)
-        held, position = [], 0
-        for number, (first, one) in enumerate(parts):
-            data = file.memory[position : position + len(one.view)]
-            data[:] = one.view
-            tensor = NamedTensor(one.name, one.dtype, one.shape, data)
-            held.append(HeldTensor(number, first, tensor, position))
-            position += len(data)
-        return check_share(manifest, held, self.views[rank], file)
+        held = [HeldTensor(index, first, one) for index, (first, one) in enumerate(parts)]
+        return check_share(manifest, held, self.views[rank])
 
     async def plan(self, number: int) -> list[Parcel]:
         given = version(number)
@@ -157,7 +143,6 @@ async def test_what_several_senders_bring_is_spooled_as_what_one_has_pushed(
     total = manifest_of(version(1), 1).total_bytes
     first = await ours.push(receiver, 1)
     assert (first.encoding, first.bytes) == ("full", total)
-    assert first.by_file == (receiver.servicer.reception.handover is not None)
     second = await ours.push(receiver, 2)
     assert second.encoding == "sparse_delta"
     assert 0 < second.bytes < 0.05 * total
@@ -201,7 +186,7 @@ async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(
     manifest, ranges = parcels[1].manifest, parcels[1].ranges
     own = sum(len(one.data) for one in ranges)
 
-    def breaks(indices: Sequence[int]) -> list[ChunkPart]:
+    def breaks(indices: Sequence[int]) -> list[CheckedRange]:
         return [*cut_ranges(manifest, ranges, indices)][:20]
 
     broken = await push_stream(receiver.channel, manifest, breaks, CONTEXT, deadline_s=patient(20))

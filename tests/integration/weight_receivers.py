@@ -26,7 +26,6 @@ from paceline.weights import (
     SERVICE_NAME,
     PushReport,
     Spool,
-    WeightSender,
     WeightServicer,
     add_weight_service,
     build_manifest,
@@ -35,8 +34,6 @@ from paceline.weights import (
 )
 from paceline.weights.chunks import chunk_span
 from paceline.weights.forward import Forward
-from paceline.weights.handover import ScratchFile
-from paceline.weights.shares import Announced, HeldTensor, check_share
 from paceline.weights.wire import PushChunk, encode_push
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
@@ -85,7 +82,6 @@ class Receiver:
     hooks: Recorder
     spool: Spool
     servicer: WeightServicer
-    scratch: Path
 
     async def push(self, target: int, version: int, seed: int | None = None) -> list[NamedTensor]:
         given = tensors(version if seed is None else seed)
@@ -95,14 +91,7 @@ class Receiver:
     async def deliver(
         self, manifest: pb.Manifest, given: list[NamedTensor], context: CommandContext = CONTEXT
     ) -> PushReport:
-        """A version by the network, or by a file where the receiver takes files."""
-        if self.servicer.reception.handover is None:
-            return await push_weights(self.channel, manifest, given, context, deadline_s=10)
-        whole = in_file(manifest, given, self.scratch)
-        sender = WeightSender("never")
-        report = await sender.push(self.channel, whole, context, deadline_s=10)
-        assert report.by_file or not report.bytes
-        return report
+        return await push_weights(self.channel, manifest, given, context, deadline_s=10)
 
     async def commit(self, seq: int, policy: int, drafter: int) -> VersionSet:
         return await commit_versions(
@@ -111,19 +100,6 @@ class Receiver:
 
 
 Start = Callable[..., Awaitable[Receiver]]
-
-
-def in_file(manifest: pb.Manifest, given: list[NamedTensor], scratch: Path) -> Announced:
-    """All of a version in a file."""
-    file = ScratchFile(sum(len(one.view) for one in given), scratch)
-    held, position = [], 0
-    for index, one in enumerate(given):
-        data = file.memory[position : position + len(one.view)]
-        data[:] = one.view
-        tensor = NamedTensor(one.name, one.dtype, one.shape, data)
-        held.append(HeldTensor(index, 0, tensor, position))
-        position += len(data)
-    return check_share(manifest, held, file=file)
 
 
 def tensors(seed: int) -> list[NamedTensor]:
@@ -205,7 +181,7 @@ async def receivers(directory: Path) -> AsyncIterator[Start]:
         port = await server.start()
         servers.append(server)
         channels.append(channel(f"127.0.0.1:{port}", SecurityConfig()))
-        return Receiver(channels[-1], hooks, spool, servicer, directory / "scratch")
+        return Receiver(channels[-1], hooks, spool, servicer)
 
     yield start_one
     for one in channels:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import DataLoss
 from paceline.tensors import NUMPY_CODES, NamedTensor, as_numpy
-from paceline.weights.delta import apply_delta, encode_delta, sampled_changes
+from paceline.weights.delta import apply_delta, encode_delta
 
 SIZE = {dtype: np.dtype(code).itemsize for dtype, code in NUMPY_CODES.items()}
 NAN = {"BF16": b"\xc1\x7f", "F16": b"\x01\xfe", "F32": b"\x01\x00\xa0\xff", "F8_E4M3": b"\x7f"}
@@ -62,7 +62,6 @@ def test_a_delta_applied_to_the_old_version_is_the_new_one(
     )
     assert written == encoded.changed == differ
     assert encoded.elements == sum(as_numpy(one).size for one in new)
-    assert (sampled_changes(old, new)[0] > 0) == (differ > 0)
 
 
 @given(pairs(), PIECES, st.data())

@@ -14,14 +14,7 @@ from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.chunks import content_hash, joined_crc32
 from paceline.weights.manifest import unchecked_manifest
-from paceline.weights.shares import (
-    Checked,
-    HeldTensor,
-    checksums_of,
-    facts_of,
-    joined_checksums,
-    share_of,
-)
+from paceline.weights.shares import Checked, HeldTensor, Senders, check_share, joined_hash
 
 CHUNK = 4096
 
@@ -60,16 +53,28 @@ def shared(draw: st.DrawFn) -> tuple[Manifest, list[NamedTensor], list[list[Held
     return manifest, tensors, held
 
 
+def facts_of(manifest: Manifest, held: list[list[HeldTensor]]) -> list[Checked]:
+    """The checked ranges of all senders; the first one announces the version."""
+    facts: list[Checked] = []
+
+    def exchange(own: list[object]) -> list[object]:
+        facts.extend(own[1])  # type: ignore[arg-type]
+        return [[None, [(0, manifest.total_bytes, 0)]]]
+
+    for share in held:
+        check_share(manifest, share, Senders(0, exchange))
+    return facts
+
+
 @given(shared())
-def test_joined_checksums_are_those_of_the_whole(
+def test_the_joined_hash_is_that_of_the_whole(
     version: tuple[Manifest, list[NamedTensor], list[list[HeldTensor]]],
 ) -> None:
     manifest, tensors, held = version
     content = b"".join(bytes(one.view) for one in tensors)
-    joined = joined_checksums(manifest, [facts_of(share_of(manifest, one).ranges) for one in held])
+    joined = joined_hash([facts_of(manifest, held)], len(content), CHUNK)
     chunks = [zlib.crc32(content[at : at + CHUNK]) for at in range(0, len(content), CHUNK)]
-    assert joined.content_hash == content_hash(chunks)
-    assert joined == checksums_of(manifest, tensors)
+    assert joined == content_hash(chunks)
 
 
 @given(shared(), st.data())
@@ -77,11 +82,9 @@ def test_shares_that_overlap_or_leave_a_gap_are_refused(
     version: tuple[Manifest, list[NamedTensor], list[list[HeldTensor]]], data: st.DataObject
 ) -> None:
     manifest, _, held = version
-    facts: list[Checked] = [
-        one for share in held for one in facts_of(share_of(manifest, share).ranges)
-    ]
+    facts = facts_of(manifest, held)
     number = data.draw(st.integers(0, len(facts) - 1))
     twice = data.draw(st.booleans())
     changed = [*facts, facts[number]] if twice else [*facts[:number], *facts[number + 1 :]]
     with pytest.raises(InvalidInput, match="overlap" if twice else "gap|not the whole version"):
-        joined_checksums(manifest, [changed])
+        joined_hash([changed], manifest.total_bytes, CHUNK)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -93,14 +92,6 @@ class RunConfig(Config):
     a service with a blocked event loop, and to the run's own Redis without answers. 0: no limit,
     also with heartbeat_s = 0.
     """
-    handover: bool = True
-    """Whether receivers accept weights of senders on their host by file, from their own directory
-    in `<dir>/handover`; false: only by the network.
-    """
-
-    def handover_dir(self, receiver: str) -> Path | None:
-        """Directory for file handover to a receiver; None if handover is off."""
-        return Path(self.dir) / "handover" / receiver if self.handover else None
 
 
 class RedisConfig(Config):

@@ -34,15 +34,14 @@ _RETRY = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
-_TAKE = "paceline.v1.WeightService.Take"
 
 
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     """A channel to `host:port`; create it on the running event loop.
 
     Calls carry the current trace and the token and have a client span. Unary calls to Paceline's
-    services that end in UNAVAILABLE are retried up to 3 times, except `Take`. Raises ConfigError in
-    the same cases as `Server` for that address.
+    services that end in UNAVAILABLE are retried up to 3 times. Raises ConfigError in the same cases
+    as `Server` for that address.
     """
     check_security(address, security)
     credentials = channel_credentials(security)
@@ -128,16 +127,14 @@ def _options(address: str) -> list[tuple[str, Any]]:
 
 @cache
 def _service_config() -> str:
-    """Retries unary methods only. A stream may have done half of its work, and so may `Take`, its
-    substitute by file.
-    """
+    """Retries unary methods only: a stream may have done half of its work."""
     modules = (coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2)
     names = [
         {"service": service.full_name, "method": method.name}
         for module in modules
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
-        if not (method.client_streaming or method.server_streaming) and method.full_name != _TAKE
+        if not (method.client_streaming or method.server_streaming)
     ]
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": _RETRY}]})
 

@@ -4,7 +4,7 @@ and the open sessions.
 Names within a run: "trajectories" (group "policy"), "features" (group "drafter"), "journal".
 """
 
-from paceline.streams.base import Depth, Entry, Stream
+from paceline.streams.base import Depth, Entry
 from paceline.streams.connection import connect, run_key
 from paceline.streams.entries import (
     FeatureBatch,
@@ -27,7 +27,6 @@ __all__ = [
     "LedgerCount",
     "OpenSessions",
     "RedisStream",
-    "Stream",
     "api_key_hash",
     "connect",
     "decode_features",

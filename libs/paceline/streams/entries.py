@@ -1,12 +1,14 @@
-"""Encodes hidden rows and trajectories as stream entries, and decodes them.
+"""Encodes hidden rows and trajectories as stream entries, and decodes them; see docs/streams.md.
 
-Row i is the target's state at the token of absolute position positions[i]. token_ids[i] is that
-token, token_ids[i + 1] the next one. The state of the last token is absent: a request of N tokens
-has T = N - 1 rows and T + 1 token ids.
+An entry has a JSON header and a payload of tensors. Row i of hidden rows is the target's state at
+the token of absolute position positions[i]. token_ids[i] is that token, token_ids[i + 1] the next
+one. The state of the last token is absent: a request of N tokens has T = N - 1 rows and T + 1 token
+ids.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,20 +18,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline import tensors
 from paceline.errors import DataLoss, InvalidInput
-from paceline.streams.fields import FEATURES, TRAJECTORIES, PayloadTensor
+from paceline.tagged_json import fields_of, to_object
 from paceline.telemetry import inject
-from paceline.tensors import (
-    NUMPY_CODES,
-    NamedTensor,
-    as_numpy,
-    decode_safetensors,
-    encode_safetensors,
-    from_numpy,
-)
+from paceline.tensors import NamedTensor, as_numpy
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
+SCHEMA_VERSION = "6"
 FEATURE_DTYPES = ("BF16", "F32")
+FEATURE_HEADER = (
+    *("run_id", "step", "session_id", "group_id", "temperature"),
+    *("policy_version", "lm_head_hash", "layers", "convention"),
+)
+FEATURE_ARRAYS = {"versions": "I64", "token_ids": "I32", "positions": "I32", "mask": "U8"}
+"""Dtype of each tensor beside `hidden`, which is third. Falling element sizes align each tensor."""
+TRAJECTORY_TENSORS = {
+    "token_ids": ("I32", 1),
+    "loss_mask": ("U8", 1),
+    "behavior_logprobs": ("F32", 1),
+    "version_spans": ("I64", 2),
+    "draw_spans": ("I64", 2),
+}
+"""Dtype and number of dimensions of each tensor."""
+TRAJECTORY_HEADER = tuple(
+    one.name
+    for one in fields(Trajectory)
+    if one.name not in (*TRAJECTORY_TENSORS, "accepted_drafts")
+)
+_DAMAGED = (ValueError, TypeError, KeyError, OverflowError, RecursionError, InvalidInput)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,53 +100,28 @@ class FeatureBatch:
 
 def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
     """Header and payload of one request's rows. The traceparent defaults to the current span's."""
-    header = FEATURES.write_header(
-        batch,
-        dtype=batch.hidden.dtype,
-        rows=batch.rows,
-        hidden=batch.hidden_size,
-        traceparent=batch.traceparent or inject().get("traceparent", ""),
-    )
-    tensors = [_tensor(one, getattr(batch, one.name)) for one in FEATURES.payload]
-    return header, encode_safetensors(tensors)
+    parts = [_tensor(name, getattr(batch, name), dtype) for name, dtype in FEATURE_ARRAYS.items()]
+    parts.insert(3, batch.hidden)
+    header = to_object(batch, FEATURE_HEADER)
+    return _written(header, batch.traceparent), tensors.encode_safetensors(parts)
 
 
-def _tensor(declared: PayloadTensor, value: NamedTensor | npt.NDArray[Any]) -> NamedTensor:
-    if isinstance(value, NamedTensor):
-        return NamedTensor(declared.name, value.dtype, value.shape, value.data)
-    return from_numpy(declared.name, np.asarray(value, dtype=NUMPY_CODES[declared.dtype]))
-
-
-def decode_features(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
+def decode_features(entry: Mapping[str, str], payload: bytes) -> FeatureBatch:
     """The rows of an entry, as views of `payload`. Raises DataLoss for an entry that
     encode_features did not write.
     """
     try:
-        return _decode(header, payload)
-    except (ValueError, TypeError, OverflowError, RecursionError, InvalidInput) as error:
-        raise DataLoss(
-            "an entry does not decode as a feature batch", seen=f"{type(error).__name__}: {error}"
-        ) from error
+        read = tensors.decode_safetensors(payload)
+        return FeatureBatch(
+            **fields_of(FeatureBatch, _header_of(entry), FEATURE_HEADER),
+            **{name: _array(read, name, dtype) for name, dtype in FEATURE_ARRAYS.items()},
+            hidden=read["hidden"],
+            traceparent=entry["traceparent"],
+        )
+    except _DAMAGED as error:
+        raise DataLoss("an entry does not decode as a feature batch", seen=repr(error)) from error
 
 
-def _decode(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
-    values, computed = FEATURES.read_header(header)
-    tensors = decode_safetensors(payload)
-    rows = computed["rows"]
-    sizes = {"T": rows, "T + 1": rows + 1, "H": computed["hidden"]}
-
-    def part(name: str) -> Any:
-        found = FEATURES.read_tensor(tensors, name, computed["dtype"], **sizes)
-        return found if name.endswith("hidden") else as_numpy(found)
-
-    return FeatureBatch(
-        **values,
-        **{one.name: part(one.name) for one in FEATURES.payload},
-        traceparent=computed["traceparent"],
-    )
-
-
-_SPANS, _DRAWN, _MASK = "version_spans", "draw_spans", "loss_mask"
 _of_version = attrgetter(*(one.name for one in fields(VersionSpan)))
 _way = attrgetter(*(one.name for one in fields(DrawSpan)[2:]))  # all fields except start and end
 _ACCEPTED = 2
@@ -140,71 +132,98 @@ def encode_trajectory(
     trajectory: Trajectory, traceparent: str = ""
 ) -> tuple[dict[str, str], bytes]:
     """Header and payload of one branch; `traceparent` defaults to the current span's."""
-    rows: dict[str, Any] = {one.name: getattr(trajectory, one.name) for one in TRAJECTORIES.payload}
+    rows: dict[str, Any] = {name: getattr(trajectory, name) for name in TRAJECTORY_TENSORS}
     spans = [_of_version(span) for span in trajectory.version_spans]
-    rows[_SPANS] = np.reshape(spans, (len(spans), 3))
+    rows["version_spans"] = np.reshape(spans, (len(spans), 3))
     drawn_by = [_way(span) for span in trajectory.draw_spans]
     ways = list(dict.fromkeys(drawn_by))
     drawn = [
         (one.start, one.end, ways.index(way))
         for one, way in zip(trajectory.draw_spans, drawn_by, strict=True)
     ]
+    rows["draw_spans"] = np.reshape(drawn, (len(drawn), 3))
     if accepted := trajectory.accepted_drafts:
-        rows[_MASK] = np.asarray(rows[_MASK]) + np.multiply(accepted, _ACCEPTED)
-    rows[_DRAWN] = np.reshape(drawn, (len(drawn), 3))
-    payload = encode_safetensors(
-        [
-            from_numpy(one.name, np.asarray(rows[one.name], dtype=NUMPY_CODES[one.dtype]))
-            for one in TRAJECTORIES.payload
-        ]
+        rows["loss_mask"] = np.asarray(rows["loss_mask"]) + np.multiply(accepted, _ACCEPTED)
+    payload = tensors.encode_safetensors(
+        [_tensor(name, rows[name], dtype) for name, (dtype, _) in TRAJECTORY_TENSORS.items()]
     )
-    header = TRAJECTORIES.write_header(
-        trajectory,
-        policy_version=max((span.policy_version for span in trajectory.version_spans), default=0),
-        ways=ways,
-        crc32=zlib.crc32(payload),
-        traceparent=traceparent or inject().get("traceparent", ""),
-    )
-    return header, payload
+    header = to_object(trajectory, TRAJECTORY_HEADER)
+    return _written({**header, "ways": ways, "crc32": zlib.crc32(payload)}, traceparent), payload
 
 
-def decode_trajectory(header: Mapping[str, str], payload: bytes) -> Trajectory:
+def decode_trajectory(entry: Mapping[str, str], payload: bytes) -> Trajectory:
     """The branch of an entry. Raises DataLoss for an entry that encode_trajectory did not write."""
     try:
-        values, computed = TRAJECTORIES.read_header(header)
-        if computed["crc32"] != zlib.crc32(payload):
+        header = _header_of(entry)
+        ways, written = header.pop("ways"), header.pop("crc32")
+        if written != zlib.crc32(payload):
             raise DataLoss(
-                "payload of a trajectory does not match its checksum", seen=zlib.crc32(payload)
+                "payload of a trajectory does not match its checksum",
+                seen=zlib.crc32(payload),
+                allowed=written,
             )
-        key = BranchKey(**{one.name: values.pop(f"key.{one.name}") for one in fields(BranchKey)})
-        return Trajectory(key=key, **values | _arrays(payload, computed["ways"]))
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, InvalidInput) as error:
+        values = fields_of(Trajectory, header, TRAJECTORY_HEADER)
+        return Trajectory(**values, **_arrays(payload, ways))
+    except _DAMAGED as error:
         raise DataLoss("an entry does not decode as a trajectory", seen=repr(error)) from error
 
 
-def trajectory_key(header: Mapping[str, str]) -> str:
+def trajectory_key(entry: Mapping[str, str]) -> str:
     """Ledger key of an entry with an undecodable payload. Raises DataLoss if the header lacks the
     key.
     """
     try:
-        return str(BranchKey(header["run"], header["session"], header["branch"]))
-    except KeyError as error:
-        raise DataLoss("an entry does not name its branch", seen=sorted(header)) from error
+        return str(BranchKey(**json.loads(entry["header"])["key"]))
+    except _DAMAGED as error:
+        raise DataLoss("an entry does not name its branch", seen=sorted(entry)) from error
+
+
+def _written(header: Mapping[str, Any], traceparent: str) -> dict[str, str]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "header": json.dumps(header, separators=(",", ":")),
+        "traceparent": traceparent or inject().get("traceparent", ""),
+    }
+
+
+def _header_of(entry: Mapping[str, str]) -> dict[str, Any]:
+    seen = entry.get("schema_version")
+    if seen != SCHEMA_VERSION:
+        raise DataLoss("entry has another layout", seen=seen, allowed=SCHEMA_VERSION)
+    return dict(json.loads(entry["header"]))
+
+
+def _tensor(name: str, value: Any, dtype: str) -> NamedTensor:
+    return tensors.from_numpy(name, np.asarray(value, dtype=tensors.NUMPY_CODES[dtype]))
+
+
+def _array(
+    read: Mapping[str, NamedTensor], name: str, dtype: str, dimensions: int = 1
+) -> npt.NDArray[Any]:
+    tensor = read[name]
+    if (tensor.dtype, len(tensor.shape)) != (dtype, dimensions):
+        raise DataLoss(
+            f"tensor {name} has another form",
+            seen=(tensor.dtype, tensor.shape),
+            allowed=f"{dtype} with {dimensions} dimensions",
+        )
+    return as_numpy(tensor)
 
 
 def _arrays(
     payload: bytes, ways: Sequence[tuple[str, str, bool, bool]]
 ) -> dict[str, tuple[Any, ...]]:
-    tensors = decode_safetensors(payload)
+    read = tensors.decode_safetensors(payload)
     arrays = {
-        one.name: tuple(as_numpy(TRAJECTORIES.read_tensor(tensors, one.name)).tolist())
-        for one in TRAJECTORIES.payload
+        name: tuple(_array(read, name, *form).tolist()) for name, form in TRAJECTORY_TENSORS.items()
     }
-    arrays[_SPANS] = tuple(VersionSpan(*span) for span in arrays[_SPANS])
-    masks = arrays[_MASK]
+    arrays["version_spans"] = tuple(VersionSpan(*span) for span in arrays["version_spans"])
+    masks = arrays["loss_mask"]
     accepted = tuple(one // _ACCEPTED for one in masks)
     arrays["accepted_drafts"] = accepted if any(accepted) else ()
-    arrays[_MASK] = tuple(one % _ACCEPTED for one in masks)
+    arrays["loss_mask"] = tuple(one % _ACCEPTED for one in masks)
     named = dict(enumerate(ways))  # a negative number names no path
-    arrays[_DRAWN] = tuple(DrawSpan(start, end, *named[way]) for start, end, way in arrays[_DRAWN])
+    arrays["draw_spans"] = tuple(
+        DrawSpan(start, end, *named[way]) for start, end, way in arrays["draw_spans"]
+    )
     return arrays

@@ -14,7 +14,6 @@ import itertools
 import json
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +37,6 @@ had no tokens.
 MAX_RECORD_BYTES = 16 << 10
 BATCH = 256
 RETRY_S = 0.25
-_API_KEY = "api_key_hash"
 log = get_logger(__name__)
 
 
@@ -77,14 +75,10 @@ class OpenSessions:
         self._lost_keys = connection.run_key(run_id, "sessions:lost:keys")
         self._lost_at = connection.run_key(run_id, "sessions:lost:at")
         self._take: Any = None if client is None else client.register_script(scripts.TAKE_LOST)
-        # session -> value to set; None: to remove
-        self._waiting: OrderedDict[str, str | None] = OrderedDict()
+        self._waiting: dict[str, str | None] = {}  # session -> value to set; None: to remove
         self._written: set[str] = set()  # sessions that are or may be in Redis
-        self._flying: Mapping[str, str | None] = {}  # values being written now
         self._turn = asyncio.Event()  # set and replaced after every write
         self._wake = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._empty.set()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -114,7 +108,8 @@ class OpenSessions:
     async def written(self, deadline_s: float) -> None:
         """Returns when Redis has everything. Raises TimeoutError."""
         async with asyncio.timeout(deadline_s):
-            await self._empty.wait()
+            while self._waiting:
+                await self._turn.wait()
 
     async def recorded(self, session_id: str, deadline_s: float) -> bool:
         """True once Redis has the last state of a session; False if that takes longer than the
@@ -125,10 +120,9 @@ class OpenSessions:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                while session_id in self._waiting or session_id in self._flying:
+                while session_id in self._waiting:
                     await self._turn.wait()
-                return True
-        return False
+        return session_id not in self._waiting
 
     def opened(self, session_id: str, record: Mapping[str, Any]) -> None:
         """Records an open session. A session with `trainable` false in its record is not kept.
@@ -146,10 +140,10 @@ class OpenSessions:
 
         Call it when the session's branches are in Redis, not before.
         """
-        if self._waiting.get(session_id) is not None and session_id not in self._written:
-            del self._waiting[session_id]
-        elif session_id in self._written:
+        if session_id in self._written:
             self._put(session_id, None)
+        else:
+            self._waiting.pop(session_id, None)
 
     async def take_lost(self) -> list[dict[str, Any]]:
         """Marks sessions left open by earlier processes as lost, in one step, and returns their
@@ -183,29 +177,17 @@ class OpenSessions:
             return None
         with connection.redis_errors(self._client, "look for a lost session"):
             session_id = await self._client.hget(self._lost_keys, key_hash)
-        return None if session_id is None else await self.lost_session(session_id.decode())
-
-    async def lost_session(self, session_id: str) -> dict[str, Any] | None:
-        """The record of a lost session by its id; None if there is none."""
-        if self._client is None:
-            return None
-        with connection.redis_errors(self._client, "look for a lost session"):
-            value = await self._client.hget(self._lost, session_id)
-        return None if value is None else json.loads(value.split(b"\n", 2)[2])
+            value = session_id and await self._client.hget(self._lost, session_id)
+        return json.loads(value.split(b"\n", 2)[2]) if value else None
 
     def _value(self, session_id: str, record: Mapping[str, Any]) -> str:
         """Four lines, see scripts.TAKE_LOST; the JSON written here has no line breaks."""
-        key_hash = record.get(_API_KEY, "")
-        if not isinstance(key_hash, str) or (key_hash and not _is_hash(key_hash)):
-            raise InvalidInput(
-                f"{_API_KEY} of a session is no hash", allowed="64 hexadecimal digits"
-            )
-
         told = {**record, "session_id": session_id, "opened_at_s": time.time()}
         note = {name: record[name] for name in ledger.NOTED if name in record}
         note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}
         note |= {"final": False, "reason": LOST_REASON, "at_s": told["opened_at_s"]}
         try:
+            key_hash = record.get("api_key_hash", "")
             value = "\n".join((self._mark, key_hash, _json(note), _json(told)))
         except (TypeError, ValueError) as error:
             raise InvalidInput(
@@ -221,36 +203,22 @@ class OpenSessions:
 
     def _put(self, session_id: str, value: str | None) -> None:
         self._waiting[session_id] = value
-        self._empty.clear()
         self._wake.set()
 
     async def _run(self) -> None:
         while True:
             await self._wake.wait()
-            self._wake.clear()
-            while self._waiting:
-                batch = dict(itertools.islice(self._waiting.items(), BATCH))
-                for session_id in batch:
-                    del self._waiting[session_id]
-                self._flying = batch
-                done = await self._write(batch)
-                self._flying = {}
-                if not done:
-                    self._put_back(batch)
-                turn, self._turn = self._turn, asyncio.Event()
-                turn.set()
-                if not done:
-                    await asyncio.sleep(RETRY_S)
-            self._empty.set()
-
-    def _put_back(self, batch: dict[str, str | None]) -> None:
-        """Puts a batch back in front of later values, without replacing a later value of the same
-        session.
-        """
-        for session_id in reversed(batch):
-            if session_id not in self._waiting:
-                self._waiting[session_id] = batch[session_id]
-                self._waiting.move_to_end(session_id, last=False)
+            batch = dict(itertools.islice(self._waiting.items(), BATCH))
+            if await self._write(batch):
+                for session_id, value in batch.items():
+                    if self._waiting[session_id] is value:  # else a later state waits
+                        del self._waiting[session_id]
+            else:
+                await asyncio.sleep(RETRY_S)
+            if not self._waiting:
+                self._wake.clear()
+            turn, self._turn = self._turn, asyncio.Event()
+            turn.set()
 
     async def _write(self, batch: Mapping[str, str | None]) -> bool:
         values = {session_id: value for session_id, value in batch.items() if value is not None}
@@ -278,10 +246,6 @@ class OpenSessions:
 
 def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, allow_nan=False)
-
-
-def _is_hash(text: str) -> bool:
-    return len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

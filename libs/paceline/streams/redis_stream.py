@@ -20,9 +20,7 @@ from paceline.streams.connection import OUTAGE_ERRORS, OUTAGE_S, Outage, blockin
 
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000
-"""Milliseconds during which an append without a key can be repeated safely; longer than
-any outage.
-"""
+"""Milliseconds during which an append can be repeated safely; longer than any outage."""
 
 _PAGE = 16
 """Pending entries per read; an entry may be megabytes."""
@@ -32,9 +30,11 @@ _ANSWER_S = 5.0
 
 
 class RedisStream:
-    """Stream over one Redis key; see Stream for the contract.
+    """Entries in the order of their append; every group reads each of them at least once.
 
-    `client` is created by connect(). The caller owns it and closes it.
+    Every call may raise Unavailable when the server stays away for longer than the permitted
+    outage, and ResourceExhausted (reason REDIS_FULL) when its memory or disk is full. `client` is
+    created by connect(). The caller owns it and closes it.
     """
 
     def __init__(
@@ -73,40 +73,40 @@ class RedisStream:
                 if not str(error).startswith("BUSYGROUP"):
                     raise
 
-    async def append(
-        self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
-    ) -> str | None:
-        """Appends once per key, also after a lost answer to the first try."""
-        keys, args = self._append_of(fields, payload, key)
-        with redis_errors(self._client, f"append to {self._key}"):
-            entry_id, mine = await self._append(keys=keys, args=args)
-        return bytes(entry_id).decode() if mine else None
+    async def append(self, fields: Mapping[str, str], payload: bytes) -> str:
+        """Appends one entry and returns its id; see append_all."""
+        (entry_id,) = await self.append_all([(fields, payload)])
+        return entry_id
 
-    async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> None:
-        """Appends several entries in one transaction, so a waiting reader receives all of them."""
-        calls = [self._append_of(fields, payload, None) for fields, payload in entries]
+    async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> list[str]:
+        """Appends several entries in one transaction and returns their ids. Each is appended once,
+        also after a lost answer to the first try. A byte budget removes the oldest entries.
+
+        Raises ResourceExhausted when one entry exceeds the budget alone. After another error, some
+        entries may be in the stream.
+        """
+        calls = [self._append_of(fields, payload) for fields, payload in entries]
         with redis_errors(self._client, f"append to {self._key}"):
             pipe = self._client.pipeline(transaction=True)
             for keys, args in calls:
                 await self._append(keys=keys, args=args, client=pipe)
-            await pipe.execute()
+            return [bytes(entry_id).decode() for entry_id in await pipe.execute()]
 
-    def _append_of(
-        self, fields: Mapping[str, str], payload: bytes, key: str | None
-    ) -> tuple[list[str], list[Any]]:
+    def _append_of(self, fields: Mapping[str, str], payload: bytes) -> tuple[list[str], list[Any]]:
         """Keys and arguments of the script that appends."""
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
             raise ResourceExhausted(
                 f"one entry exceeds the budget of {self._key}", seen=size, allowed=self._budget
             )
-        nonce = uuid.uuid4().hex
-        keys = [self._key, f"{self._key}:once:{nonce if key is None else key}", self._sizes]
-        head = [nonce, _NONCE_MS if key is None else 0, self._budget or 0, size]
+        keys = [self._key, f"{self._key}:once:{uuid.uuid4().hex}", self._sizes]
+        head = [_NONCE_MS, self._budget or 0, size]
         return keys, [*head, *flat(fields, payload)]
 
     async def read(self, group: str, consumer: str, count: int, block_s: float) -> list[Entry]:
-        """New entries; may take `block_s` plus the outage allowed."""
+        """Up to `count` entries new to the group. Waits up to `block_s` seconds for the first one,
+        then returns []; an outage adds at most the permitted outage.
+        """
         deadline = asyncio.get_running_loop().time() + block_s
         outage = Outage(self._outage_s)
         with redis_errors(self._client, f"read {self._key} as {group}/{consumer}"):
@@ -127,7 +127,9 @@ class RedisStream:
                     await self.create_group(group)
 
     async def ack(self, group: str, ids: Sequence[str], *, delete: bool = False) -> None:
-        """Acknowledges entries, and deletes them on request, in one script."""
+        """Acknowledges entries after use, in one script. With `delete` they also leave the stream,
+        for every group.
+        """
         if not ids:
             return
         with redis_errors(self._client, f"acknowledge on {self._key}"):
@@ -135,32 +137,17 @@ class RedisStream:
         for held in self._held.values():
             held.difference_update(ids)
 
-    async def claim(self, group: str, consumer: str, min_idle_s: float, count: int) -> list[Entry]:
-        """Takes over idle entries, oldest first."""
-        claimed: list[Entry] = []
-        cursor = "0-0"
-        who = (self._key, group, consumer, int(min_idle_s * 1000))
-        with redis_errors(self._client, f"claim on {self._key} as {group}/{consumer}"):
-            while len(claimed) < count:
-                reply = await self._client.execute_command(
-                    "XAUTOCLAIM", *who, cursor, "COUNT", count - len(claimed)
-                )
-                cursor, entries = autoclaimed(reply)
-                claimed += entries
-                if cursor == "0-0":
-                    break
-        self._hold(group, consumer, claimed)
-        return claimed
-
     async def unacked(self, group: str, consumer: str) -> list[Entry]:
-        """Entries this consumer holds, from the first on."""
+        """This consumer's delivered and unacknowledged entries, from the first on. Trimmed entries
+        are acknowledged.
+        """
         with redis_errors(self._client, f"re-read {self._key} as {group}/{consumer}"):
             entries = await self._pending(group, consumer, frozenset(), sys.maxsize)
         self._hold(group, consumer, entries)
         return entries
 
     async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
-        """Entries after an id, read without a group."""
+        """Up to `count` entries after id `after` ("" = from the first), without a group."""
         with redis_errors(self._client, f"read history of {self._key}"):
             rows = await self._client.xrange(
                 self._key, f"({after}" if after else "-", "+", count=count
@@ -188,7 +175,7 @@ class RedisStream:
         )
 
     async def dead_letter(self, group: str, entry: Entry, reason: str) -> None:
-        """Moves an entry to the dead letters in one script."""
+        """Moves an unusable entry to the dead letters, and acknowledges it, in one script."""
         fields = {**entry.fields, "dead_reason": reason, "dead_id": entry.id, "dead_group": group}
         args = [group, entry.id, DEAD_LETTERS_KEPT, *flat(fields, entry.payload)]
         with redis_errors(self._client, f"dead-letter on {self._key}"):
@@ -197,7 +184,9 @@ class RedisStream:
             held.discard(entry.id)
 
     async def dead_letters(self, count: int = 100) -> list[Entry]:
-        """The newest dead letters, oldest first."""
+        """The newest dead letters, oldest first. Field `dead_reason` has the reason, `dead_id` the
+        id of the entry.
+        """
         with redis_errors(self._client, f"read dead letters of {self._key}"):
             rows = await self._client.xrevrange(self._dead, count=count)
         return entries_of(rows)[::-1]
@@ -283,12 +272,3 @@ def _entry(row: Any) -> Entry:
         {k.decode(): v.decode(errors="replace") for k, v in fields.items()},
         payload,
     )
-
-
-def autoclaimed(reply: Sequence[Any]) -> tuple[str, list[Entry]]:
-    """Cursor and entries of an XAUTOCLAIM reply.
-
-    Redis 6.2 returns (cursor, entries) with an empty place for a deleted entry; 7.0 adds a list of
-    the deleted ids.
-    """
-    return bytes(reply[0]).decode(), entries_of(reply[1])

@@ -43,23 +43,14 @@ APPEND = (
     _ADD
     + """
 -- KEYS: stream, marker, sizes.
--- ARGV: nonce, marker lifetime in ms (0 = for ever), budget in bytes (0 = none), size,
--- then field, value, ...
--- Returns id and 1 when appended, id and 0 when another call appended this key before.
--- The marker holds '<nonce> <id>': a call that is repeated after a lost answer finds its own nonce.
-local seen = redis.call('GET', KEYS[2])
-if seen then
-  local owner, id = string.match(seen, '^(%S+) (%S+)$')
-  return {id, owner == ARGV[1] and 1 or 0}
+-- ARGV: marker lifetime in ms, budget in bytes (0 = none), size, then field, value, ...
+-- Returns the id. The marker holds it: a call that is repeated after a lost answer finds its own.
+local id = redis.call('GET', KEYS[2])
+if not id then
+  id = add(KEYS[1], KEYS[3], tonumber(ARGV[2]), ARGV[3], tail(4))
+  redis.call('SET', KEYS[2], id, 'PX', ARGV[1])
 end
-local id = add(KEYS[1], KEYS[3], tonumber(ARGV[3]), ARGV[4], tail(5))
-local lifetime = tonumber(ARGV[2])
-if lifetime > 0 then
-  redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. id, 'PX', lifetime)
-else
-  redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. id)
-end
-return {id, 1}
+return id
 """
 )
 

@@ -26,7 +26,7 @@ from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 from paceline.v1 import trajectory_pb2 as paceline_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/weights.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/trajectory.proto\"g\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\r\n\x05\x63rc32\x18\x06 \x01(\x07\"E\n\x0bSparseDelta\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\x12\x13\n\x0bstream_hash\x18\x02 \x01(\t\x12\x11\n\tbase_hash\x18\x03 \x01(\t\"\x9c\x03\n\x08Manifest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x05 \x01(\r\x12-\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x1b.paceline.v1.WeightEncoding\x12\x14\n\x0c\x62\x61se_version\x18\x07 \x01(\x04\x12\x14\n\x0clm_head_hash\x18\x08 \x01(\t\x12\x35\n\x08metadata\x18\t \x03(\x0b\x32#.paceline.v1.Manifest.MetadataEntry\x12\x14\n\x0c\x63ontent_hash\x18\n \x01(\t\x12\'\n\x05\x64\x65lta\x18\x0b \x01(\x0b\x32\x18.paceline.v1.SparseDelta\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x0ePrepareRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\'\n\x08manifest\x18\x02 \x01(\x0b\x32\x15.paceline.v1.Manifest\"u\n\x0fPrepareResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\x15\n\rwanted_chunks\x18\x02 \x03(\r\x12\x10\n\x08replaced\x18\x03 \x01(\x08\x12\'\n\x08handover\x18\x04 \x01(\x0b\x32\x15.paceline.v1.Handover\"M\n\x08Handover\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\x04\x12\r\n\x05inode\x18\x03 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\"K\n\tFileRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\r\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\"\xad\x01\n\x0bTakeRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12&\n\x06ranges\x18\x05 \x03(\x0b\x32\x16.paceline.v1.FileRange\"8\n\x0cTakeResponse\x12(\n\x05taken\x18\x01 \x01(\x0b\x32\x19.paceline.v1.PushResponse\"\xb9\x01\n\x0bPushRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0b\x63hunk_index\x18\x03 \x01(\r\x12\r\n\x05\x63rc32\x18\x04 \x01(\r\x12,\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x0e\n\x06offset\x18\x06 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"\x86\x01\n\x0cPushResponse\x12\x16\n\x0e\x62ytes_received\x18\x01 \x01(\x04\x12\x11\n\treceive_s\x18\x02 \x01(\x01\x12\x0f\n\x07spool_s\x18\x03 \x01(\x01\x12\x11\n\tfan_out_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x61pply_s\x18\x05 \x01(\x01\x12\x16\n\x0emissing_chunks\x18\x06 \x01(\r\"\xc4\x01\n\rCommitRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12)\n\x08versions\x18\x02 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12$\n\x04mode\x18\x03 \x01(\x0e\x32\x16.paceline.v1.PauseMode\x12\x16\n\x0eleased_workers\x18\x04 \x03(\r\x12\x12\n\x05judge\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x08\n\x06_judge\";\n\x0e\x43ommitResponse\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\"x\n\x0c\x41\x62ortRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x03 \x01(\x04\"\x0f\n\rAbortResponse\"\x14\n\x12GetVersionsRequest\"\xca\x01\n\x13GetVersionsResponse\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12)\n\x08previous\x18\x02 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x17\n\x0fprepared_policy\x18\x03 \x03(\x04\x12\x18\n\x10prepared_drafter\x18\x04 \x03(\x04\x12*\n\x07\x64\x61maged\x18\x05 \x03(\x0e\x32\x19.paceline.v1.WeightTarget\"8\n\x0bPullRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\"`\n\x0cPullResponse\x12\'\n\x08manifest\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Manifest\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.paceline.v1.PushRequest*m\n\x0eWeightEncoding\x12\x1f\n\x1bWEIGHT_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_ENCODING_FULL\x10\x01\x12 \n\x1cWEIGHT_ENCODING_SPARSE_DELTA\x10\x02\x32\xe5\x03\n\rWeightService\x12\x44\n\x07Prepare\x12\x1b.paceline.v1.PrepareRequest\x1a\x1c.paceline.v1.PrepareResponse\x12=\n\x04Push\x12\x18.paceline.v1.PushRequest\x1a\x19.paceline.v1.PushResponse(\x01\x12;\n\x04Take\x12\x18.paceline.v1.TakeRequest\x1a\x19.paceline.v1.TakeResponse\x12\x41\n\x06\x43ommit\x12\x1a.paceline.v1.CommitRequest\x1a\x1b.paceline.v1.CommitResponse\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponse\x12P\n\x0bGetVersions\x12\x1f.paceline.v1.GetVersionsRequest\x1a .paceline.v1.GetVersionsResponse\x12=\n\x04Pull\x12\x18.paceline.v1.PullRequest\x1a\x19.paceline.v1.PullResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/weights.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/trajectory.proto\"X\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\"E\n\x0bSparseDelta\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\x12\x13\n\x0bstream_hash\x18\x02 \x01(\t\x12\x11\n\tbase_hash\x18\x03 \x01(\t\"\x9c\x03\n\x08Manifest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x05 \x01(\r\x12-\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x1b.paceline.v1.WeightEncoding\x12\x14\n\x0c\x62\x61se_version\x18\x07 \x01(\x04\x12\x14\n\x0clm_head_hash\x18\x08 \x01(\t\x12\x35\n\x08metadata\x18\t \x03(\x0b\x32#.paceline.v1.Manifest.MetadataEntry\x12\x14\n\x0c\x63ontent_hash\x18\n \x01(\t\x12\'\n\x05\x64\x65lta\x18\x0b \x01(\x0b\x32\x18.paceline.v1.SparseDelta\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x0ePrepareRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\'\n\x08manifest\x18\x02 \x01(\x0b\x32\x15.paceline.v1.Manifest\"L\n\x0fPrepareResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\x15\n\rwanted_chunks\x18\x02 \x03(\r\x12\x10\n\x08replaced\x18\x03 \x01(\x08\"\xb9\x01\n\x0bPushRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0b\x63hunk_index\x18\x03 \x01(\r\x12\r\n\x05\x63rc32\x18\x04 \x01(\r\x12,\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x0e\n\x06offset\x18\x06 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"\x86\x01\n\x0cPushResponse\x12\x16\n\x0e\x62ytes_received\x18\x01 \x01(\x04\x12\x11\n\treceive_s\x18\x02 \x01(\x01\x12\x0f\n\x07spool_s\x18\x03 \x01(\x01\x12\x11\n\tfan_out_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x61pply_s\x18\x05 \x01(\x01\x12\x16\n\x0emissing_chunks\x18\x06 \x01(\r\"\xc4\x01\n\rCommitRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12)\n\x08versions\x18\x02 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12$\n\x04mode\x18\x03 \x01(\x0e\x32\x16.paceline.v1.PauseMode\x12\x16\n\x0eleased_workers\x18\x04 \x03(\r\x12\x12\n\x05judge\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x08\n\x06_judge\";\n\x0e\x43ommitResponse\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\"x\n\x0c\x41\x62ortRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x03 \x01(\x04\"\x0f\n\rAbortResponse\"\x14\n\x12GetVersionsRequest\"\xca\x01\n\x13GetVersionsResponse\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12)\n\x08previous\x18\x02 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x17\n\x0fprepared_policy\x18\x03 \x03(\x04\x12\x18\n\x10prepared_drafter\x18\x04 \x03(\x04\x12*\n\x07\x64\x61maged\x18\x05 \x03(\x0e\x32\x19.paceline.v1.WeightTarget\"8\n\x0bPullRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\"`\n\x0cPullResponse\x12\'\n\x08manifest\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Manifest\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.paceline.v1.PushRequest*m\n\x0eWeightEncoding\x12\x1f\n\x1bWEIGHT_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_ENCODING_FULL\x10\x01\x12 \n\x1cWEIGHT_ENCODING_SPARSE_DELTA\x10\x02\x32\xa8\x03\n\rWeightService\x12\x44\n\x07Prepare\x12\x1b.paceline.v1.PrepareRequest\x1a\x1c.paceline.v1.PrepareResponse\x12=\n\x04Push\x12\x18.paceline.v1.PushRequest\x1a\x19.paceline.v1.PushResponse(\x01\x12\x41\n\x06\x43ommit\x12\x1a.paceline.v1.CommitRequest\x1a\x1b.paceline.v1.CommitResponse\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponse\x12P\n\x0bGetVersions\x12\x1f.paceline.v1.GetVersionsRequest\x1a .paceline.v1.GetVersionsResponse\x12=\n\x04Pull\x12\x18.paceline.v1.PullRequest\x1a\x19.paceline.v1.PullResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,48 +35,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MANIFEST_METADATAENTRY']._loaded_options = None
   _globals['_MANIFEST_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_WEIGHTENCODING']._serialized_start=2410
-  _globals['_WEIGHTENCODING']._serialized_end=2519
+  _globals['_WEIGHTENCODING']._serialized_start=1964
+  _globals['_WEIGHTENCODING']._serialized_end=2073
   _globals['_TENSORSPEC']._serialized_start=98
-  _globals['_TENSORSPEC']._serialized_end=201
-  _globals['_SPARSEDELTA']._serialized_start=203
-  _globals['_SPARSEDELTA']._serialized_end=272
-  _globals['_MANIFEST']._serialized_start=275
-  _globals['_MANIFEST']._serialized_end=687
-  _globals['_MANIFEST_METADATAENTRY']._serialized_start=640
-  _globals['_MANIFEST_METADATAENTRY']._serialized_end=687
-  _globals['_PREPAREREQUEST']._serialized_start=689
-  _globals['_PREPAREREQUEST']._serialized_end=792
-  _globals['_PREPARERESPONSE']._serialized_start=794
-  _globals['_PREPARERESPONSE']._serialized_end=911
-  _globals['_HANDOVER']._serialized_start=913
-  _globals['_HANDOVER']._serialized_end=990
-  _globals['_FILERANGE']._serialized_start=992
-  _globals['_FILERANGE']._serialized_end=1067
-  _globals['_TAKEREQUEST']._serialized_start=1070
-  _globals['_TAKEREQUEST']._serialized_end=1243
-  _globals['_TAKERESPONSE']._serialized_start=1245
-  _globals['_TAKERESPONSE']._serialized_end=1301
-  _globals['_PUSHREQUEST']._serialized_start=1304
-  _globals['_PUSHREQUEST']._serialized_end=1489
-  _globals['_PUSHRESPONSE']._serialized_start=1492
-  _globals['_PUSHRESPONSE']._serialized_end=1626
-  _globals['_COMMITREQUEST']._serialized_start=1629
-  _globals['_COMMITREQUEST']._serialized_end=1825
-  _globals['_COMMITRESPONSE']._serialized_start=1827
-  _globals['_COMMITRESPONSE']._serialized_end=1886
-  _globals['_ABORTREQUEST']._serialized_start=1888
-  _globals['_ABORTREQUEST']._serialized_end=2008
-  _globals['_ABORTRESPONSE']._serialized_start=2010
-  _globals['_ABORTRESPONSE']._serialized_end=2025
-  _globals['_GETVERSIONSREQUEST']._serialized_start=2027
-  _globals['_GETVERSIONSREQUEST']._serialized_end=2047
-  _globals['_GETVERSIONSRESPONSE']._serialized_start=2050
-  _globals['_GETVERSIONSRESPONSE']._serialized_end=2252
-  _globals['_PULLREQUEST']._serialized_start=2254
-  _globals['_PULLREQUEST']._serialized_end=2310
-  _globals['_PULLRESPONSE']._serialized_start=2312
-  _globals['_PULLRESPONSE']._serialized_end=2408
-  _globals['_WEIGHTSERVICE']._serialized_start=2522
-  _globals['_WEIGHTSERVICE']._serialized_end=3007
+  _globals['_TENSORSPEC']._serialized_end=186
+  _globals['_SPARSEDELTA']._serialized_start=188
+  _globals['_SPARSEDELTA']._serialized_end=257
+  _globals['_MANIFEST']._serialized_start=260
+  _globals['_MANIFEST']._serialized_end=672
+  _globals['_MANIFEST_METADATAENTRY']._serialized_start=625
+  _globals['_MANIFEST_METADATAENTRY']._serialized_end=672
+  _globals['_PREPAREREQUEST']._serialized_start=674
+  _globals['_PREPAREREQUEST']._serialized_end=777
+  _globals['_PREPARERESPONSE']._serialized_start=779
+  _globals['_PREPARERESPONSE']._serialized_end=855
+  _globals['_PUSHREQUEST']._serialized_start=858
+  _globals['_PUSHREQUEST']._serialized_end=1043
+  _globals['_PUSHRESPONSE']._serialized_start=1046
+  _globals['_PUSHRESPONSE']._serialized_end=1180
+  _globals['_COMMITREQUEST']._serialized_start=1183
+  _globals['_COMMITREQUEST']._serialized_end=1379
+  _globals['_COMMITRESPONSE']._serialized_start=1381
+  _globals['_COMMITRESPONSE']._serialized_end=1440
+  _globals['_ABORTREQUEST']._serialized_start=1442
+  _globals['_ABORTREQUEST']._serialized_end=1562
+  _globals['_ABORTRESPONSE']._serialized_start=1564
+  _globals['_ABORTRESPONSE']._serialized_end=1579
+  _globals['_GETVERSIONSREQUEST']._serialized_start=1581
+  _globals['_GETVERSIONSREQUEST']._serialized_end=1601
+  _globals['_GETVERSIONSRESPONSE']._serialized_start=1604
+  _globals['_GETVERSIONSRESPONSE']._serialized_end=1806
+  _globals['_PULLREQUEST']._serialized_start=1808
+  _globals['_PULLREQUEST']._serialized_end=1864
+  _globals['_PULLRESPONSE']._serialized_start=1866
+  _globals['_PULLRESPONSE']._serialized_end=1962
+  _globals['_WEIGHTSERVICE']._serialized_start=2076
+  _globals['_WEIGHTSERVICE']._serialized_end=2500
 # @@protoc_insertion_point(module_scope)

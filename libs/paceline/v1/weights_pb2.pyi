@@ -19,20 +19,18 @@ WEIGHT_ENCODING_FULL: WeightEncoding
 WEIGHT_ENCODING_SPARSE_DELTA: WeightEncoding
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "offset", "nbytes", "crc32")
+    __slots__ = ("name", "dtype", "shape", "offset", "nbytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
-    CRC32_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     nbytes: int
-    crc32: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class SparseDelta(_message.Message):
     __slots__ = ("nbytes", "stream_hash", "base_hash")
@@ -86,60 +84,14 @@ class PrepareRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class PrepareResponse(_message.Message):
-    __slots__ = ("complete", "wanted_chunks", "replaced", "handover")
+    __slots__ = ("complete", "wanted_chunks", "replaced")
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     WANTED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     REPLACED_FIELD_NUMBER: _ClassVar[int]
-    HANDOVER_FIELD_NUMBER: _ClassVar[int]
     complete: bool
     wanted_chunks: _containers.RepeatedScalarFieldContainer[int]
     replaced: bool
-    handover: Handover
-    def __init__(self, complete: _Optional[bool] = ..., wanted_chunks: _Optional[_Iterable[int]] = ..., replaced: _Optional[bool] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ...) -> None: ...
-
-class Handover(_message.Message):
-    __slots__ = ("directory", "device", "inode", "boot_id")
-    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    INODE_FIELD_NUMBER: _ClassVar[int]
-    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
-    directory: str
-    device: int
-    inode: int
-    boot_id: str
-    def __init__(self, directory: _Optional[str] = ..., device: _Optional[int] = ..., inode: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...
-
-class FileRange(_message.Message):
-    __slots__ = ("start", "position", "nbytes", "crc32")
-    START_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    NBYTES_FIELD_NUMBER: _ClassVar[int]
-    CRC32_FIELD_NUMBER: _ClassVar[int]
-    start: int
-    position: int
-    nbytes: int
-    crc32: int
-    def __init__(self, start: _Optional[int] = ..., position: _Optional[int] = ..., nbytes: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
-
-class TakeRequest(_message.Message):
-    __slots__ = ("context", "target", "version", "file", "ranges")
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    TARGET_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    RANGES_FIELD_NUMBER: _ClassVar[int]
-    context: _trajectory_pb2.CommandContext
-    target: _engine_pb2.WeightTarget
-    version: int
-    file: str
-    ranges: _containers.RepeatedCompositeFieldContainer[FileRange]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., file: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[FileRange, _Mapping]]] = ...) -> None: ...
-
-class TakeResponse(_message.Message):
-    __slots__ = ("taken",)
-    TAKEN_FIELD_NUMBER: _ClassVar[int]
-    taken: PushResponse
-    def __init__(self, taken: _Optional[_Union[PushResponse, _Mapping]] = ...) -> None: ...
+    def __init__(self, complete: _Optional[bool] = ..., wanted_chunks: _Optional[_Iterable[int]] = ..., replaced: _Optional[bool] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("target", "version", "chunk_index", "crc32", "context", "offset", "data")

@@ -46,11 +46,6 @@ class WeightServiceStub:
                 request_serializer=paceline_dot_v1_dot_weights__pb2.PushRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_weights__pb2.PushResponse.FromString,
                 _registered_method=True)
-        self.Take = channel.unary_unary(
-                '/paceline.v1.WeightService/Take',
-                request_serializer=paceline_dot_v1_dot_weights__pb2.TakeRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_weights__pb2.TakeResponse.FromString,
-                _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/paceline.v1.WeightService/Commit',
                 request_serializer=paceline_dot_v1_dot_weights__pb2.CommitRequest.SerializeToString,
@@ -89,13 +84,6 @@ class WeightServiceServicer:
     def Push(self, request_iterator, context):
         """Sends chunks or parts of chunks. Several senders may push parts of one version at a time. The call with the last byte
         returns when the version is checked, spooled and loaded beside the serving version. The other calls return at once.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Take(self, request, context):
-        """Pushes from a file of a sender on the receiver's host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,11 +130,6 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=paceline_dot_v1_dot_weights__pb2.PushRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_weights__pb2.PushResponse.SerializeToString,
-            ),
-            'Take': grpc.unary_unary_rpc_method_handler(
-                    servicer.Take,
-                    request_deserializer=paceline_dot_v1_dot_weights__pb2.TakeRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_weights__pb2.TakeResponse.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -225,33 +208,6 @@ class WeightService:
             '/paceline.v1.WeightService/Push',
             paceline_dot_v1_dot_weights__pb2.PushRequest.SerializeToString,
             paceline_dot_v1_dot_weights__pb2.PushResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Take(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.WeightService/Take',
-            paceline_dot_v1_dot_weights__pb2.TakeRequest.SerializeToString,
-            paceline_dot_v1_dot_weights__pb2.TakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

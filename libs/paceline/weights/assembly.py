@@ -8,29 +8,17 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
-from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, FileRange, Manifest, TakeRequest
-from paceline.weights.chunks import (
-    allocate,
-    chunk_count,
-    chunk_span,
-    content_hash,
-    in_threads,
-    stream_bytes,
-)
-from paceline.weights.handover import HandoverDirectory, check_inside, read_range
-from paceline.weights.manifest import check_finite, check_manifest, target_name, views
+from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
+from paceline.weights import chunks
+from paceline.weights.manifest import check_finite, check_manifest, version_name, views
 from paceline.weights.wire import PushChunk
 
-MOST_SPANS = 1 << 18
-"""Largest number of spans of one version in incomplete chunks. Many senders together leave far
-fewer gaps.
-"""
-Span = tuple[int, int]
-"""First byte in the stream, and the first byte after the span."""
+MOST_PARTS = 1 << 18
+"""Largest number of parts of one version in incomplete chunks."""
 
 
 class Assembly:
@@ -39,17 +27,18 @@ class Assembly:
     """
 
     def __init__(
-        self, manifest: Manifest, allocated: Callable[[int], memoryview] = allocate
+        self, manifest: Manifest, allocated: Callable[[int], memoryview] = chunks.allocate
     ) -> None:
         """`allocated`: returns a buffer of that many zeroed bytes. Raises InvalidInput for an
         invalid manifest, ResourceExhausted.
         """
         check_manifest(manifest, max_bytes=manifest.total_bytes)
         self.manifest = manifest
-        self.buffer = allocated(stream_bytes(manifest))
-        self._checksums: list[int | None] = [None] * chunk_count(manifest)
-        self._spans: dict[int, list[Span]] = {}  # received spans of incomplete chunks
-        self._count_of_spans = 0
+        self.buffer = allocated(chunks.stream_bytes(manifest))
+        self._checksums: list[int | None] = [None] * chunks.chunk_count(manifest)
+        # of incomplete chunks: first and last byte in the chunk
+        self._parts: dict[int, dict[int, int]] = {}
+        self._count_of_parts = 0
         self._missing = len(self._checksums)
         self.arrived: list[int] = []  # complete chunks, in the order of their completion
         self.news = asyncio.Event()  # set when a chunk is complete
@@ -85,21 +74,15 @@ class Assembly:
         """
         return self.missing() or [len(self._checksums) - 1]
 
-    def check(self, chunk: PushChunk) -> None:
-        """Raises DataLoss when the checksum of a chunk's bytes is wrong."""
-        checksum = zlib.crc32(chunk.data)
-        if checksum != chunk.crc32:
-            raise self._corrupt(chunk, checksum, chunk.crc32)
+    def place(self, chunk: PushChunk) -> None:
+        """Checks a chunk or part and copies it into its place. A chunk that is already complete is
+        compared with it. A part that overlaps others replaces them.
 
-    def place(self, chunk: PushChunk, *, checked: bool = False) -> None:
-        """Checks a chunk or part, unless it is `checked`, and copies it into its place. Bytes that
-        are already there are compared with it.
-
-        Raises DataLoss on a wrong checksum, InvalidInput on a wrong index or length,
+        Raises DataLoss on a wrong checksum or other bytes, InvalidInput on a wrong index or length,
         ResourceExhausted on too many parts.
         """
         index = chunk.chunk_index
-        start, end = chunk_span(self.manifest, index)
+        start, end = chunks.chunk_span(self.manifest, index)
         first, last = start + chunk.offset, start + chunk.offset + len(chunk.data)
         if not first < last <= end:
             raise InvalidInput(
@@ -109,54 +92,44 @@ class Assembly:
             )
         if self.started_s is None:
             self.started_s = time.monotonic()
-        if not checked:
-            self.check(chunk)
-        complete = self._checksums[index] is not None
-        here = [(start, end)] if complete else self._spans.get(index, [])
-        self._check_same(chunk, first, here)
-        spans = _joined([*here, (first, last)])
-        if spans == here:
+        self._check(chunk, zlib.crc32(chunk.data), chunk.crc32)
+        if self._checksums[index] is not None:
+            self._check(chunk, chunk.crc32, zlib.crc32(self.buffer[first:last]))
             return
-        self._note(index, spans, len(spans) - len(here), whole=spans == [(start, end)])
+        whole = self._add_part(index, first - start, last - start) == end - start
         self.buffer[first:last] = chunk.data
-        if index in self._spans:
-            return
-        whole = (first, last) == (start, end)
-        self._checksums[index] = chunk.crc32 if whole else zlib.crc32(self.buffer[start:end])
+        if whole:
+            self._finish_chunk(index, zlib.crc32(self.buffer[start:end]))
+
+    def _add_part(self, index: int, first: int, last: int) -> int:
+        """Records a part; returns the number of received bytes of its chunk."""
+        known = self._parts.setdefault(index, {})
+        for at, end in [*known.items()]:
+            if at < last and first < end:
+                del known[at]
+                self._count_of_parts -= 1
+        if self._count_of_parts >= MOST_PARTS:
+            raise ResourceExhausted(
+                "a version arrives in too many parts", seen=MOST_PARTS + 1, allowed=MOST_PARTS
+            )
+        known[first] = last
+        self._count_of_parts += 1
+        return sum(end - at for at, end in known.items())
+
+    def _finish_chunk(self, index: int, checksum: int) -> None:
+        self._count_of_parts -= len(self._parts.pop(index))
+        self._checksums[index] = checksum
         self._missing -= 1
         self.arrived.append(index)
         self.news.set()
         if self.complete:
             self.finished_s = time.monotonic()
 
-    def _check_same(self, chunk: PushChunk, first: int, here: Sequence[Span]) -> None:
-        """Raises DataLoss if the chunk differs from bytes that are already there."""
-        for begin, end in here:
-            begin, end = max(begin, first), min(end, first + len(chunk.data))
-            if begin < end:
-                known = zlib.crc32(self.buffer[begin:end])
-                seen = zlib.crc32(chunk.data[begin - first : end - first])
-                if seen != known:
-                    raise self._corrupt(chunk, seen, known)
-
-    def _note(self, index: int, spans: list[Span], more: int, *, whole: bool) -> None:
-        """Records the received spans of a chunk; a whole chunk needs none."""
-        if whole:
-            self._count_of_spans -= len(self._spans.pop(index, ()))
-            return
-        if self._count_of_spans + more > MOST_SPANS:
-            raise ResourceExhausted(
-                "parts of chunks leave too many gaps",
-                seen=self._count_of_spans + more,
-                allowed=MOST_SPANS,
+    def _check(self, chunk: PushChunk, seen: int, allowed: int) -> None:
+        if seen != allowed:
+            raise DataLoss(
+                f"{self._name(chunk)} is corrupt", seen=f"{seen:#010x}", allowed=f"{allowed:#010x}"
             )
-        self._spans[index] = spans
-        self._count_of_spans += more
-
-    def _corrupt(self, chunk: PushChunk, seen: int, allowed: int) -> DataLoss:
-        return DataLoss(
-            f"{self._name(chunk)} is corrupt", seen=f"{seen:#010x}", allowed=f"{allowed:#010x}"
-        )
 
     def check_content(self) -> None:
         """Raises DataLoss when the chunks differ from the content or delta of the manifest,
@@ -164,7 +137,8 @@ class Assembly:
         """
         manifest = self.manifest
         allowed = manifest.delta.stream_hash if self.is_delta else manifest.content_hash
-        if allowed and (seen := content_hash(self._known())) != allowed:
+        known = (checksum for checksum in self._checksums if checksum is not None)
+        if allowed and (seen := chunks.content_hash(known)) != allowed:
             what = "delta" if self.is_delta else "content"
             raise DataLoss(f"chunks are not the manifest's {what}", seen=seen, allowed=allowed)
         if not self.is_delta:
@@ -174,63 +148,5 @@ class Assembly:
         """Views of the buffer of a full push, in order."""
         return views(self.manifest, self.buffer)
 
-    def _known(self) -> Iterator[int]:
-        return (checksum for checksum in self._checksums if checksum is not None)
-
     def _name(self, chunk: PushChunk) -> str:
-        return (
-            f"chunk {chunk.chunk_index} of {target_name(self.manifest.target)} version "
-            f"{self.manifest.version}"
-        )
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """The spans merged, in order."""
-    joined: list[Span] = []
-    for first, last in sorted(spans):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(last, joined[-1][1])
-        else:
-            joined.append((first, last))
-    return joined
-
-
-_AT_ONCE = 8
-"""Ranges in memory before they are placed."""
-
-
-async def take_ranges(
-    assembly_of: Callable[[], Assembly], request: TakeRequest, directory: HandoverDirectory
-) -> int:
-    """Checks and places ranges; returns their number of bytes. `assembly_of` raises if the
-    announced version has changed.
-
-    Raises InvalidInput with reason HANDOVER for a refused file, and the errors of Assembly.place.
-    """
-    received = 0
-    with directory.opened(request.file) as handle:
-        check_inside(handle, max((one.position + one.nbytes for one in request.ranges), default=0))
-        for at in range(0, len(request.ranges), _AT_ONCE):
-            ranges = request.ranges[at : at + _AT_ONCE]
-            for chunk in await asyncio.to_thread(_read, assembly_of(), request, handle, ranges):
-                assembly_of().place(chunk, checked=True)
-                received += len(chunk.data)
-    return received
-
-
-def _read(
-    assembly: Assembly, request: TakeRequest, handle: int, ranges: Sequence[FileRange]
-) -> list[PushChunk]:
-    """The ranges of the file, checked, in several threads."""
-    most = assembly.manifest.chunk_bytes
-
-    def read(one: FileRange) -> PushChunk:
-        if one.nbytes > most:
-            raise InvalidInput("a range is longer than a chunk", seen=one.nbytes, allowed=most)
-        data = read_range(handle, one.position, one.nbytes)
-        index, offset = divmod(one.start, most)
-        chunk = PushChunk(request.target, request.version, index, one.crc32, data, None, offset)
-        assembly.check(chunk)
-        return chunk
-
-    return list(in_threads(read, ranges))
+        return f"chunk {chunk.chunk_index} of {version_name(self.manifest)}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import tempfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,16 +20,20 @@ from typing import NamedTuple, TypeVar
 
 from paceline.errors import InvalidInput, ResourceExhausted
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
+from paceline.whole_files import writing
 
 
-class ChunkPart(NamedTuple):
-    """A part of a chunk that is sent at once."""
+class CheckedRange(NamedTuple):
+    """Bytes of a stream within one chunk; of a full push also within one tensor."""
 
-    chunk: int  # index of the chunk
-    offset: int  # of the first byte in the chunk
+    start: int  # first byte in the stream
     data: memoryview
     crc32: int
-    position: int = 0  # of the first byte in the sender's file
+
+
+def checked_range(start: int, data: memoryview) -> CheckedRange:
+    """The range with its CRC-32."""
+    return CheckedRange(start, data, zlib.crc32(data))
 
 
 def stream_bytes(manifest: Manifest) -> int:
@@ -55,12 +61,7 @@ def content_hash(checksums: Iterable[int]) -> str:
     """Name of a content or a stream: sha256 over the chunks' CRC-32s, each a little-endian u32, in
     hex.
     """
-    return hashlib.sha256(packed(checksums)).hexdigest()
-
-
-def packed(checksums: Iterable[int]) -> bytes:
-    """CRC-32s in sequence, each a little-endian u32."""
-    return b"".join(crc.to_bytes(4, "little") for crc in checksums)
+    return hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in checksums)).hexdigest()
 
 
 _POLYNOMIAL = 0xEDB88320  # reflected: the highest bit is x^0
@@ -82,24 +83,15 @@ def _product(one: int, other: int) -> int:
     return result
 
 
-def _squares() -> tuple[int, ...]:
-    found = [_ONE >> 8]
-    while len(found) < 64:
-        found.append(_product(found[-1], found[-1]))
-    return tuple(found)
-
-
-_SQUARES = _squares()
-"""x^(8 * 2^k) modulo the polynomial, by k."""
-
-
 @lru_cache(maxsize=4096)
 def _power(nbytes: int) -> int:
     """x^(8 nbytes) modulo the polynomial."""
-    result = _ONE
-    for bit in range(nbytes.bit_length()):
-        if nbytes >> bit & 1:
-            result = _product(result, _SQUARES[bit])
+    result, square = _ONE, _ONE >> 8
+    while nbytes:
+        if nbytes & 1:
+            result = _product(result, square)
+        square = _product(square, square)
+        nbytes >>= 1
     return result
 
 
@@ -143,6 +135,19 @@ def allocate(nbytes: int) -> memoryview:
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
+
+
+def mapped_file(nbytes: int, directory: Path) -> memoryview:
+    """Zeroed bytes of an unnamed file in the directory. The system writes out pages that find no
+    room in memory. The file disappears when the bytes are dropped.
+
+    Raises ResourceExhausted on creation, not on a later write.
+    """
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return memoryview(mmap.mmap(file.fileno(), nbytes))
 
 
 def available_bytes() -> int:

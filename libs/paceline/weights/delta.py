@@ -26,8 +26,7 @@ import zstandard
 from paceline.errors import DataLoss, NotFound, WeightsError
 from paceline.tensors import NUMPY_CODES, NamedTensor
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights import chunks, shares
-from paceline.weights.manifest import check_finite, layouts, target_name, views, whole_of
+from paceline.weights import chunks, manifest
 from paceline.weights.spool import Spool
 
 HEAD = struct.Struct("<4sI")
@@ -43,15 +42,9 @@ PIECE_ELEMENTS = 1 << 22
 """Elements that one thread compares and compresses at a time. It bounds a receiver's memory per
 record (12 bytes an element at most).
 """
-MOST_SHARE = 0.1
-"""Share of changed elements above which no delta is tried: such a delta takes nearly a sixteenth of
-the content's bytes.
-"""
 _GAP_BYTES = 4
 _LEVEL = 1  # the non-zero planes are close to random, so more effort gains nothing
 _BLOCK = 1 << 16  # words of 8 bytes compared at a time; both sides stay in the cache
-_SAMPLE_ELEMENTS = 1 << 12
-_SAMPLE_EVERY = 1 << 19  # in elements
 
 Words = npt.NDArray[Any]
 """Elements of a tensor as unsigned integers of their size, flat."""
@@ -119,23 +112,6 @@ def apply_delta(
     memory for a few pieces have been used.
     """
     return chunks.in_threads(_applied, _records(memoryview(stream), tensors))
-
-
-def sampled_changes(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> tuple[float, int]:
-    """Estimated number of changed elements, from 4,096 of every 524,288 elements of each tensor,
-    and the total number of elements.
-    """
-    changed, total = 0.0, 0
-    for before, after in zip(old, new, strict=True):
-        was, now = _words(before), _words(after)
-        looked = differ = 0
-        for start in range(0, was.size, _SAMPLE_EVERY):
-            block = slice(start, start + _SAMPLE_ELEMENTS)
-            looked += was[block].size
-            differ += int(np.count_nonzero(was[block] != now[block]))
-        changed += was.size * differ / max(looked, 1)
-        total += was.size
-    return changed, total
 
 
 def _words(tensor: NamedTensor) -> Words:
@@ -218,43 +194,40 @@ def _records(stream: memoryview, tensors: Sequence[NamedTensor]) -> Iterator[_Re
     """The records of all sections, each checked to be within its piece, with frames undecoded."""
     position = 0
     while position < len(stream) or not position:
-        if len(stream) - position < HEAD.size:
-            raise _refused("delta ends inside a head", len(stream) - position, f">= {HEAD.size}")
-        magic, records = HEAD.unpack_from(stream, position)
+        magic, records = _unpacked(HEAD, stream, position)
         if magic != MAGIC:
-            raise _refused("head of a delta is none", magic, MAGIC)
-        position, behind = position + HEAD.size, (0, 0)
+            raise _refused("head of a delta has another form", magic, MAGIC)
+        position += HEAD.size
         for _ in range(records):
-            record, behind, position = _record(stream, position, tensors, behind)
+            record, position = _record(stream, position, tensors)
             yield record
 
 
+def _unpacked(form: struct.Struct, stream: memoryview, position: int) -> tuple[Any, ...]:
+    if len(stream) - position < form.size:
+        raise _refused("a delta ends early", len(stream) - position, f">= {form.size}")
+    return form.unpack_from(stream, position)
+
+
 def _record(
-    stream: memoryview, position: int, tensors: Sequence[NamedTensor], behind: tuple[int, int]
-) -> tuple[_Record, tuple[int, int], int]:
-    """The record at a position, the (tensor, element) at the end of its piece, and the position
-    after it. The piece may not begin before `behind`.
-    """
-    if len(stream) - position < RECORD.size:
-        raise _refused("delta ends inside a record", len(stream) - position, RECORD.size)
-    tensor, first, elements, count, nbytes = RECORD.unpack_from(stream, position)
-    if (tensor, first) < behind:
-        raise _refused("records of a delta do not ascend", (tensor, first), f">= {behind}")
+    stream: memoryview, position: int, tensors: Sequence[NamedTensor]
+) -> tuple[_Record, int]:
+    """The record at a position, and the position after it."""
+    tensor, first, elements, count, nbytes = _unpacked(RECORD, stream, position)
     if tensor >= len(tensors):
         raise _refused("tensor of a delta is out of range", tensor, f"< {len(tensors)}")
     whole = _words(tensors[tensor])
-    most = max(0, min(PIECE_ELEMENTS, whole.size - first))
-    about = f"piece {first} of {tensors[tensor].name}"
-    if not 1 <= elements <= most:
-        raise _refused(f"elements of {about}", elements, f"1 to {most}")
-    if not 1 <= count <= elements:
-        raise _refused(f"changed elements of {about}", count, f"1 to {elements}")
+    most = min(PIECE_ELEMENTS, whole.size - first)
+    if not 1 <= count <= elements <= most:
+        about = f"piece {first} of {tensors[tensor].name}"
+        allowed = f"changed elements >= 1, elements up to {most}"
+        raise _refused(f"changed elements and elements of {about}", (count, elements), allowed)
     position += RECORD.size
     frame = stream[position : position + nbytes]
     if len(frame) != nbytes:
-        raise _refused("delta ends inside a frame", len(frame), nbytes)
+        raise _refused("a delta ends early", len(frame), nbytes)
     record = _Record(tensors[tensor], whole[first : first + elements], count, frame)
-    return record, (tensor, first + elements), position + nbytes
+    return record, position + nbytes
 
 
 def _applied(record: _Record) -> NamedTensor:
@@ -297,80 +270,52 @@ DELTA_BASE = "DELTA_BASE"
 """Error reason of a delta without its base in the spool."""
 
 
-def check_base(spool: Spool, manifest: Manifest) -> None:
+def check_base(spool: Spool, announced: Manifest) -> None:
     """Raises WeightsError with reason DELTA_BASE unless the spool has the base of a delta, with the
     content and tensors that the delta requires.
     """
-    target, version = manifest.target, manifest.base_version
     try:
-        held = spool.manifest(target, version)
+        held = spool.manifest(announced.target, announced.base_version)
     except DataLoss as error:
-        raise _not_here(spool, manifest, str(error)) from error
+        raise _unusable(announced, str(error)) from error
     if held is None:
-        raise _not_here(spool, manifest, "not here")
-    if held.content_hash != manifest.delta.base_hash:
-        raise _not_here(spool, manifest, f"content {held.content_hash[:16]}")
-    if layouts(held) != layouts(manifest):
-        raise _not_here(spool, manifest, "other tensors")
+        raise _unusable(announced, "absent")
+    if held.content_hash != announced.delta.base_hash:
+        raise _unusable(announced, f"content {held.content_hash[:16]}")
+    if manifest.layouts(held) != manifest.layouts(announced):
+        raise _unusable(announced, "other tensors")
 
 
-def rebuilt(spool: Spool, manifest: Manifest, stream: memoryview) -> memoryview:
+def rebuilt(spool: Spool, announced: Manifest, stream: memoryview) -> memoryview:
     """The content of the version behind a delta, in memory of its own, checked.
 
     Raises WeightsError with reason DELTA_BASE when the base is absent or damaged; DataLoss with
     reason DELTA_DAMAGED when the delta cannot be applied or yields another content than the
     manifest's; WeightsError when a number is not finite.
     """
-    check_base(spool, manifest)
-    content = spool.room_for(manifest.total_bytes)
+    check_base(spool, announced)
+    content = spool.room_for(announced.total_bytes)
+    target, base = announced.target, announced.base_version
     try:
-        spool.read_content(manifest.target, manifest.base_version, content)
-        check_finite(apply_delta(stream, views(manifest, content)))
-        _check_result(manifest, content)
+        spool.read_content(target, base, content)
+        manifest.check_finite(apply_delta(stream, manifest.views(announced, content)))
+        seen = manifest.hash_of(announced, content)
+        if seen != announced.content_hash:
+            about = f"delta to {manifest.version_name(announced)} gives other content"
+            raise _refused(about, seen, announced.content_hash)
     except (DataLoss, NotFound) as error:
-        _check_spooled_base(spool, manifest)
+        try:
+            spool.check(target, base)  # records a damaged base
+        except DataLoss as damage:
+            raise _unusable(announced, str(damage)) from damage
         raise error
     return content
 
 
-def _check_result(manifest: Manifest, content: memoryview) -> None:
-    whole = whole_of(manifest)
-    seen = shares.checksums_of(whole, views(whole, content))
-    about = f"delta to {target_name(whole.target)} version {whole.version}"
-    for spec, crc in zip(whole.tensors, seen.tensors, strict=True):
-        if crc != spec.crc32:
-            raise DataLoss(
-                f"{about} gives another {spec.name}",
-                reason=DELTA_DAMAGED,
-                seen=f"{crc:#010x}",
-                allowed=f"{spec.crc32:#010x}",
-            )
-    if seen.content_hash != whole.content_hash:
-        raise DataLoss(
-            f"{about} gives other content",
-            reason=DELTA_DAMAGED,
-            seen=seen.content_hash,
-            allowed=whole.content_hash,
-        )
-
-
-def _check_spooled_base(spool: Spool, manifest: Manifest) -> None:
-    """Checks the base's files. If they are damaged, raises for the base and records the damage in
-    the spool.
-    """
-    try:
-        spool.check(manifest.target, manifest.base_version)
-    except DataLoss as error:
-        raise _not_here(spool, manifest, str(error)) from error
-
-
-def _not_here(spool: Spool, manifest: Manifest, fault: str) -> WeightsError:
-    name = target_name(manifest.target)
-    here = sorted(version for target, version in spool.spooled() if target == manifest.target)
+def _unusable(announced: Manifest, fault: str) -> WeightsError:
     return WeightsError(
-        f"base of a delta, {name} version {manifest.base_version} with content "
-        f"{manifest.delta.base_hash[:16]}, cannot be used",
+        f"base of a delta to {manifest.version_name(announced)} cannot be used",
         reason=DELTA_BASE,
         seen=fault,
-        allowed=f"{name} versions {here}",
+        allowed=f"version {announced.base_version} with content {announced.delta.base_hash[:16]}",
     )

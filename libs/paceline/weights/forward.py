@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections.abc import AsyncIterator, Collection
 
 import grpc
@@ -18,8 +17,8 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.weights import committed_sets, push
 from paceline.weights.assembly import Assembly
-from paceline.weights.chunks import ChunkPart, chunk_span
-from paceline.weights.manifest import target_name
+from paceline.weights.chunks import CheckedRange, checked_range, chunk_span
+from paceline.weights.manifest import version_name
 from paceline.weights.spool import Spool
 
 
@@ -93,22 +92,23 @@ class Forward:
             parts = _arriving(assembly, chunks, ends_s)
         response = await sending.stream(parts)
         if response.missing_chunks:
-            name = f"{target_name(manifest.target)} version {manifest.version}"
             raise WeightsError(
-                f"{name} misses chunks at the next gateway", seen=response.missing_chunks, allowed=0
+                f"{version_name(manifest)} misses chunks at the next gateway",
+                seen=response.missing_chunks,
+                allowed=0,
             )
 
     async def _stored(
         self, manifest: pb.Manifest, wanted: Collection[int]
-    ) -> AsyncIterator[ChunkPart]:
+    ) -> AsyncIterator[CheckedRange]:
         for index in wanted:
             data = await asyncio.to_thread(self._spool.read_chunk, manifest, index)
-            yield ChunkPart(index, 0, memoryview(data), zlib.crc32(data))
+            yield checked_range(chunk_span(manifest, index)[0], memoryview(data))
 
 
 async def _arriving(
     assembly: Assembly, wanted: Collection[int], ends_s: float
-) -> AsyncIterator[ChunkPart]:
+) -> AsyncIterator[CheckedRange]:
     """The wanted chunks in the order of their arrival. Raises TimeoutError at a time of the
     monotonic clock: gRPC does not end the reader of a call that has reached its deadline.
     """
@@ -123,8 +123,7 @@ async def _arriving(
         if index in left:
             left.discard(index)
             start, end = chunk_span(assembly.manifest, index)
-            data = assembly.buffer[start:end]
-            yield ChunkPart(index, 0, data, zlib.crc32(data))
+            yield checked_range(start, assembly.buffer[start:end])
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -52,6 +52,11 @@ def target_name(target: int) -> str:
     return TARGET_NAMES[target]
 
 
+def version_name(manifest: Manifest) -> str:
+    """Target and version of a manifest in words."""
+    return f"{target_name(manifest.target)} version {manifest.version}"
+
+
 def unchecked_manifest(
     target: WeightTarget | int,
     version: int,
@@ -264,7 +269,8 @@ def header_of(manifest: Manifest, text: bytes, content: str) -> bytes:
 def hash_of(manifest: Manifest, stream: memoryview | bytes | bytearray) -> str:
     """content_hash of the whole stream."""
     view, step = memoryview(stream), manifest.chunk_bytes
-    return content_hash(zlib.crc32(view[at : at + step]) for at in range(0, len(view), step))
+    parts = (view[at : at + step] for at in range(0, len(view), step))
+    return content_hash(in_threads(zlib.crc32, parts))
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -9,15 +9,14 @@ TARGET = ("target",)
 RECEIVED_BYTES = Counter(
     "paceline.weights.received_bytes",
     "By",
-    ("target", "encoding", "way"),
-    "received bytes of pushed versions: `full`, or as a `sparse_delta` to the version before; by "
-    "the `network`, or by a `file` of a sender on the same host",
+    ("target", "encoding"),
+    "received bytes of pushed versions: `full`, or as a `sparse_delta` to the version before",
 )
 DELTAS_LEFT = Counter(
     "paceline.weights.deltas_left",
     "{version}",
     ("target", "reason"),
-    "versions pushed in full despite a base; reason: too many weights `changed` for a faster "
+    "versions pushed in full despite a base; reason: too many weights `changed` for a small "
     "delta, the receiver lacked the `base`, or the rebuilt version was `damaged`",
 )
 

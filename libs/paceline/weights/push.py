@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from paceline.errors import DataLoss, InvalidInput, WeightsError
+from paceline.errors import DataLoss, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import responses, rpc_errors
 from paceline.telemetry import get_logger
@@ -27,15 +27,12 @@ from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights.assembly import Assembly
-from paceline.weights.chunks import ChunkPart, allocate
+from paceline.weights.chunks import CheckedRange, allocate, mapped_file
 from paceline.weights.delta import DELTA_DAMAGED
-from paceline.weights.handover import HANDOVER, ScratchFile, is_here
-from paceline.weights.manifest import ENCODING_NAMES, target_name
+from paceline.weights.manifest import ENCODING_NAMES, version_name
 from paceline.weights.shares import cut_tensors
 from paceline.weights.wire import SERVICE_NAME, PushChunk, encode_push
 
-RANGES_A_CALL = 1 << 16
-"""Ranges per call for a handed-over file; the message stays far below the servers' cap."""
 _log = get_logger(__name__)
 
 
@@ -54,11 +51,12 @@ class Sending:
         """Announces the version; returns the wanted chunks."""
         request = pb.PrepareRequest(context=self.context, manifest=self.manifest)
         with rpc_errors():
-            response: pb.PrepareResponse = await self._stub.Prepare(request, timeout=self._left_s)
+            stub: Any = WeightServiceStub(self.channel)  # type: ignore[no-untyped-call]
+            response: pb.PrepareResponse = await stub.Prepare(request, timeout=self._left_s)
         return response
 
     async def stream(
-        self, parts: Iterable[ChunkPart] | AsyncIterable[ChunkPart]
+        self, parts: Iterable[CheckedRange] | AsyncIterable[CheckedRange]
     ) -> pb.PushResponse:
         """Sends at least one part by the network."""
         push: Any = self.channel.stream_unary(
@@ -68,67 +66,23 @@ class Sending:
             response: pb.PushResponse = await push(self._messages(parts), timeout=self._left_s)
         return response
 
-    async def hand_over(
-        self, parts: Sequence[ChunkPart], file: ScratchFile, directory: str
-    ) -> pb.PushResponse | None:
-        """Hands over the file with at least one part; the file has a name in the receiver's
-        directory meanwhile. Returns None if the file cannot have a name there, or if the receiver
-        refuses it.
-        """
-        received = 0
-        try:
-            with file.named(directory) as name:
-                for at in range(0, len(parts), RANGES_A_CALL):
-                    request = self._take_request(name, parts[at : at + RANGES_A_CALL])
-                    with rpc_errors():
-                        response = await self._stub.Take(request, timeout=self._left_s)
-                    received += response.taken.bytes_received
-        except (OSError, InvalidInput) as error:
-            if isinstance(error, InvalidInput) and error.reason != HANDOVER:
-                raise
-            _log.warning("not_handed_over", error=str(error))
-            return None
-        taken: pb.PushResponse = response.taken
-        taken.bytes_received = received
-        return taken
-
-    @property
-    def _stub(self) -> Any:
-        return WeightServiceStub(self.channel)  # type: ignore[no-untyped-call]
-
     @property
     def _left_s(self) -> float:
         return self.ends_s - time.monotonic()
 
     async def _messages(
-        self, parts: Iterable[ChunkPart] | AsyncIterable[ChunkPart]
+        self, parts: Iterable[CheckedRange] | AsyncIterable[CheckedRange]
     ) -> AsyncIterator[bytes]:
         target, version = self.manifest.target, self.manifest.version
         first: CommandContext | None = self.context
         each = parts if isinstance(parts, AsyncIterable) else _in_turn(parts)
-        async for index, offset, data, crc, _ in each:
+        async for start, data, crc in each:
+            index, offset = divmod(start, self.manifest.chunk_bytes)
             yield encode_push(PushChunk(target, version, index, crc, data, first, offset))
             first = None
 
-    def _take_request(self, name: str, parts: Iterable[ChunkPart]) -> pb.TakeRequest:
-        return pb.TakeRequest(
-            context=self.context,
-            target=self.manifest.target,
-            version=self.manifest.version,
-            file=name,
-            ranges=(
-                pb.FileRange(
-                    start=one.chunk * self.manifest.chunk_bytes + one.offset,
-                    position=one.position,
-                    nbytes=len(one.data),
-                    crc32=one.crc32,
-                )
-                for one in parts
-            ),
-        )
 
-
-async def _in_turn(parts: Iterable[ChunkPart]) -> AsyncIterator[ChunkPart]:
+async def _in_turn(parts: Iterable[CheckedRange]) -> AsyncIterator[CheckedRange]:
     for part in parts:
         yield part
 
@@ -140,7 +94,7 @@ together.
 """
 COMMAND_DEADLINE_S = 60.0
 DAMAGED_TRIES = 3
-Cut = Callable[[Iterable[int]], Iterable[ChunkPart]]
+Cut = Callable[[Iterable[int]], Iterable[CheckedRange]]
 """The sender's parts of each wanted chunk, in ascending order."""
 
 
@@ -160,7 +114,6 @@ class PushReport:
     apply_s: float = 0.0  # receiver: building and checking the content from base and delta
     replaced: bool = False  # receiver: other content of this version was removed
     missing: int = 0  # chunks that other senders must complete
-    by_file: bool = False  # handed over on one host instead of sent
 
     @property
     def transfer_s(self) -> float:
@@ -184,12 +137,12 @@ async def push_weights(
     """Pushes a whole version: sends the chunks that the receiver wants. Called again after a
     failure, it sends only the remaining ones.
 
-    Raises as push_stream, and InvalidInput when the tensors do not match the manifest.
+    Raises as push_stream, and WeightsError when chunks are missing at the end.
     """
     cut = partial(cut_tensors, manifest, tensors)
     report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
     if report.missing:
-        name = f"{target_name(manifest.target)} version {manifest.version}"
+        name = version_name(manifest)
         raise WeightsError(f"{name} misses chunks", seen=report.missing, allowed=0)
     return report
 
@@ -201,12 +154,10 @@ async def push_stream(
     context: CommandContext,
     *,
     deadline_s: float | None = None,
-    file: ScratchFile | None = None,
 ) -> PushReport:
     """Pushes the parts from `cut`, all of a version or a share; the report has the number of
-    missing chunks. With `file`, which holds all of them, the file is handed over to a receiver on
-    the same host that accepts files. Damaged chunks are sent again, up to DAMAGED_TRIES times in
-    all. A delta that the receiver cannot apply is not.
+    missing chunks. Damaged chunks are sent again, up to DAMAGED_TRIES times in all. A delta that
+    the receiver cannot apply is not.
 
     Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch,
     ResourceExhausted, Unavailable, DeadlineExceeded.
@@ -216,7 +167,7 @@ async def push_stream(
     sending = Sending(channel, manifest, context, started_s + deadline_s)
     for tries_left in reversed(range(DAMAGED_TRIES)):
         try:
-            return await _push(sending, cut, file)
+            return await _push(sending, cut)
         except DataLoss as error:
             if not tries_left or error.reason == DELTA_DAMAGED:
                 raise
@@ -224,7 +175,7 @@ async def push_stream(
     raise AssertionError("the last try returns or raises")
 
 
-async def _push(sending: Sending, cut: Cut, file: ScratchFile | None) -> PushReport:
+async def _push(sending: Sending, cut: Cut) -> PushReport:
     started_s = time.monotonic()
     encoding = ENCODING_NAMES[sending.manifest.encoding]
     wanted = await sending.prepare()
@@ -233,14 +184,7 @@ async def _push(sending: Sending, cut: Cut, file: ScratchFile | None) -> PushRep
     if first is None:  # the receiver has all of this sender's parts
         missing = len(wanted.wanted_chunks)
         return PushReport(0, time.monotonic() - started_s, encoding=encoding, missing=missing)
-    left: Iterable[ChunkPart] = chain([first], parts)
-    response = None
-    if file is not None and is_here(wanted.handover):
-        left = [*left]
-        response = await sending.hand_over(left, file, wanted.handover.directory)
-    by_file = response is not None
-    if response is None:
-        response = await sending.stream(left)
+    response = await sending.stream(chain([first], parts))
     return PushReport(
         bytes=response.bytes_received,
         push_s=time.monotonic() - started_s,
@@ -251,7 +195,6 @@ async def _push(sending: Sending, cut: Cut, file: ScratchFile | None) -> PushRep
         encoding=encoding,
         apply_s=response.apply_s,
         missing=response.missing_chunks,
-        by_file=by_file,
     )
 
 
@@ -315,7 +258,7 @@ async def pull_weights(
     """
 
     def allocated(nbytes: int) -> memoryview:
-        return allocate(nbytes) if directory is None else ScratchFile(nbytes, directory).memory
+        return allocate(nbytes) if directory is None else mapped_file(nbytes, directory)
 
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     call = stub.Pull(pb.PullRequest(target=target), timeout=deadline_s)  # type: ignore[arg-type]

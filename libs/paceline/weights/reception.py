@@ -12,16 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
+from paceline.errors import DataLoss, ResourceExhausted, WeightsError
 from paceline.rpc.progress import Activity
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
-from paceline.weights.assembly import Assembly, take_ranges
+from paceline.weights.assembly import Assembly
 from paceline.weights.committed_sets import Part, part_version
 from paceline.weights.delta import check_base, rebuilt
-from paceline.weights.handover import HANDOVER, HandoverDirectory
 from paceline.weights.manifest import target_name, whole_of
 from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
 from paceline.weights.spool import Spool
@@ -64,17 +63,8 @@ class Reception:
     A change must run to its end: a cancelled one would let a second writer in.
     """
 
-    def __init__(
-        self,
-        spool: Spool,
-        hooks: WeightHooks,
-        targets: tuple[int, ...],
-        handover: HandoverDirectory | None,
-    ) -> None:
-        """`targets`: the parts that a commit needs. `handover`: the directory for handed-over
-        files.
-        """
-        self.handover = handover
+    def __init__(self, spool: Spool, hooks: WeightHooks, targets: tuple[int, ...]) -> None:
+        """`targets`: the parts that a commit needs."""
         self._spool = spool
         self._hooks = hooks
         self._targets = targets
@@ -125,11 +115,7 @@ class Reception:
                 if manifest.encoding == pb.WEIGHT_ENCODING_SPARSE_DELTA:
                     await asyncio.to_thread(check_base, self._spool, manifest)
                 assembly = self._receiving[part] = Assembly(manifest, self._spool.room_for)
-            return pb.PrepareResponse(
-                wanted_chunks=assembly.wanted(),
-                replaced=replaced,
-                handover=self.handover.described if self.handover else None,
-            )
+            return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
 
     def receiving(self, part: Part, known: Assembly | None = None) -> Assembly:
         """The assembly of an announced version. Raises WeightsError if none was announced, or a
@@ -140,18 +126,6 @@ class Reception:
             raise self._not_announced(part)
         self.activity.moves()
         return assembly
-
-    async def take(self, request: pb.TakeRequest) -> int:
-        """Places ranges of a handed-over file as Push places chunks; returns their number of bytes.
-
-        Raises InvalidInput with reason HANDOVER for a refused file, and the errors of
-        Assembly.place.
-        """
-        part = (request.target, request.version)
-        assembly = self.receiving(part)
-        if self.handover is None:
-            raise InvalidInput("files are not taken here", reason=HANDOVER, seen=request.file)
-        return await take_ranges(lambda: self.receiving(part, assembly), request, self.handover)
 
     async def finish(self, part: Part, received: int) -> pb.PushResponse:
         """Spools and loads a version once it is complete. An earlier caller gets the number of

@@ -17,34 +17,16 @@ from paceline.errors import PacelineError, WeightsError
 from paceline.telemetry import get_logger
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.delta import (
-    DELTA_BASE,
-    DELTA_DAMAGED,
-    MOST_SHARE,
-    encode_delta,
-    sampled_changes,
-)
-from paceline.weights.handover import ScratchFile
-from paceline.weights.manifest import layouts, target_name
+from paceline.weights.chunks import CheckedRange
+from paceline.weights.delta import DELTA_BASE, DELTA_DAMAGED, encode_delta
+from paceline.weights.manifest import layouts, target_name, version_name
 from paceline.weights.metrics import DELTAS_LEFT
 from paceline.weights.push import DAMAGED_TRIES, PushReport, push_deadline_s, push_stream
-from paceline.weights.shares import (
-    ALONE,
-    Announced,
-    CheckedRange,
-    Senders,
-    cut_ranges,
-    delta_manifest,
-)
+from paceline.weights.shares import ALONE, Announced, Senders, cut_ranges, delta_manifest
 
-Deltas = Literal["auto", "always", "never"]
+Deltas = Literal["auto", "never"]
 MOST_BYTES = 1 / 16
 """Largest size of a delta as a share of the content; it is held in memory as a whole."""
-FIXED_S, EACH_BYTE_S, EACH_CHANGED_BYTE_S = 0.02, 1.0e-9, 30e-9
-"""Costs of a delta beside its own bytes on the wire: comparing, copying and checking all bytes of
-the content, and encoding and applying changed elements. Measured on about one core
-(docs/benchmarks.md). With more cores, a delta is sometimes skipped that would be slightly faster.
-"""
 _REASONS = {DELTA_BASE: "base", DELTA_DAMAGED: "damaged"}
 _log = get_logger(__name__)
 
@@ -64,15 +46,10 @@ class Parcel:
         """Whether the stream is a delta, not the content itself."""
         return self.manifest is not self.whole.manifest
 
-    @property
-    def file(self) -> ScratchFile | None:
-        """The sender's file with the whole stream; a delta is in memory."""
-        return None if self.is_delta else self.whole.share.file
-
     def entire(self) -> Parcel:
         """The same version as a full push."""
         whole = self.whole
-        return Parcel(whole.manifest, whole.share.ranges, whole, self.encode_s)
+        return Parcel(whole.manifest, whole.ranges, whole, self.encode_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +58,6 @@ class Delivery:
 
     report: PushReport
     error: PacelineError | None = None
-
-
-def delta_s(nbytes: int, share: float) -> float:
-    """Seconds that a delta to so many bytes costs beside its transfer, by the share of changed
-    elements.
-    """
-    return FIXED_S + nbytes * (EACH_BYTE_S + share * EACH_CHANGED_BYTE_S)
 
 
 class WeightSender:
@@ -101,13 +71,10 @@ class WeightSender:
     """
 
     def __init__(self, deltas: Deltas = "auto", senders: Senders = ALONE) -> None:
-        """`auto`: a delta if it is less work than a full push, by the duration of the last full
-        push. `always`: a delta whenever there is a base. `never`: no base is kept.
-        """
+        """`auto`: a delta of at most MOST_BYTES of the content. `never`: no base is kept."""
         self._deltas = deltas
         self._senders = senders
         self._bases: dict[int, Announced] = {}
-        self._full_s: dict[int, float] = {}  # per byte, from the last full push
 
     async def push(
         self,
@@ -134,7 +101,7 @@ class WeightSender:
         delta = self._delta(whole)
         encode_s = time.monotonic() - started_s
         if delta is None:
-            return Parcel(whole.manifest, whole.share.ranges, whole, encode_s)
+            return Parcel(whole.manifest, whole.ranges, whole, encode_s)
         return Parcel(*delta, whole, encode_s)
 
     async def deliver(
@@ -144,9 +111,7 @@ class WeightSender:
         manifest = parcel.manifest
         cut = partial(cut_ranges, manifest, parcel.ranges)
         try:
-            report = await push_stream(
-                channel, manifest, cut, context, deadline_s=deadline_s, file=parcel.file
-            )
+            report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
         except PacelineError as error:
             return Delivery(PushReport(0, 0.0), error)
         return Delivery(report)
@@ -160,17 +125,14 @@ class WeightSender:
         refused = self._refusal(parcel, deliveries)
         if refused:
             return parcel.entire()
-        whole, target = parcel.whole, parcel.manifest.target
         if all(one.report.missing for one in deliveries):  # the receiver has lost chunks
             if parcel.rounds + 1 < DAMAGED_TRIES:
                 return replace(parcel, rounds=parcel.rounds + 1)
-            name, missing = _name(parcel.manifest), deliveries[0].report.missing
+            name, missing = version_name(parcel.manifest), deliveries[0].report.missing
             raise WeightsError(f"{name} misses chunks", seen=missing, allowed=0)
         report = joined_report([one.report for one in deliveries])
-        if report.bytes and not parcel.is_delta:
-            self._full_s[target] = report.transfer_s / report.bytes
         if self._deltas != "never":
-            self._bases[target] = whole
+            self._bases[parcel.manifest.target] = parcel.whole
         return replace(report, encode_s=parcel.encode_s)
 
     def forget(self, target: int | None = None) -> None:
@@ -180,45 +142,24 @@ class WeightSender:
 
     def _delta(self, whole: Announced) -> tuple[Manifest, tuple[CheckedRange, ...]] | None:
         """Manifest of a delta, and this sender's part of it. None if any sender lacks the base, or
-        if a full push is less work.
-        """
-        manifest, base = whole.manifest, self._base_that_pays(whole)
-        if base is None:
-            return None
-        tensors, limit = whole.share.tensors, int(manifest.total_bytes * MOST_BYTES)
-        places = [(one.number, one.first) for one in whole.share.held]
-        encoded = encode_delta(base.share.tensors, tensors, limit=limit, places=places)
-        sizes = self._senders.exchange(None if encoded is None else len(encoded.stream))
-        if encoded is None or None in sizes or sum(sizes) > limit:
-            self._left(manifest, "changed")
-            return None
-        return delta_manifest(manifest, base.manifest, encoded.stream, self._senders)
-
-    def _base_that_pays(self, whole: Announced) -> Announced | None:
-        """The last pushed version if all senders have it with the same tensors, and few enough
-        elements changed that a delta is less work than a full push.
+        if too many elements changed.
         """
         if self._deltas == "never":
             return None
-        manifest = whole.manifest
-        base = self._bases.get(manifest.target)
-        own = None
+        manifest, encoded = whole.manifest, None
+        base, limit = self._bases.get(manifest.target), int(manifest.total_bytes * MOST_BYTES)
         if (
             base is not None
             and base.manifest.version != manifest.version
             and layouts(base.manifest) == layouts(manifest)
         ):
-            own = sampled_changes(base.share.tensors, whole.share.tensors)
-        looks = self._senders.exchange([own, self._full_s.get(manifest.target)])
-        if any(look is None for look, _ in looks):
-            return None
-        share = sum(look[0] for look, _ in looks) / max(1, sum(look[1] for look, _ in looks))
-        full_s, nbytes = looks[0][1], manifest.total_bytes
-        if share <= MOST_SHARE and (
-            self._deltas == "always" or full_s is None or delta_s(nbytes, share) < full_s * nbytes
-        ):
-            return base
-        self._left(manifest, "changed")
+            places = [(one.number, one.first) for one in whole.held]
+            encoded = encode_delta(base.tensors, whole.tensors, limit=limit, places=places)
+        sizes = self._senders.exchange(None if encoded is None else len(encoded.stream))
+        if base is not None and encoded is not None and None not in sizes and sum(sizes) <= limit:
+            return delta_manifest(manifest, base.manifest, encoded.stream, self._senders)
+        if base is not None:
+            self._left(manifest, "changed")
         return None
 
     def _refusal(self, parcel: Parcel, deliveries: Sequence[Delivery]) -> bool:
@@ -233,7 +174,7 @@ class WeightSender:
             return False
         # Other senders may have failed because their version was dropped for the same reason.
         self._left(parcel.manifest, _REASONS[refusals[0].reason])
-        _log.warning("delta_refused", version=_name(parcel.manifest), error=str(refusals[0]))
+        _log.warning("delta_refused", version=version_name(parcel.manifest), error=str(refusals[0]))
         return True
 
     def _left(self, manifest: Manifest, reason: str) -> None:
@@ -252,9 +193,4 @@ def joined_report(reports: Sequence[PushReport]) -> PushReport:
         encoding=reports[0].encoding,
         apply_s=max(one.apply_s for one in reports),
         replaced=any(one.replaced for one in reports),
-        by_file=all(one.by_file or not one.bytes for one in reports),
     )
-
-
-def _name(manifest: Manifest) -> str:
-    return f"{target_name(manifest.target)} version {manifest.version}"

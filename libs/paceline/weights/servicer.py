@@ -6,7 +6,6 @@ import asyncio
 import sys
 import zlib
 from collections.abc import AsyncIterator, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import InvalidInput
@@ -24,7 +23,6 @@ from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights import chunks, committed_sets, metrics, reception, wire
 from paceline.weights.assembly import Assembly
 from paceline.weights.forward import Forward
-from paceline.weights.handover import HandoverDirectory
 from paceline.weights.manifest import ENCODING_NAMES, check_manifest, target_name
 from paceline.weights.spool import Spool
 
@@ -46,15 +44,13 @@ class WeightServicer(WeightServiceServicer):
         *,
         targets: tuple[int, ...] = (WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER),
         max_bytes: int = 0,
-        handover: Path | None = None,
         forward: Forward | None = None,
     ) -> None:
         """`max_bytes`: limit of one version's content; 0: the free space of the spool's disk.
-        `handover`: directory for files of senders on this host. `forward`: sends every version on.
+        `forward`: sends every version on.
         """
         self._forward = forward
-        directory = HandoverDirectory(handover) if handover else None
-        self.reception = reception.Reception(spool, hooks, targets, directory)
+        self.reception = reception.Reception(spool, hooks, targets)
         self._spool = spool
         self._guard = guard
         self._targets = targets
@@ -117,21 +113,11 @@ class WeightServicer(WeightServiceServicer):
                 received += len(chunk.data)
         finally:
             if assembly is not None:
-                _count(received, assembly, "network")
+                _count(received, assembly)
 
         if part is None:
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
         return await self._finish(part, received)
-
-    async def Take(self, request: pb.TakeRequest, context: Any) -> pb.TakeResponse:
-        """Takes ranges of a file of a sender on this host, as Push takes chunks."""
-        self._guard.check(request.context, _track_of(request.target))
-        part: committed_sets.Part = (request.target, request.version)
-        assembly = self.reception.receiving(part)
-        with self.reception.working("receives weights"):
-            received = await self.reception.take(request)
-            _count(received, assembly, "file")
-            return pb.TakeResponse(taken=await self._finish(part, received))
 
     async def _finish(self, part: committed_sets.Part, received: int) -> pb.PushResponse:
         answer = await self._whole(self.reception.finish(part, received))
@@ -226,10 +212,10 @@ class WeightServicer(WeightServiceServicer):
         return sorted(version for kind, version in self._spool.prepared if kind == target)
 
 
-def _count(received: int, assembly: Assembly, way: str) -> None:
+def _count(received: int, assembly: Assembly) -> None:
     encoding = ENCODING_NAMES[assembly.manifest.encoding]
     target = target_name(assembly.manifest.target)
-    metrics.RECEIVED_BYTES.record(received, target=target, encoding=encoding, way=way)
+    metrics.RECEIVED_BYTES.record(received, target=target, encoding=encoding)
 
 
 def _track_of(target: int) -> Track:

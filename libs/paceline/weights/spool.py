@@ -24,9 +24,14 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weight_documents import DOCUMENTS
-from paceline.weights.chunks import allocate, available_bytes, chunk_span, in_threads
+from paceline.weights.chunks import (
+    allocate,
+    available_bytes,
+    chunk_span,
+    in_threads,
+    mapped_file,
+)
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
-from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import (
     MANIFEST,
     TARGET_NAMES,
@@ -175,7 +180,7 @@ class Spool:
         if nbytes <= available_bytes() // 2:
             return allocate(nbytes)
         _log.warning("version_assembled_on_disk", bytes=nbytes)
-        return ScratchFile(nbytes, self._directory).memory
+        return mapped_file(nbytes, self._directory)
 
     def check_sets(self) -> None:
         """Raises DataLoss until the next commit when versions.json was damaged at the start."""

@@ -1,7 +1,8 @@
 """PushRequest on the wire without protobuf's copies, and the method table of WeightService.
 
 The generated class parses the output of `encode_push`, and `decode_push` parses the output of the
-generated class. `decode_push` leaves the chunk in gRPC's buffer and returns a view.
+generated class, which writes `data` last. `decode_push` leaves the chunk in gRPC's buffer and
+returns a view.
 """
 
 from __future__ import annotations
@@ -10,26 +11,17 @@ from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
 from paceline.errors import DataLoss
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 
-# tag = field number << 3 | wire type
-_TARGET, _VERSION, _CHUNK_INDEX, _CRC32 = (
-    0x08,
-    0x10,
-    0x18,
-    0x20,
-)
-_CONTEXT, _OFFSET, _DATA = 0x2A, 0x30, 0x7A
-_MAX_FIELDS = 64
-"""Largest number of fields of one message, far above the real one: each unknown field costs a
-microsecond of the event loop.
-"""
-_U32 = (1 << 32) - 1
-_U64 = (1 << 64) - 1
+_DATA = 0x7A
+"""Tag of the field `data`: number 15, length-delimited."""
+MOST_HEAD_BYTES = 4096
+"""Bytes of the fields before `data`, far above the real number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,78 +39,55 @@ class PushChunk:
 
 def encode_push(chunk: PushChunk) -> bytes:
     """A PushRequest as protobuf bytes. The data is copied once."""
-    head = bytearray()
-    for tag, value in (
-        (_TARGET, chunk.target),
-        (_VERSION, chunk.version),
-        (_CHUNK_INDEX, chunk.chunk_index),
-        (_CRC32, chunk.crc32),
-    ):
-        if value:
-            head.append(tag)
-            _write_varint(head, value)
-
-    if chunk.context is not None:
-        context = chunk.context.SerializeToString()
-        head.append(_CONTEXT)
-        _write_varint(head, len(context))
-        head += context
-    if chunk.offset:
-        head.append(_OFFSET)
-        _write_varint(head, chunk.offset)
-
-    head.append(_DATA)
-    _write_varint(head, len(chunk.data))
-    return b"".join((head, chunk.data))
+    head = pb.PushRequest(
+        target=chunk.target,  # type: ignore[arg-type]
+        version=chunk.version,
+        chunk_index=chunk.chunk_index,
+        crc32=chunk.crc32,
+        context=chunk.context,
+        offset=chunk.offset,
+    )
+    tag, left = bytearray([_DATA]), len(chunk.data)
+    while left > 0x7F:
+        tag.append(left & 0x7F | 0x80)
+        left >>= 7
+    tag.append(left)
+    return b"".join((head.SerializeToString(), tag, chunk.data))
 
 
 def decode_push(message: bytes) -> PushChunk:
-    """Fields of a PushRequest. Raises DataLoss for bytes that are no valid message.
-
-    Unknown fields are skipped.
+    """Fields of a PushRequest with data behind all other fields. Raises DataLoss for other bytes,
+    also for unknown fields.
     """
     view = memoryview(message)
-    numbers = {_TARGET: 0, _VERSION: 0, _CHUNK_INDEX: 0, _CRC32: 0, _OFFSET: 0}
-    data, context = view[:0], None
-    position = fields = 0
     try:
-        while position < len(view):
-            fields += 1
-            if fields > _MAX_FIELDS:
-                raise ValueError(f"more than {_MAX_FIELDS} fields")
-            tag, position = _read_tag(view, position)
-            if tag in numbers:
-                numbers[tag], position = _read_varint(view, position)
-            elif tag == _DATA:
-                data, position = _read_bytes(view, position)
-            elif tag == _CONTEXT:
-                part, position = _read_bytes(view, position)
-                context = context or CommandContext()
-                context.MergeFromString(bytes(part))
-            else:
-                position = _skip(view, tag, position)
+        end = _end_of_head(view)
+        nbytes, start = _read_varint(view, end + 1)
+        if start + nbytes != len(view):
+            raise ValueError(f"{nbytes} bytes announced, {len(view) - start} left")
+        head = pb.PushRequest.FromString(message[:end])
     except (IndexError, ValueError, DecodeError) as error:
-        raise DataLoss(
-            "a pushed chunk is not a valid PushRequest", seen=f"{error} at byte {position}"
-        ) from error
-
-    target = numbers[_TARGET] & _U32
+        raise DataLoss("a pushed chunk is not a valid PushRequest", seen=error) from error
     return PushChunk(
-        target=target - (1 << 32) if target >> 31 else target,
-        version=numbers[_VERSION],
-        chunk_index=numbers[_CHUNK_INDEX] & _U32,
-        crc32=numbers[_CRC32] & _U32,
-        data=data,
-        context=context,
-        offset=numbers[_OFFSET] & _U32,
+        target=head.target,
+        version=head.version,
+        chunk_index=head.chunk_index,
+        crc32=head.crc32,
+        data=view[start:],
+        context=head.context if head.HasField("context") else None,
+        offset=head.offset,
     )
 
 
-def _write_varint(out: bytearray, value: int) -> None:
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
+def _end_of_head(view: memoryview) -> int:
+    """Position of the tag of `data`. Tags of fields below 16 take one byte."""
+    position = 0
+    while (tag := view[position]) != _DATA:
+        if tag & 7 not in (0, 2) or tag > 0x7F or position > MOST_HEAD_BYTES:
+            raise ValueError(f"tag {tag} at byte {position}")
+        value, position = _read_varint(view, position + 1)
+        position += value if tag & 7 == 2 else 0
+    return position
 
 
 def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
@@ -128,45 +97,18 @@ def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value & _U64, position
+            return value, position
     raise ValueError("varint of more than 10 bytes")
 
 
-def _read_tag(view: memoryview, position: int) -> tuple[int, int]:
-    """A field's tag: 32 bits in at most 5 bytes."""
-    tag, end = _read_varint(view, position)
-    if tag > _U32 or end - position > 5:
-        raise ValueError("a tag of more than 32 bits")
-    return tag, end
-
-
-def _read_bytes(view: memoryview, position: int) -> tuple[memoryview, int]:
-    length, position = _read_varint(view, position)
-    end = position + length
-    if end > len(view):
-        raise ValueError(f"{length} bytes announced, {len(view) - position} left")
-    return view[position:end], end
-
-
-def _skip(view: memoryview, tag: int, position: int) -> int:
-    """Position after an unknown field. Groups, unused since proto2, are refused."""
-    match tag & 7:
-        case _ if tag >> 3 == 0:
-            raise ValueError("field number 0")
-        case 0:
-            return _read_varint(view, position)[1]
-        case 2:
-            return _read_bytes(view, position)[1]
-        case 1 | 5 as wire_type:
-            position += 8 if wire_type == 1 else 4
-            if position > len(view):
-                raise ValueError("message ends inside a field")
-            return position
-        case wire_type:
-            raise ValueError(f"wire type {wire_type}")
-
-
 SERVICE_NAME = "paceline.v1.WeightService"
+
+
+_HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+}
 
 
 def add_weight_service(servicer: WeightServiceServicer, server: grpc.aio.Server) -> None:
@@ -174,28 +116,12 @@ def add_weight_service(servicer: WeightServiceServicer, server: grpc.aio.Server)
     without protobuf's copies.
     """
     methods = {
-        name: grpc.unary_unary_rpc_method_handler(
-            getattr(servicer, name),
-            request_deserializer=request.FromString,
-            response_serializer=response.SerializeToString,
+        one.name: _HANDLERS[one.client_streaming, one.server_streaming](
+            getattr(servicer, one.name),
+            decode_push if one.name == "Push" else GetMessageClass(one.input_type).FromString,
+            GetMessageClass(one.output_type).SerializeToString,
         )
-        for name, request, response in (
-            ("Prepare", pb.PrepareRequest, pb.PrepareResponse),
-            ("Take", pb.TakeRequest, pb.TakeResponse),
-            ("Commit", pb.CommitRequest, pb.CommitResponse),
-            ("Abort", pb.AbortRequest, pb.AbortResponse),
-            ("GetVersions", pb.GetVersionsRequest, pb.GetVersionsResponse),
-        )
+        for one in pb.DESCRIPTOR.services_by_name["WeightService"].methods
     }
-    methods["Pull"] = grpc.unary_stream_rpc_method_handler(
-        servicer.Pull,
-        request_deserializer=pb.PullRequest.FromString,
-        response_serializer=pb.PullResponse.SerializeToString,
-    )
-    methods["Push"] = grpc.stream_unary_rpc_method_handler(
-        servicer.Push,
-        request_deserializer=decode_push,
-        response_serializer=pb.PushResponse.SerializeToString,
-    )
     server.add_registered_method_handlers(SERVICE_NAME, methods)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, methods),))

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
-from paceline.tasks.task import JsonLines, Rows
+from paceline.tasks.records import place_of, read_records
 from paceline.training.process import from_all_ranks
 from paceline.whole_files import write_whole
 
@@ -104,14 +104,13 @@ def read_samples(
         )
     samples = []
     for file in files:
-        rows = _rows(file)
-        for index, found in enumerate(rows):
+        for number, found in read_records(file):
             try:
                 samples.append(_sample(found, text, vocab_size, prompts=prompts))
             except ConfigError:
                 raise  # not a fault of this line
             except InvalidInput as error:
-                raise error.within(rows.place(index)) from error
+                raise error.within(place_of(file, number)) from error
 
     if not samples:
         raise ConfigError("the data holds no record", seen=path, allowed=FORMS)
@@ -124,15 +123,6 @@ def fingerprint(samples: Iterable[Example]) -> str:
     for sample in samples:
         digest.update(sample.token_ids.tobytes() + sample.mask.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _rows(file: Path) -> Rows:
-    if file.suffix == ".jsonl":
-        return JsonLines(file)
-    # The import is slow, and only Parquet needs it.
-    from paceline.tasks.arrow import parquet_rows
-
-    return parquet_rows(file, [file])
 
 
 def _sample(

@@ -13,7 +13,7 @@ from paceline.errors import DataLoss, ResourceExhausted, Unavailable
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.metrics import SAMPLES_DROPPED
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
-from paceline.streams import Entry, Stream, decode_features
+from paceline.streams import Entry, RedisStream, decode_features
 from paceline.telemetry import names, span
 
 GROUP, CONSUMER = "drafter", "rank0"
@@ -36,7 +36,7 @@ class RowFeed:
 
     def __init__(
         self,
-        open_stream: Callable[[], Stream],
+        open_stream: Callable[[], RedisStream],
         target: ModelConfig,
         take: Callable[[list[FeatureSample]], None],
     ) -> None:
@@ -96,7 +96,7 @@ class RowFeed:
         finally:
             await stream.close()
 
-    async def _follow(self, stream: Stream) -> None:
+    async def _follow(self, stream: RedisStream) -> None:
         while True:
             try:
                 if not self._opened.is_set():
@@ -108,7 +108,7 @@ class RowFeed:
                 log.warning("features cannot be read now", error=str(error) or "no answer in time")
                 await asyncio.sleep(RETRY_S)
 
-    async def _read(self, stream: Stream) -> None:
+    async def _read(self, stream: RedisStream) -> None:
         async with asyncio.timeout(2 * READ_S):
             entries = await stream.unacked(GROUP, CONSUMER) if self._holds else []
             self._holds = False
@@ -128,7 +128,7 @@ class RowFeed:
             self._take(list(usable.values()))
             await stream.ack(GROUP, list(usable), delete=True)
 
-    async def _decode(self, stream: Stream, entry: Entry) -> FeatureSample | None:
+    async def _decode(self, stream: RedisStream, entry: Entry) -> FeatureSample | None:
         try:
             sample = sample_from(decode_features(entry.fields, entry.payload), self._target)
             return replace(sample, traceparent=entry.fields.get("traceparent", ""))

@@ -28,7 +28,7 @@ from paceline.services.policy_trainer.batches.groups import (
     is_complete,
 )
 from paceline.services.policy_trainer.batches.records import StepRecord
-from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
+from paceline.streams import Entry, RedisStream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, names, span
 from paceline.trajectory import tokens_hash
 
@@ -56,7 +56,7 @@ class Batcher:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: RedisStream,
         marks: Marks,
         *,
         max_staleness: int,

@@ -103,7 +103,7 @@ async def test_adapters_come_as_deltas_to_adapters_and_whole_beside_a_whole_poli
         4: merged(adapters(moved=3)),
     }
     async with serve_gateway(**TWO) as served:
-        sender, went, said = WeightSender("always"), {}, {}
+        sender, went, said = WeightSender(), {}, {}
         for version, tensors in given.items():
             went[version] = await push(served, sender, version, tensors)
             await commit(served, VersionSet(version, version, 0))

@@ -65,7 +65,7 @@ def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
     writer.wait()
     full = whole(learner.published())
     held = from_all_ranks([published.most, exported.most])
-    for one in publication.policy.share.tensors:
+    for one in publication.policy.tensors:
         (out / f"{one.name}.{rank}").write_bytes(one.view)
     if rank == 0:
         save_file(full, out / "full.safetensors")
@@ -118,7 +118,7 @@ def adapted(model: Path, out: Path, dtype: str) -> None:
         1, weights.pushed(), weights.pushed_shapes(), learner.config, added=weights.added
     )
     for part, one in (("policy", publication.policy), ("head", publication.head)):
-        for tensor in one.share.tensors:
+        for tensor in one.tensors:
             (out / f"{part}.{tensor.name}.{dist.get_rank()}").write_bytes(tensor.view)
     full = whole(learner.published())
     if dist.get_rank() == 0:
@@ -166,7 +166,7 @@ def without_room(model: Path, out: Path) -> None:
         raise ResourceExhausted("no room", seen=nbytes)
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        publish.ScratchFile = full
+        publish.mapped_file = full
     with pytest.raises(ResourceExhausted, match="no room"):
         publication_of(1, learner.published(), learner.shapes(), learner.config)
     assert all(torch.equal(local_of(one), before[name]) for name, one in learner.published())

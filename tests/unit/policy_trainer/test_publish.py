@@ -154,11 +154,9 @@ def test_a_disk_without_room_is_told_on_all_ranks(model_dir: Path, tmp_path: Pat
 
 
 @pytest.fixture
-def spools(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[dict[int, tuple[Spool, str]]]:
+def spools(tmp_path: Path) -> Iterator[dict[int, tuple[Spool, str]]]:
     """Of the gateway and of the drafter trainer, each behind gRPC in a thread of its own; with
-    their addresses. They take files where the parameter says so.
+    their addresses.
     """
     held: dict[int, tuple[Spool, str]] = {}
     listening, ended = threading.Event(), threading.Event()
@@ -168,10 +166,7 @@ def spools(
         for target in (P, WEIGHT_TARGET_POLICY_HEAD):
             spool = Spool(tmp_path / f"spool-{target}")
             guard = EpochGuard(SecurityConfig())
-            handover = tmp_path / f"handover-{target}" if request.param == "file" else None
-            servicer = WeightServicer(
-                spool, guard, Recorder(), targets=(target,), handover=handover
-            )
+            servicer = WeightServicer(spool, guard, Recorder(), targets=(target,))
             servers.append(Server("127.0.0.1:0", SecurityConfig()))
             servers[-1].add(add_weight_service, servicer, SERVICE_NAME)
             held[target] = spool, f"127.0.0.1:{await servers[-1].start()}"
@@ -189,30 +184,22 @@ def spools(
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("ranks", "spools"),
-    [(1, "network"), (2, "network"), (3, "network"), (1, "file"), (3, "file")],
-    indirect=["spools"],
-)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_spool_is_the_same_to_the_byte_however_many_ranks_have_pushed(
     model_dir: Path,
     tmp_path: Path,
     spools: dict[int, tuple[Spool, str]],
     ranks: int,
-    request: pytest.FixtureRequest,
 ) -> None:
     (gateway, at), (drafter, head_at) = spools[P], spools[WEIGHT_TARGET_POLICY_HEAD]
     given = {
         "publish_dtype": "bfloat16",
-        "publish_deltas": "always",
         "addresses": {"gateway": at, "drafter_trainer": head_at},
     }
     spoil = {"rank": ranks - 1}
     run_ranks(publishing_ranks.pushing, ranks, tmp_path, model_dir, tmp_path, given, spoil)
     first, second, third = json.loads((tmp_path / "told.json").read_text())
     assert [first["encoding"], second["encoding"]] == ["full", "sparse_delta"]
-    assert first["by_file"] == ("file" in request.node.callspec.id)
-    assert not second["by_file"]
     assert "not finite" in third["error"]
     for spool, target in ((gateway, P), (drafter, WEIGHT_TARGET_POLICY_HEAD)):
         assert spool.prepared == {(target, 1), (target, 2)}
@@ -269,7 +256,7 @@ def test_a_publication_that_finds_no_room_takes_that_of_the_version_before(
         made.append(1)
         full[0] = False
 
-    monkeypatch.setattr(publish, "ScratchFile", allocate)
+    monkeypatch.setattr(publish, "mapped_file", allocate)
     config = PolicyTrainerConfig.model_validate({"run": {"dir": str(tmp_path)}})
     with pytest.raises(ResourceExhausted, match="no space left"):
         publish._file(8, config, None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +26,16 @@ from paceline.streams import (
     encode_trajectory,
     trajectory_key,
 )
-from paceline.streams.fields import FEATURES, TRAJECTORIES, EntryLayout
+from paceline.streams.entries import (
+    FEATURE_ARRAYS,
+    FEATURE_HEADER,
+    TRAJECTORY_HEADER,
+    TRAJECTORY_TENSORS,
+)
 from paceline.tensors import NamedTensor, as_numpy, decode_safetensors
-from paceline.trajectory import BranchKey, Trajectory, VersionSpan
+from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
+
+PAGE = Path(__file__).parents[3] / "docs/streams.md"
 
 
 @st.composite
@@ -117,43 +127,40 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("layout", "entry"),
+    ("stream", "entry", "header", "tensors"),
     [
-        (TRAJECTORIES, lambda: encode_trajectory(_trajectory())),
-        (FEATURES, lambda: encode_features(_batch())),
+        (
+            "trajectories",
+            lambda: encode_trajectory(_trajectory()),
+            [*TRAJECTORY_HEADER, "ways", "crc32"],
+            [*TRAJECTORY_TENSORS],
+        ),
+        (
+            "features",
+            lambda: encode_features(_batch()),
+            [*FEATURE_HEADER],
+            [*list(FEATURE_ARRAYS)[:3], "hidden", *list(FEATURE_ARRAYS)[3:]],
+        ),
     ],
 )
-def test_an_entry_is_what_its_table_declares(
-    layout: EntryLayout, entry: Callable[[], tuple[dict[str, str], bytes]]
+def test_an_entry_is_what_its_page_describes(
+    stream: str,
+    entry: Callable[[], tuple[dict[str, str], bytes]],
+    header: list[str],
+    tensors: list[str],
 ) -> None:
-    header, payload = entry()
-    assert list(header) == [one.name for one in layout.header]
-    tensors = decode_safetensors(payload)
-    assert list(tensors) == [one.name for one in layout.payload]
-    for one in layout.payload:
-        assert tensors[one.name].dtype == (one.dtype or header["dtype"])
-        assert len(tensors[one.name].shape) == len(one.shape)
+    fields, payload = entry()
+    assert list(fields) == ["schema_version", "header", "traceparent"]
+    assert list(json.loads(fields["header"])) == header
+    assert list(decode_safetensors(payload)) == tensors
+    page = PAGE.read_text().partition(f"## {stream}")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*header, *tensors]
 
 
 def test_decoded_rows_are_views_of_the_payload() -> None:
     header, payload = encode_features(_batch())
     rows = as_numpy(decode_features(header, payload).hidden)
     assert np.shares_memory(rows, np.frombuffer(payload, np.uint8))
-
-
-def test_the_fields_say_what_the_rows_are() -> None:
-    header, _ = encode_features(_batch())
-    assert {
-        name: header[name]
-        for name in ("dtype", "rows", "hidden", "layers", "convention", "schema_version")
-    } == {
-        "dtype": "BF16",
-        "rows": "2",
-        "hidden": "3",
-        "layers": "last",
-        "convention": "post_norm",
-        "schema_version": "5",
-    }
 
 
 def test_a_missing_reward_is_not_zero() -> None:
@@ -163,12 +170,19 @@ def test_a_missing_reward_is_not_zero() -> None:
     assert decode_trajectory(*encode_trajectory(without)).reward is None
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "", "1.5"])
-def test_a_branch_that_its_session_does_not_count_is_data_loss(count: str) -> None:
-    header, payload = encode_trajectory(_trajectory())
-    assert decode_trajectory({**header, "branch_count": "2"}, payload).branch_count == 2
+def changed(entry: dict[str, str], **values: object) -> dict[str, str]:
+    """The entry with other values in its header; None removes one."""
+    header = {**json.loads(entry["header"]), **values}
+    kept = {name: value for name, value in header.items() if value is not None}
+    return {**entry, "header": json.dumps(kept)}
+
+
+@pytest.mark.parametrize("count", [0, -1, "2", 1.5])
+def test_a_branch_that_its_session_does_not_count_is_data_loss(count: object) -> None:
+    entry, payload = encode_trajectory(_trajectory())
+    assert decode_trajectory(changed(entry, branch_count=2), payload).branch_count == 2
     with pytest.raises(DataLoss):
-        decode_trajectory({**header, "branch_count": count}, payload)
+        decode_trajectory(changed(entry, branch_count=count), payload)
 
 
 @given(st.data())
@@ -216,17 +230,27 @@ def test_a_damaged_field_is_data_loss_or_another_value(data: st.DataObject) -> N
             decode(damaged, payload)
 
 
-@pytest.mark.parametrize("name", [one.name for one in TRAJECTORIES.header])
+@pytest.mark.parametrize("name", [*TRAJECTORY_HEADER, "ways", "crc32"])
 def test_a_missing_field_is_data_loss(name: str) -> None:
-    header, payload = encode_trajectory(_trajectory())
-    del header[name]
+    entry, payload = encode_trajectory(_trajectory())
     with pytest.raises(DataLoss):
-        decode_trajectory(header, payload)
+        decode_trajectory(changed(entry, **{name: None}), payload)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", "9" * 400), ("step", 1.5), ("key", []), ("ways", 3)]
+)
+def test_a_field_of_another_type_is_data_loss(name: str, value: object) -> None:
+    drawn = replace(_trajectory(), draw_spans=(DrawSpan(1, 2, "off", "float32"),))
+    entry, payload = encode_trajectory(drawn)
+    assert decode_trajectory(entry, payload) == drawn
+    with pytest.raises(DataLoss):
+        decode_trajectory(changed(entry, **{name: value}), payload)
 
 
 def test_another_layout_is_refused_by_name() -> None:
     header, payload = encode_trajectory(_trajectory())
-    with pytest.raises(DataLoss, match="seen: 1; allowed: 5"):
+    with pytest.raises(DataLoss, match="seen: 1; allowed: 6"):
         decode_trajectory({**header, "schema_version": "1"}, payload)
 
 

@@ -101,11 +101,11 @@ async def test_what_was_refused_is_written_when_there_is_memory_again(
     sessions.start()
     sessions.opened("s1", {"api_key_hash": api_key_hash("k")})
     with pytest.raises(ResourceExhausted):
-        await stream.append({}, b"x", key="one")
+        await stream.append({}, b"x")
     with pytest.raises(TimeoutError):
         await sessions.written(0.1)
     await client.config_set("maxmemory", "0")
-    assert await stream.append({}, b"x", key="one") is not None
+    await stream.append({}, b"x")
     await sessions.written(patient(10))
     await sessions.stop(1.0)
     await stream.close()

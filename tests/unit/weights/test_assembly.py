@@ -67,10 +67,10 @@ def part(index: int, offset: int, data: bytes) -> PushChunk:
     return PushChunk(WEIGHT_TARGET_DRAFTER, 2, index, crc, memoryview(data), None, offset)
 
 
-def test_parts_of_a_chunk_arrive_in_any_order_twice_and_overlapping() -> None:
+def test_parts_of_a_chunk_arrive_in_any_order_and_twice() -> None:
     one = assembly()
     one.place(chunk(1))
-    for first, last in ((100, 900), (0, 100), (0, 100), (2000, CHUNK), (50, 950), (900, 2001)):
+    for first, last in ((100, 900), (0, 100), (0, 100), (2000, CHUNK), (900, 2000)):
         assert not one.complete
         one.place(part(0, first, STREAM[first:last]))
     assert one.complete
@@ -79,10 +79,18 @@ def test_parts_of_a_chunk_arrive_in_any_order_twice_and_overlapping() -> None:
     one.place(part(0, 7, STREAM[7:9]))
 
 
-@pytest.mark.parametrize("complete", [False, True], ids=["chunk in parts", "chunk complete"])
-def test_other_bytes_for_a_part_that_is_in_are_data_loss(complete: bool) -> None:
+def test_a_part_that_overlaps_others_replaces_them() -> None:
     one = assembly()
-    one.place(chunk(0) if complete else part(0, 10, STREAM[10:20]))
+    for first, last in ((0, 100), (100, 900), (50, 950), (0, 50), (950, CHUNK)):
+        assert one.missing() == [0, 1]
+        one.place(part(0, first, STREAM[first:last]))
+    assert one.missing() == [1]
+    assert bytes(one.buffer[:CHUNK]) == STREAM[:CHUNK]
+
+
+def test_other_bytes_for_a_part_of_a_complete_chunk_are_data_loss() -> None:
+    one = assembly()
+    one.place(chunk(0))
     with pytest.raises(DataLoss, match="corrupt"):
         one.place(part(0, 15, bytes(10)))
     assert bytes(one.buffer[10:20]) == STREAM[10:20]
@@ -98,12 +106,12 @@ def test_a_part_that_its_chunk_does_not_have_is_refused(offset: int, length: int
     assert one.missing() == [0, 1]
 
 
-def test_parts_that_leave_gaps_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.weights.assembly.MOST_SPANS", 3)
+def test_too_many_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.weights.assembly.MOST_PARTS", 3)
     one = assembly()
     for first in (0, 10, 20):
         one.place(part(0, first, STREAM[first : first + 1]))
-    with pytest.raises(ResourceExhausted, match="gaps; seen: 4; allowed: 3"):
+    with pytest.raises(ResourceExhausted, match="too many parts; seen: 4; allowed: 3"):
         one.place(part(1, 0, STREAM[CHUNK : CHUNK + 1]))
-    one.place(part(0, 0, STREAM[:25]))
+    one.place(chunk(0))
     one.place(part(1, 0, STREAM[CHUNK : CHUNK + 1]))

@@ -12,7 +12,7 @@ import zstandard
 
 from paceline.errors import DataLoss
 from paceline.tensors import NamedTensor, from_numpy
-from paceline.weights.delta import HEAD, RECORD, apply_delta, encode_delta, sampled_changes
+from paceline.weights.delta import HEAD, RECORD, apply_delta, encode_delta
 
 ELEMENTS = 1000
 FAR = 1 << 60
@@ -80,33 +80,39 @@ def unsized_bomb() -> bytes:
 
 GOOD = zstandard.ZstdCompressor().compress(bytes([0, 0, 0, 0, 255, 0, 0]))
 CASES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "an empty stream": (lambda: b"", "ends inside a head; seen: 0; allowed: >= 8"),
-    "another format": (lambda: b"PLD9" + delta()[4:], "head of a delta is none; seen: .*PLD9"),
-    "the format before": (lambda: b"PLD1" + delta()[4:], "head of a delta is none; seen: .*PLD1"),
+    "an empty stream": (lambda: b"", "a delta ends early; seen: 0; allowed: >= 8"),
+    "another format": (
+        lambda: b"PLD9" + delta()[4:],
+        "head of a delta has another form; seen: .*PLD9",
+    ),
+    "the format before": (
+        lambda: b"PLD1" + delta()[4:],
+        "head of a delta has another form; seen: .*PLD1",
+    ),
     "a piece of nothing": (
         lambda: delta(record([0], elements=0)),
-        "elements of piece 0 of w; seen: 0; allowed: 1 to 1000",
+        r"elements of piece 0 of w; seen: \(1, 0\)",
     ),
     "a piece beyond its tensor": (
         lambda: delta(record([0], first=600, elements=401)),
-        "elements of piece 600 of w; seen: 401; allowed: 1 to 400",
+        r"piece 600 of w; seen: \(1, 401\); allowed: .* up to 400",
     ),
-    "fewer records than it says": (lambda: delta(record([1]), said=2), "ends inside a record"),
-    "more than it says": (lambda: delta(record([1]), said=0), "head of a delta is none"),
-    "a section that is cut": (lambda: delta(record([1])) + b"PLD2", "ends inside a head; seen: 4"),
+    "fewer records than it says": (lambda: delta(record([1]), said=2), "ends early"),
+    "more than it says": (lambda: delta(record([1]), said=0), "head of a delta has another form"),
+    "a section that is cut": (lambda: delta(record([1])) + b"PLD2", "ends early; seen: 4"),
     "a tensor that is not there": (
         lambda: delta(record([1], tensor=1)),
         "tensor of a delta is out of range; seen: 1; allowed: < 1",
     ),
     "a piece that is not there": (
         lambda: delta(record([1], first=1 << 60)),
-        "elements of piece 1152921504606846976 of w; seen: 500; allowed: 1 to 0",
+        "elements of piece 1152921504606846976 of w",
     ),
     "more elements than the piece has": (
         lambda: delta(record([0], count=501)),
-        "changed elements of piece 0 of w; seen: 501; allowed: 1 to 500",
+        r"piece 0 of w; seen: \(501, 500\)",
     ),
-    "no element": (lambda: delta(record([0], count=0)), "seen: 0; allowed: 1 to 500"),
+    "no element": (lambda: delta(record([0], count=0)), r"seen: \(0, 500\)"),
     "an index out of range": (
         lambda: delta(record([3, 496])),
         "index in w is out of range; seen: 500; allowed: < 500",
@@ -115,19 +121,13 @@ CASES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: delta(record([2**32 - 1] * 3)),
         "index in w is out of range; seen: 12884901887",
     ),
-    "pieces that do not ascend": (
-        lambda: delta(record([0], first=500), record([0])),
-        r"records of a delta do not ascend; seen: \(0, 0\); allowed: >= \(0, 1000\)",
-    ),
-    "a piece twice": (lambda: delta(record([0]), record([0])), "do not ascend"),
-    "pieces that overlap": (lambda: delta(record([0]), record([0], first=499)), "do not ascend"),
     "a truncated frame": (
         lambda: delta(record([0], frame=GOOD[:-3])),
         "frame of w cannot be read",
     ),
     "a frame beyond the stream": (
         lambda: delta(RECORD.pack(0, 0, 500, 1, 100) + GOOD),
-        f"ends inside a frame; seen: {len(GOOD)}; allowed: 100",
+        f"ends early; seen: {len(GOOD)}; allowed: 100",
     ),
     "no frame": (lambda: delta(record([0], frame=b"not zstd at all")), "cannot be read"),
     "two frames": (lambda: delta(record([0], frame=GOOD + GOOD)), "cannot be read"),
@@ -216,4 +216,3 @@ def test_one_value_in_a_hundred_that_moves_by_one_takes_ten_bits() -> None:
     assert encoded is not None
     # The entropy: 8.08 bits of a geometric gap of mean 100, and 1 of the direction.
     assert 9.08 <= 8 * len(encoded.stream) / encoded.changed <= 10
-    assert sampled_changes([tensors[0]], [tensors[1]])[0] == pytest.approx(elements / 100, rel=0.3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from hashlib import sha256
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -38,7 +37,8 @@ def test_chunks_are_the_stream_cut_at_multiples(sizes: list[int], data: st.DataO
     everything = range(chunk_count(manifest))
     for wanted in (set(everything), data.draw(st.sets(st.sampled_from(everything)))):
         chunks = dict.fromkeys(sorted(wanted), b"")
-        for index, offset, part, crc, _ in cut_tensors(manifest, tensors, wanted):
+        for start, part, crc in cut_tensors(manifest, tensors, wanted):
+            index, offset = divmod(start, CHUNK)
             assert (offset, crc) == (len(chunks[index]), zlib.crc32(part))
             chunks[index] += part
         for index, chunk in chunks.items():
@@ -50,21 +50,15 @@ def test_content_hash_tells_contents_apart_that_share_all_shapes() -> None:
     tensor = NamedTensor("t0", "U8", (5000,), bytes(5000))
     other = build_manifest(WEIGHT_TARGET_POLICY, 1, [tensor], chunk_bytes=CHUNK)
     assert other.content_hash != one.content_hash
-    other.content_hash, other.tensors[0].crc32 = one.content_hash, one.tensors[0].crc32
+    other.content_hash = one.content_hash
     assert other == one
 
 
 @given(st.lists(st.integers(0, 9000), min_size=1, max_size=6).filter(any))
-def test_checksums_are_those_of_chunks_and_of_the_parts_of_each_tensor(sizes: list[int]) -> None:
+def test_the_content_hash_is_that_of_the_chunks(sizes: list[int]) -> None:
     manifest, _, stream = built(sizes)
     cut = [zlib.crc32(stream[at : at + CHUNK]) for at in range(0, len(stream), CHUNK)]
     assert manifest.content_hash == sha256(b"".join(map(u32, cut))).hexdigest()
-    for spec in manifest.tensors:
-        end = spec.offset + spec.nbytes
-        cuts = [at for at in range(0, len(stream), CHUNK) if spec.offset < at < end]
-        borders = list(pairwise([spec.offset, *cuts, end])) if spec.nbytes else []
-        parts = b"".join(u32(zlib.crc32(stream[begin:stop])) for begin, stop in borders)
-        assert spec.crc32 == zlib.crc32(parts)
 
 
 def u32(number: int) -> bytes:
@@ -155,9 +149,7 @@ def test_a_delta_stands_for_the_version_that_a_full_push_announces() -> None:
     assert whole_of(whole) is whole
 
 
-def test_chunk_beyond_the_end_and_foreign_tensors_are_refused() -> None:
-    manifest, tensors, _ = built([5000])
+def test_a_chunk_beyond_the_end_is_refused() -> None:
+    manifest, _, _ = built([5000])
     with pytest.raises(InvalidInput, match="0 to 1"):
         chunk_span(manifest, 2)
-    with pytest.raises(InvalidInput, match="not those of the manifest"):
-        list(cut_tensors(manifest, [*tensors, NamedTensor("x", "U8", (1,), b"x")], [0]))

@@ -21,7 +21,7 @@ from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_
 from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.generation import Generation
-from paceline.streams import RedisStream, run_key
+from paceline.streams import RedisStream, decode_features, run_key
 from paceline.v1 import engine_pb2 as pb
 
 TOKENS = [10, 11, 12, 13, 14, 15]
@@ -81,7 +81,8 @@ async def test_sessions_that_end_together_travel_together(
     await sender.stop()
     assert (sent, sender.batches, sender.rows_dropped) == ([3], 3, 0)
     stream = RedisStream(redis_client, run_key(run_id, "features"))
-    assert [one.fields["session"] for one in await stream.history()] == ["s", "t", "u"]
+    entries = [decode_features(one.fields, one.payload) for one in await stream.history()]
+    assert [one.session_id for one in entries] == ["s", "t", "u"]
     await stream.close()
 
 
