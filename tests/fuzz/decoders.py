@@ -37,7 +37,7 @@ from paceline.services.rollout_gateway.api.http.requests import Outline, parse
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.tool_formats import tool_format
+from paceline.services.rollout_gateway.chat.tool_formats.families import tool_format
 from paceline.services.rollout_gateway.engines.requests.structures import (
     check_json_schema,
     structure_of,

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall
 from paceline.services.rollout_gateway.chat.text import TextCodec
-from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall, ToolFormat
+from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall
+from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
 
 _SHOWN = 80
 """Characters of a part that an error shows."""

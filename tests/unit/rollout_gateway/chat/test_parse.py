@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
 from paceline.services.rollout_gateway.chat.parse import ChatParser, finish_name
-from paceline.services.rollout_gateway.chat.tool_formats import TOOL_FORMATS, tool_format
+from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
 
 FORMATS = ["none", *TOOL_FORMATS]
 
