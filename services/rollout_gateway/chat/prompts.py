@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
@@ -56,8 +55,8 @@ class ChatPrompts:
 
     def __init__(self, config: ChatConfig, codec: text.TextCodec) -> None:
         self._codec = codec
-        self._format = families.tool_format(config.tool_format, codec.template_source)
-        marked = config.reasoning == "auto" and parse.THINK in codec.template_source
+        self._format = families.tool_format(config.tool_format, codec.template.source)
+        marked = config.reasoning == "auto" and parse.THINK in codec.template.source
         self._reasoning = marked or config.reasoning == "think"
         ends = self._format.ends if self._format else ()
         self._tools = shown.ShownTools(codec, self._format, config.tool_prompt)
@@ -104,7 +103,9 @@ class ChatPrompts:
         `longest` ids.
         """
         fitted, _ = self._tools.fitted(request)
-        return self._codec.encode_chat(fitted, longest, partial(self._tools.check, request))
+        rendered = self._codec.template.render(fitted)
+        self._tools.check(request, rendered)
+        return self._codec.encode(rendered, longest, special=False)
 
     def _offered(self, request: ChatRequest) -> ToolFormat | None:
         """The format for reading the answer; None: plain text."""
