@@ -238,8 +238,7 @@ class Planner:
             return Plan(ids, parent=parent, prompt_text=text)
         check_length(len(prompt), longest)
         ids = tuple(prompt)
-        extended = tree.extended_by_tokens(ids) if tree is not None else None
-        return Plan(ids, parent=extended[0] if extended is not None else None)
+        return Plan(ids, parent=tree.extended_by_tokens(ids) if tree is not None else None)
 
     def _drawn(
         self,

@@ -102,7 +102,7 @@ def _body(text: base.GrowingText, record: Callable[[str], None]) -> base.Reading
         record(text.forget())
 
 
-HARMONY = Harmony(
+HARMONY: Harmony = Harmony(
     "harmony",
     call=f"{_CHANNEL}commentary to=functions.$name {_CONSTRAIN}json{_MESSAGE}$arguments",
     reader=lambda text, tools: HARMONY.messages(text, lambda kind, content: None),

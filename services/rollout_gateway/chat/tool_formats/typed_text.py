@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
@@ -207,8 +206,11 @@ def _fits(kind: str, kinds: set[str] | None) -> bool:
 
 
 def _at(root: Mapping[str, Any], path: str) -> object:
-    keys = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:])
-    return reduce(lambda at, key: at.get(key) if isinstance(at, Mapping) else None, keys, root)
+    found: object = root
+    for part in path.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def _matching(name: str, pattern: str) -> str:

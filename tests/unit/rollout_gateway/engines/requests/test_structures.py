@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "half a surrogate": ({"choice": ("\ud800",)}, r"structured_outputs\.choice.*no text"),
     "two demands": ({"regex": "a", "choice": ("a",)}, r"structured_outputs\.choice.*no other"),
-    "a broken tool": ({"tool_grammar": "start: %json {"}, "tools need a grammar"),
+    "a broken tool": ({"tool_grammar": "start: %json {"}, "tools cannot be followed"),
     "going on after the end": (
         {"regex": "a", "ignore_eos": True},
         r"structured_outputs\.regex.*ignore_eos=true",
