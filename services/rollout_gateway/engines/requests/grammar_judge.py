@@ -57,7 +57,7 @@ class GrammarTokens:
             kinds = TokenSpelling(self._within).kinds
         except (ConfigError, InvalidInput) as error:
             raise InvalidInput(
-                f"structured output needs another tokenizer: {error}", seen=path
+                f"structured output needs another tokenizer than {path}: {error}"
             ) from error
         found = token_bytes(self._within)
         lost = [] if kinds == ("ByteLevel",) else lost_at_front(self._within, found)
