@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from paceline.errors import InternalError
-from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
 from paceline.services.rollout_gateway.chat.tool_formats import base
 from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
 from paceline.services.rollout_gateway.chat.tool_formats.harmony import REASONING_MARKS, Harmony
@@ -64,7 +64,6 @@ class ChatParser:
         self._digits = digits
         self._text = base.GrowingText()
         self._news: list[Delta] = []  # content of the next delta
-        self._calls = 0
         self._only_content = False  # no marker can follow
         self._reading = self._message(reasoning, starts_in_reasoning)
         self._text.push(forced)
@@ -105,7 +104,7 @@ class ChatParser:
 
     def _next(self) -> Delta:
         next(self._reading, None)
-        delta = self._news[0] if len(self._news) == 1 else Delta.of(self._news)
+        delta = Delta.of(self._news)
         self._news.clear()
         self.deltas.append(delta)
         return delta
@@ -193,10 +192,7 @@ class ChatParser:
         found = []
         for call in calls:
             drawn = tool_format.id_prefix + self._digits(tool_format.id_digits)
-            found.append(
-                ToolCallDelta(self._calls, call.call_id or drawn, call.name, call.arguments)
-            )
-            self._calls += 1
+            found.append(ToolCall(call.call_id or drawn, call.name, call.arguments))
         self._news.append(Delta(tool_calls=tuple(found)))
 
 

@@ -301,9 +301,9 @@ def test_a_call_is_given_out_when_it_is_complete() -> None:
         "Look:"
     )
     (call,) = reader.push(">").tool_calls
-    assert (call.index, call.name, call.arguments) == (0, "f", "{}")
+    assert (call.name, call.arguments) == ("f", "{}")
     (call,) = reader.push('<tool_call>{"name": "g"}</tool_call>').tool_calls
-    assert (call.index, call.name) == (1, "g")
+    assert call.name == "g"
 
 
 def test_text_after_the_end_is_refused_and_a_second_end_says_nothing() -> None:
