@@ -95,7 +95,9 @@ def test_what_is_more_than_text_is_told_whole(piece: Piece) -> None:
     for answers in (first, second):
         answers.told(0, CALL, Piece(CHUNK, "a", Delta("a")))
         answers.told(0, CALL, Piece(CHUNK, "b", Delta("b")))
-    assert first.told(0, CALL, piece) == framed(second.piece(0, CALL, piece))
+    told = json.loads(first.told(0, CALL, piece).removeprefix(b"data: "))
+    (event,) = second.piece(0, CALL, piece)
+    assert told["choices"] == event["choices"]
 
 
 def test_calls_of_a_stream_are_numbered_by_choice() -> None:
