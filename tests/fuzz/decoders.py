@@ -37,9 +37,10 @@ from paceline.services.rollout_gateway.api.http.requests import Outline, parse
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.tool_formats import tool_format
+from paceline.services.rollout_gateway.chat.tool_formats.families import tool_format
 from paceline.services.rollout_gateway.engines.requests.structures import (
-    check_json_schema,
+    Structure,
+    parse_schema,
     structure_of,
 )
 from paceline.services.rollout_gateway.engines.sampling import check_sampling
@@ -438,7 +439,7 @@ DECODERS: dict[str, Decoder] = {
         parsed_chat("harmony"),
     ),
     "JSON schemas": Decoder(
-        (lines(TOOL["parameters"]),), lambda raw: check_json_schema(text(raw), ignore_eos=False)
+        (lines(TOOL["parameters"]),), lambda raw: parse_schema(Structure("json_schema", text(raw)))
     ),
     "sandbox requests": Decoder(
         (lines({"files": {"a/b": "x", "c": ""}}),), lambda raw: files_of_a_sandbox(as_json(raw))

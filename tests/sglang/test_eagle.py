@@ -154,7 +154,7 @@ def test_a_structured_response_that_cannot_go_on_ends_alone(
     for chunks in served.wait(numbers):
         assert chunks[-1].finish is Finish.ERROR
         assert chunks[-1].error.startswith(
-            "INVALID_INPUT: structured_outputs.regex cannot be followed on"
+            "INVALID_INPUT: structured_outputs.regex cannot be followed"
         )
     assert served.tokens(prompts[:3], temperature=1.0) == alone
 

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from paceline.errors import DataLoss, InvalidInput, Unavailable
-from paceline.services.rollout_gateway.calls.spans import STAGE_SPANS, asked
+from paceline.services.rollout_gateway.calls.spans import STAGE_SPANS
 from paceline.services.rollout_gateway.chat import messages, parse
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling
@@ -122,9 +122,8 @@ class Call:
     finish: str = field(default="", init=False)  # of the last piece
     _recorded: bool = field(default=False, init=False)
     _decoded: int = field(default=0, init=False)  # decoded tokens
-    _texts: list[str] = field(
-        default_factory=list, init=False
-    )  # a list, since one growing string would be copied
+    # a list, since one growing string would be copied
+    _texts: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -169,11 +168,9 @@ class Call:
         if plan.session is not None:
             plan.session.begin(plan.sampling, len(plan.new_ids))
         try:
-            place: AbstractAsyncContextManager[object] = nullcontext()
-            if plan.queue_key is not None:
-                place = engine.place(plan.queue_key)
-            async with place:
-                with span(names.ENGINE_REQUEST, self._asked()) as current:
+            key = plan.queue_key
+            async with nullcontext() if key is None else engine.place(key):
+                with span(names.ENGINE_REQUEST, self._labels()) as current:
                     if plan.session is not None:
                         plan.session.trace.link()
                     self.generation = generation = engine.submit(plan, stream=stream)
@@ -229,16 +226,23 @@ class Call:
         self.finish = finish
         return Piece(chunk, news, delta, finish)
 
-    def _asked(self) -> Mapping[str, AttributeValue]:
-        plan = self.plan
-        return asked(
-            self.engine.model,
-            plan.sampling,
-            len(plan.prompt),
-            chat=plan.parser is not None,
-            completion_id=plan.completion_id,
-            session_id="" if plan.session is None else plan.session.session_id,
-        )
+    def _labels(self) -> Mapping[str, AttributeValue]:
+        """Attributes of `engine.request` at its start."""
+        plan, sampling = self.plan, self.plan.sampling
+        labels: dict[str, AttributeValue] = {
+            names.GEN_AI_OPERATION: names.CHAT if plan.parser else names.TEXT_COMPLETION,
+            names.GEN_AI_PROVIDER: names.PROVIDER,
+            names.GEN_AI_MODEL: self.engine.model,
+            names.GEN_AI_TEMPERATURE: sampling.temperature,
+            names.GEN_AI_TOP_P: sampling.top_p,
+            names.GEN_AI_MAX_TOKENS: sampling.max_tokens,
+            names.GEN_AI_INPUT_TOKENS: len(plan.prompt),
+        }
+        if plan.completion_id:
+            labels[names.GEN_AI_RESPONSE_ID] = plan.completion_id
+        if plan.session is not None:
+            labels[names.GEN_AI_CONVERSATION] = plan.session.session_id
+        return labels
 
     def _describe(self, current: Span, generation: Generation) -> None:
         current.set_attribute(names.GEN_AI_FINISH_REASONS, [self.finish])
@@ -300,11 +304,7 @@ class Call:
         )
         # The text includes a stop string that the answer leaves out, because a later prompt has to
         # match all tokens of the turn.
-        seen = (
-            plan.prompt_text + self.engine.codec.decode(turn.response_ids)
-            if plan.prompt_text
-            else ""
-        )
+        seen = plan.prompt_text and plan.prompt_text + self.engine.codec.decode(turn.response_ids)
         plan.session.worker_index = generation.worker_index
         plan.session.end(len(plan.new_ids), turn, seen)
         self._recorded = True

@@ -68,8 +68,11 @@ def check_arm(ready: pb.WorkerReady, arm: str) -> None:
 
 
 def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
+    adjusting = "a penalty or logit_bias" if sampling.adjusted else ""
+    if sampling.confined:
+        adjusting = "min_tokens" if sampling.min_tokens else "allowed_token_ids"
     asked = {
-        Capability.PENALTIES: _adjusting(sampling),
+        Capability.PENALTIES: adjusting,
         Capability.PROMPT_LOGPROBS: "prompt_logprobs" if sampling.scored else "",
         Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
         Capability.GRAMMARS: "structured_outputs or a strict tool"
@@ -83,13 +86,6 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
                 seen=seen,
                 allowed=SETTINGS[capability],
             )
-
-
-def _adjusting(sampling: Sampling) -> str:
-    """The request's setting that changes logits before the draw; "" without any."""
-    if sampling.confined:
-        return "min_tokens" if sampling.min_tokens else "allowed_token_ids"
-    return "a penalty or logit_bias" if sampling.adjusted else ""
 
 
 CUT_CONTEXTS = 8
@@ -238,8 +234,7 @@ class Planner:
             return Plan(ids, parent=parent, prompt_text=text)
         check_length(len(prompt), longest)
         ids = tuple(prompt)
-        extended = tree.extended_by_tokens(ids) if tree is not None else None
-        return Plan(ids, parent=extended[0] if extended is not None else None)
+        return Plan(ids, parent=tree.extended_by_tokens(ids) if tree is not None else None)
 
     def _drawn(
         self,
@@ -263,21 +258,17 @@ class Planner:
             if run_temperature is not None:
                 sampling, changed = overridden(sampling, run_temperature)
             check_request(ready, plan.prompt, sampling, asked.forced_arm)
-            unseeded = sampling.seed == UNSEEDED
+            plan = replace(
+                plan,
+                overridden=changed,
+                forced_arm=asked.forced_arm,
+                queue_key=asked.caller.queue_key,
+            )
             for index in range(asked.count):
                 name = asked.completion_id if single else f"{asked.completion_id}:{len(drawn)}"
-                drawn.append(
-                    replace(
-                        plan,
-                        sampling=sampling
-                        if unseeded
-                        else replace(sampling, seed=sampling.seed + index),
-                        completion_id=name,
-                        overridden=changed,
-                        forced_arm=asked.forced_arm,
-                        queue_key=asked.caller.queue_key,
-                    )
-                )
+                if index and sampling.seed != UNSEEDED:
+                    sampling = replace(sampling, seed=sampling.seed + 1)
+                drawn.append(replace(plan, sampling=sampling, completion_id=name))
 
         return drawn
 
@@ -301,16 +292,13 @@ class Planner:
             session = self._sessions.open(self._implicit(plans))
         if session is None:
             return plans
-        about = session.assignment
-        return [
-            replace(
-                plan,
-                session=session,
-                sampling=_seeded(about.seed, plan.sampling, number),
-                capture=about.capture,
-            )
-            for number, plan in enumerate(plans, session.numbered(len(plans)))
-        ]
+        about, found = session.assignment, []
+        for number, plan in enumerate(plans, session.numbered(len(plans))):
+            sampling = plan.sampling
+            if sampling.seed == UNSEEDED and about.seed is not None:
+                sampling = replace(sampling, seed=generation_seed(about.seed, number))
+            found.append(replace(plan, session=session, sampling=sampling, capture=about.capture))
+        return found
 
     def _implicit(self, plans: list[Plan]) -> Assignment:
         sessions = self._config.sessions
@@ -339,12 +327,3 @@ def _formed(sampling: Sampling, prompt: ChatPrompt) -> Sampling:
     if prompt.grammar:
         return replace(sampling, json_schema="", tool_grammar=prompt.grammar)
     return replace(sampling, free_until=prompt.free_until) if sampling.structured else sampling
-
-
-def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:
-    """Derive the generation's seed from the session's seed and its number, unless the caller sets a
-    seed.
-    """
-    if sampling.seed != UNSEEDED or base is None:
-        return sampling
-    return replace(sampling, seed=generation_seed(base, number))

@@ -24,33 +24,6 @@ advice would make them miss a queue that recovered.
 TURNS_REMEMBERED = 64
 
 
-class _Pace:
-    """Mean seconds between two turns while requests wait. Time without a queue does not count."""
-
-    def __init__(self) -> None:
-        self._gaps: deque[float] = deque(maxlen=TURNS_REMEMBERED)
-        self._sum_s = 0.0
-        self._last_s = 0.0
-
-    def begin(self, now_s: float) -> None:
-        """Start timing: the first request begins to wait."""
-        self._last_s = now_s
-
-    def turn(self, now_s: float) -> None:
-        """Record that a place has changed hands."""
-        if len(self._gaps) == TURNS_REMEMBERED:
-            self._sum_s -= self._gaps[0]
-        self._gaps.append(now_s - self._last_s)
-        self._sum_s += now_s - self._last_s
-        self._last_s = now_s
-
-    def seconds(self, turns: int, now_s: float) -> float:
-        """Expected seconds of `turns` turns. The time since the last turn counts, so that a
-        standstill shows.
-        """
-        return turns * (self._sum_s + now_s - self._last_s) / max(len(self._gaps), 1)
-
-
 class FairQueue:
     """Places inside the engine. Use on one event loop: `async with queue.place(key)`."""
 
@@ -63,7 +36,8 @@ class FairQueue:
         # By key, the next key first. A future is done once its request has a place.
         self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
         self._waiting = 0
-        self._pace = _Pace()
+        # Times of the last turns, as if requests had always waited since the first of them.
+        self._turns: deque[float] = deque(maxlen=TURNS_REMEMBERED + 1)
         self._places = self._config.running or running
         if self._places < 1:
             raise ConfigError(
@@ -105,7 +79,9 @@ class FairQueue:
         loop, wait_s = asyncio.get_running_loop(), self._config.wait_s
         since_s, called = loop.time(), loop.create_future()
         if not self._waiting:
-            self._pace.begin(since_s)
+            idle_s = since_s - self._turns[-1] if self._turns else 0.0
+            shifted = [one + idle_s for one in self._turns] or [since_s]
+            self._turns = deque(shifted, self._turns.maxlen)
         self._lines.setdefault(key, OrderedDict())[called] = None
         self._waits_more(1)
         try:
@@ -147,7 +123,7 @@ class FairQueue:
             if not called.cancelled():
                 if line:
                     self._lines.move_to_end(key)
-                self._pace.turn(asyncio.get_running_loop().time())
+                self._turns.append(asyncio.get_running_loop().time())
                 called.set_result(None)
                 return
         self._inside -= 1
@@ -174,8 +150,10 @@ class FairQueue:
         metrics.QUEUE_REFUSED.record(reason=reason)
         turns = self.waiting if ahead is None else min(ahead * len(self._lines), self.waiting)
         shortest_s, longest_s = RETRY_BOUNDS_S
-        estimate_s = self._pace.seconds(turns, asyncio.get_running_loop().time())
-        retry_after_s = min(max(estimate_s, shortest_s), longest_s)
+        # The time since the last turn counts, so that a standstill shows.
+        passed_s = asyncio.get_running_loop().time() - self._turns[0]
+        mean_s = passed_s / max(len(self._turns) - 1, 1)
+        retry_after_s = min(max(turns * mean_s, shortest_s), longest_s)
         return ResourceExhausted(
             message, reason=reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s
         )

@@ -1,4 +1,4 @@
-"""Traces a generation: the request's settings, and below it the stages that the engine timed.
+"""Traces the stages of a generation that the engine timed.
 
 Engines export no spans. Their timings arrive with a request's last chunk.
 """
@@ -6,43 +6,16 @@ Engines export no spans. Their timings arrive with a request's last chunk.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from opentelemetry.trace import Span, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
 
 REQUESTS_PER_S = 25.0
 """Requests per second with a span for each stage; further requests only get `engine.request`."""
-
-
-def asked(
-    model: str,
-    sampling: Sampling,
-    prompt_tokens: int,
-    *,
-    chat: bool,
-    completion_id: str,
-    session_id: str,
-) -> Mapping[str, AttributeValue]:
-    """Attributes of `engine.request` at its start."""
-    labels: dict[str, AttributeValue] = {
-        names.GEN_AI_OPERATION: names.CHAT if chat else names.TEXT_COMPLETION,
-        names.GEN_AI_PROVIDER: names.PROVIDER,
-        names.GEN_AI_MODEL: model,
-        names.GEN_AI_TEMPERATURE: sampling.temperature,
-        names.GEN_AI_TOP_P: sampling.top_p,
-        names.GEN_AI_MAX_TOKENS: sampling.max_tokens,
-        names.GEN_AI_INPUT_TOKENS: prompt_tokens,
-    }
-    if completion_id:
-        labels[names.GEN_AI_RESPONSE_ID] = completion_id
-    if session_id:
-        labels[names.GEN_AI_CONVERSATION] = session_id
-    return labels
 
 
 class StageSpans:

@@ -124,49 +124,29 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """An update of one tool call in a streamed message. Joined by index, names and arguments give
-    the whole call.
-    """
-
-    index: int
-    call_id: str = ""  # in the first update of a call
-    name: str = ""  # in the first update of a call
-    arguments: str = ""  # more of the JSON text
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
-    """An update of an assistant's message."""
+    """An update of an assistant's message. A call is in one update."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> Delta:
-        """Joins several updates into one update, without empty updates."""
-        said = [one for one in deltas if one.content or one.reasoning or one.tool_calls]
-        if len(said) == 1:
-            return said[0]
+        """Joins several updates into one update."""
+        if len(deltas) == 1:
+            return deltas[0]
         return cls(
-            "".join([one.content for one in said]),
-            "".join([one.reasoning for one in said]),
-            tuple(call for one in said for call in one.tool_calls),
+            "".join([one.content for one in deltas]),
+            "".join([one.reasoning for one in deltas]),
+            tuple(call for one in deltas for call in one.tool_calls),
         )
 
 
 def joined(deltas: Sequence[Delta]) -> Message:
     """The message built from its updates."""
-    calls: dict[int, ToolCall] = {}
     whole = Delta.of(deltas)
-    for news in whole.tool_calls:
-        known = calls.get(news.index, ToolCall("", "", ""))
-        calls[news.index] = ToolCall(
-            known.call_id or news.call_id, known.name or news.name, known.arguments + news.arguments
-        )
-    ordered = tuple(calls[index] for index in sorted(calls))
-    return Message("assistant", whole.content, whole.reasoning, ordered)
+    return Message("assistant", whole.content, whole.reasoning, whole.tool_calls)
 
 
 def _canonical(arguments: str) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.errors import InternalError
-from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
 from paceline.services.rollout_gateway.chat.tool_formats import base
-from paceline.services.rollout_gateway.chat.tool_formats.harmony import Harmony
+from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
+from paceline.services.rollout_gateway.chat.tool_formats.harmony import REASONING_MARKS, Harmony
 
 THINK, THOUGHT = "<think>", "</think>"
 """Marks around reasoning. They are special tokens in some tokenizers, so decoding must
@@ -24,7 +25,7 @@ _THINKING = re.compile(r"[^\n<]+")
 
 
 def random_digits(count: int) -> str:
-    """An IdSource with unpredictable ids."""
+    """Unpredictable hexadecimal digits."""
     return secrets.token_hex((count + 1) // 2)[:count]
 
 
@@ -38,18 +39,19 @@ class ChatParser:
 
     def __init__(
         self,
-        tool_format: base.ToolFormat | None,
+        tool_format: ToolFormat | None,
         *,
         reasoning: bool,
         starts_in_reasoning: bool = False,
         forced: str = "",
         prefill: str = "",
-        digits: base.IdSource = random_digits,
+        digits: Callable[[int], str] = random_digits,
     ) -> None:
-        """`starts_in_reasoning`: the prompt ends inside <think>.
+        """`starts_in_reasoning`: the prompt ends inside <think>. `forced`: the beginning of the
+        response in the prompt.
 
-        `forced`: the beginning of the response in the prompt. `prefill`: the prompt's part of the
-        message, which is in no delta.
+        `prefill`: the prompt's part of the message, which is in no delta. `digits`: source of
+        hexadecimal digits for the ids of calls.
         """
         marks = tool_format.special_tokens if tool_format is not None else ()
         self.kept = (*marks, THINK, THOUGHT) if reasoning else marks
@@ -62,7 +64,6 @@ class ChatParser:
         self._digits = digits
         self._text = base.GrowingText()
         self._news: list[Delta] = []  # content of the next delta
-        self._calls = 0
         self._only_content = False  # no marker can follow
         self._reading = self._message(reasoning, starts_in_reasoning)
         self._text.push(forced)
@@ -98,12 +99,12 @@ class ChatParser:
         if not any(delta.reasoning for delta in self.deltas):
             return 0
         if isinstance(self._format, Harmony):
-            return reasoning_tokens(token_ids, decode, marks=self._format.reasoning_marks)
+            return reasoning_tokens(token_ids, decode, marks=REASONING_MARKS)
         return reasoning_tokens(token_ids, decode, starts_in_reasoning=self._opens_thinking)
 
     def _next(self) -> Delta:
         next(self._reading, None)
-        delta = self._news[0] if len(self._news) == 1 else Delta.of(self._news)
+        delta = Delta.of(self._news)
         self._news.clear()
         self.deltas.append(delta)
         return delta
@@ -126,39 +127,30 @@ class ChatParser:
         text = self._text
         if not started:
             yield from text.blanks()
-        if (yield from text.at(THINK)):  # also if the prompt has it: some models repeat it
-            text.take(len(THINK))
-        elif not started:
+        # also if the prompt has it: some models repeat it
+        if not (yield from text.skip(THINK)) and not started:
             return  # the white space is kept for the content
 
-        if (yield from text.at("\n")):
-            text.take()
+        yield from text.skip("\n")
         text.forget()
         while (yield from text.peek()):
-            for end in ("\n" + THOUGHT, THOUGHT):
-                if (yield from text.at(end)):
-                    text.take(len(end))
-                    yield from self._newline_pair()
-                    return
+            if (yield from text.skip("\n" + THOUGHT, THOUGHT)):
+                yield from text.skip("\n")
+                yield from text.skip("\n")
+                text.forget()
+                return
             text.take()
             text.take_known(_THINKING)
             self._news.append(Delta(reasoning=text.forget()))
 
-    def _newline_pair(self) -> base.Reading[None]:
-        for _ in range(2):
-            if (yield from self._text.at("\n")):
-                self._text.take()
-        self._text.forget()
-
     def _channels(self, harmony: Harmony) -> base.Reading[None]:
         """Reads messages in channels, as they arrive."""
 
-        def told(kind: str, text: str) -> None:
+        def record(kind: str, text: str) -> None:
             self._news.append(Delta(reasoning=text) if kind == "reasoning" else Delta(text))
 
-        while calls := (yield from harmony.messages(self._text, told)):
-            self._text.forget()
-            self._tell(harmony, calls)
+        while calls := (yield from harmony.messages(self._text, record)):
+            self._add_calls(harmony, calls)
 
     def _all_content(self) -> base.Reading[None]:
         if (yield from self._text.peek()):
@@ -166,17 +158,17 @@ class ChatParser:
         self._news.append(Delta(self._text.forget()))
         self._only_content = True
 
-    def _speech(self, tool_format: base.ToolFormat) -> base.Reading[None]:
+    def _speech(self, tool_format: ToolFormat) -> base.Reading[None]:
         """Reads content and calls. White space is kept until the next text."""
         text = self._text
         plain = _plain(tool_format.markers)
         openings = tool_format.at_start + tool_format.markers
         yield from text.blanks()
         while (yield from text.peek()):
-            if not (yield from self._at_any(openings)):
+            if not (yield from text.at(*openings)):
                 text.take()
                 text.take_known(plain)
-            elif (yield from self._took_calls(tool_format)):
+            elif (yield from self._read_calls(tool_format)):
                 yield from text.blanks()
                 text.forget()
                 openings = tool_format.after_calls + tool_format.markers
@@ -187,30 +179,21 @@ class ChatParser:
 
         self._news.append(Delta(text.forget()))
 
-    def _at_any(self, words: Iterable[str]) -> base.Reading[bool]:
-        for word in words:
-            if (yield from self._text.at(word)):
-                return True
-        return False
-
-    def _took_calls(self, tool_format: base.ToolFormat) -> base.Reading[bool]:
+    def _read_calls(self, tool_format: ToolFormat) -> base.Reading[bool]:
         """Reads calls; returns False if there are none, and keeps the text for the content."""
         try:
-            calls = yield from tool_format.read(self._text)
+            self._add_calls(tool_format, (yield from tool_format.read(self._text)))
         except base.Deviation:
             return False
-        self._text.forget()
-        self._tell(tool_format, calls)
         return True
 
-    def _tell(self, tool_format: base.ToolFormat, calls: Sequence[base.SpelledCall]) -> None:
-        self._news.append(Delta(tool_calls=tuple(self._news_of(tool_format, one) for one in calls)))
-
-    def _news_of(self, tool_format: base.ToolFormat, call: base.SpelledCall) -> ToolCallDelta:
-        index = self._calls
-        self._calls += 1
-        call_id = call.call_id or tool_format.call_id(self._digits)
-        return ToolCallDelta(index, call_id, call.name, call.arguments)
+    def _add_calls(self, tool_format: ToolFormat, calls: Sequence[base.SpelledCall]) -> None:
+        self._text.forget()
+        found = []
+        for call in calls:
+            drawn = tool_format.id_prefix + self._digits(tool_format.id_digits)
+            found.append(ToolCall(call.call_id or drawn, call.name, call.arguments))
+        self._news.append(Delta(tool_calls=tuple(found)))
 
 
 def _plain(markers: Sequence[str]) -> re.Pattern[str]:
@@ -219,28 +202,6 @@ def _plain(markers: Sequence[str]) -> re.Pattern[str]:
     """
     stop = "".join(sorted({re.escape(marker[0]) for marker in markers}))
     return re.compile(rf"[^{stop}]*[^{stop} \t\r\n]")
-
-
-def knows_reasoning(template_source: str) -> bool:
-    """Whether a chat template belongs to a model that reasons between <think> and </think>."""
-    return THINK in template_source
-
-
-def opens_reasoning(prompt_end: str) -> bool:
-    """Whether a rendered prompt ends inside <think>; any suffix longer than that suffices."""
-    return prompt_end.rstrip().endswith(THINK)
-
-
-def forced_beginning(
-    tool_format: base.ToolFormat, name: str = "", *, in_reasoning: bool = False
-) -> str:
-    """The text after the prompt, also for `ChatParser(forced=)`, that starts a call of the tool
-    `name`, or of any tool.
-
-    A prompt that ends inside <think> is led out of it first.
-    """
-    out = f"\n{THOUGHT}\n\n" if in_reasoning else ""
-    return out + tool_format.beginning(name)
 
 
 def finish_name(message: Message, engine: str) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.chat import parse, shown, text, tool_formats
+from paceline.services.rollout_gateway.chat import parse, shown, text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
-from paceline.services.rollout_gateway.chat.tool_formats import base, lark
+from paceline.services.rollout_gateway.chat.tool_formats import families
+from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
+from paceline.services.rollout_gateway.chat.tool_formats.harmony import Harmony
 from paceline.services.rollout_gateway.config import ChatConfig
 
 PROMPT_END = 16
@@ -54,11 +55,9 @@ class ChatPrompts:
 
     def __init__(self, config: ChatConfig, codec: text.TextCodec) -> None:
         self._codec = codec
-        self._format = tool_formats.tool_format(config.tool_format, codec.template_source)
-        known = config.reasoning == "auto" and parse.knows_reasoning(codec.template_source)
-        self._reasoning = known or config.reasoning == "think"
-        self._content_beginning = self._format.content_beginning if self._format else ""
-        self._vocabulary = lark.Vocabulary(codec.added_tokens)
+        self._format = families.tool_format(config.tool_format, codec.template.source)
+        marked = config.reasoning == "auto" and parse.THINK in codec.template.source
+        self._reasoning = marked or config.reasoning == "think"
         ends = self._format.ends if self._format else ()
         self._tools = shown.ShownTools(codec, self._format, config.tool_prompt)
         self._stop_ids = tuple(codec.added_tokens[end] for end in ends if end in codec.added_tokens)
@@ -76,9 +75,8 @@ class ChatPrompts:
         `longest` new tokens.
         """
         ids, goes_on = self._history(request, known, longest)
-        inside = self._reasoning and parse.opens_reasoning(
-            self._codec.decode_all(ids[-PROMPT_END:])
-        )
+        prompt_end = self._codec.decode_all(ids[-PROMPT_END:]).rstrip()
+        inside = self._reasoning and prompt_end.endswith(parse.THINK)
         forced = self._forced(request, inside)
         ids += self._codec.encode_piece(forced + request.prefill, longest)
         tools = self._offered(request)
@@ -105,32 +103,33 @@ class ChatPrompts:
         `longest` ids.
         """
         fitted, _ = self._tools.fitted(request)
-        return self._codec.encode_chat(fitted, longest, partial(self._tools.check, request))
+        rendered = self._codec.template.render(fitted)
+        self._tools.check(request, rendered)
+        return self._codec.encode(rendered, longest, special=False)
 
-    def _offered(self, request: ChatRequest) -> base.ToolFormat | None:
+    def _offered(self, request: ChatRequest) -> ToolFormat | None:
         """The format for reading the answer; None: plain text."""
-        if self._format is None:
-            return None
-        if request.tools and request.tool_choice.mode != "none":
-            return self._format.offering(tool_formats.offered(request.tools))
-        return self._format if self._format.channels else None
+        if self._format and request.tools and request.tool_choice.mode != "none":
+            return self._format.offering(families.offered_schemas(request.tools))
+        return self._format if isinstance(self._format, Harmony) else None
 
     def _grammar(self, request: ChatRequest, held: Held, *, inside: bool) -> str:
-        mode = request.tool_choice.mode
-        if not held.calls or not request.tools or mode == "none" or self._format is None:
+        choice = request.tool_choice
+        if not held.calls or not request.tools or choice.mode == "none" or self._format is None:
             return ""
-        tools = tool_formats.offered(request.tools)
-        if mode == "named":
-            tools = [tool for tool in tools if tool.name == request.tool_choice.name]
-        grammar = tool_formats.ToolGrammar(
-            self._format, tools, self._vocabulary, several=not request.one_call
-        )
-        if mode != "auto":
-            return grammar.required(self._format.beginning(request.tool_choice.name))
+        tools = families.offered_schemas(request.tools)
+        if choice.mode == "named":
+            tools = {choice.name: tools[choice.name]}
+        offered, added = self._format.offering(tools), self._codec.added_tokens
+        if choice.mode != "auto":
+            begun = self._format.beginning(choice.name)
+            return offered.required(added, begun, several=not request.one_call)
         if not request.strict_tools and not held.answer:
             return ""
         after = parse.THOUGHT if inside and not request.prefill else ""
-        return grammar.allowed(request.strict_tools, after, held.answer)
+        return offered.allowed(
+            added, request.strict_tools, after, held.answer, several=not request.one_call
+        )
 
     def _history(
         self, request: ChatRequest, known: Known | None, longest: int | None
@@ -152,11 +151,12 @@ class ChatPrompts:
         It is the call that tool_choice requires, or the end of the model's reasoning before a
         prefill.
         """
-        choice = request.tool_choice
+        choice, end_of_reasoning = request.tool_choice, f"\n{parse.THOUGHT}\n\n" * inside
         if choice.mode in ("auto", "none"):
             if not request.prefill:
                 return ""
-            return f"\n{parse.THOUGHT}\n\n" if inside else self._content_beginning
+            content_beginning = self._format.content_beginning if self._format else ""
+            return end_of_reasoning or content_beginning
         names = list(request.tool_names())
         if not names or (choice.mode == "named" and choice.name not in names):
             raise InvalidInput(
@@ -178,6 +178,4 @@ class ChatPrompts:
                 allowed="tool_choice auto or none",
             )
 
-        return parse.forced_beginning(
-            self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside
-        )
+        return end_of_reasoning + self._format.beginning(choice.name)

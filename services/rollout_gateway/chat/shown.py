@@ -7,14 +7,15 @@ prompt. Other dropped parts are reported.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall
 from paceline.services.rollout_gateway.chat.text import TextCodec
-from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall, ToolFormat
+from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall
+from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
 
 _SHOWN = 80
 """Characters of a part that an error shows."""
@@ -45,29 +46,24 @@ _BEFORE: Mapping[Role, tuple[Message, ...]] = {
     "tool": (_USER, Message("assistant", tool_calls=_CALLS[:1])),
 }
 """Messages before one of each role."""
+_TOOL_KIND, _CALL_KIND, _RESULT_KIND = "tools", "tool calls", "tool results"
+_MORE_KIND, _TEXT_KIND = "more than one tool call of a message", "text beside tool calls"
+"""Kinds of parts that a template may drop."""
 ALLOWED = 'a model whose template does, or gateway.chat.tool_prompt="default"'
 
 
-class Shown(NamedTuple):
-    """Parts of a conversation that a template writes into the prompt."""
-
-    tools: bool
-    calls: bool
-    several: bool  # calls of one message behind the first
-    beside: bool  # text of a message with calls
-    results: bool
-
-    def dropped(self, message: Message) -> tuple[str, str]:
-        """The kind of part of a message with calls that is not written, and the part; or empty."""
-        calls = message.tool_calls
-        names = ", ".join(call.name for call in calls)
-        if calls and not self.calls:
-            return "tool calls", names
-        if len(calls) > 1 and not self.several:
-            return "more than one tool call of a message", names
-        if calls and message.content.strip() and not self.beside:
-            return "text beside tool calls", message.content[:_SHOWN]
-        return "", ""
+def _parts(message: Message) -> dict[str, str]:
+    """Parts of a message that a template may drop, by kind, each as an error shows it."""
+    calls, found = message.tool_calls, {}
+    if calls:
+        found[_CALL_KIND] = ", ".join(call.name for call in calls)
+        if len(calls) > 1:
+            found[_MORE_KIND] = found[_CALL_KIND]
+        if message.content.strip():
+            found[_TEXT_KIND] = message.content[:_SHOWN]
+    if message.role == "tool":
+        found[_RESULT_KIND] = message.name or message.tool_call_id or message.content[:_SHOWN]
+    return found
 
 
 class ShownTools:
@@ -79,7 +75,7 @@ class ShownTools:
         self._codec = codec
         self._format = tool_format
         self._default = tool_prompt == "default"
-        self._known: dict[bool, Shown] = {}  # by whether there are tools
+        self._dropped: dict[bool, frozenset[str]] = {}  # kinds of parts, by whether there are tools
         self._read: dict[tuple[str, Role, bool], bool] = {}
 
     def fitted(self, request: ChatRequest, kept: int = 0) -> tuple[ChatRequest, int]:
@@ -88,18 +84,28 @@ class ShownTools:
 
         Raises InvalidInput for dropped parts if there is no default prompt.
         """
-        if not request.messages or not holds_tools(request):
+        parts = [(_TOOL_KIND, ", ".join(request.tool_names()))] if request.tools else []
+        parts += [part for message in request.messages[kept:] for part in _parts(message).items()]
+        if not parts or not request.messages:
             return request, 0
-        wrong = next(self._dropped(request, kept), None)
+        with_tools = bool(request.tools)
+        if with_tools not in self._dropped:
+            self._dropped[with_tools] = self._probed((_TOOL,) if with_tools else ())
+        dropped = self._dropped[with_tools]
+        wrong = next(((kind, seen) for kind, seen in parts if kind in dropped), None)
         if wrong is None:
             return request, 0
-        if not self._default:
-            raise InvalidInput(wrong[0], seen=wrong[1], allowed=ALLOWED)
-        if self._format is None:
+        if not self._default or self._format is None:
+            kind, seen = wrong
+            field = "tools" if kind == _TOOL_KIND else "messages"
             raise InvalidInput(
-                wrong[0], seen=wrong[1], allowed="gateway.chat.tool_format set, for the default"
+                f"{field}: the chat template does not show {kind}",
+                seen=seen,
+                allowed="gateway.chat.tool_format set, for the default"
+                if self._default
+                else ALLOWED,
             )
-        return self._told(request, self._format)
+        return _spelled_out(request, dropped, self._format)
 
     def check(self, request: ChatRequest, rendered: str) -> None:
         """Raises InvalidInput for a tool or past call with a name that is not in the prompt."""
@@ -138,47 +144,27 @@ class ShownTools:
             self._read[key] = not text or _PART in text
         return self._read[key]
 
-    def _dropped(self, request: ChatRequest, kept: int) -> Iterator[tuple[str, str]]:
-        """(the fault, names) of each kind of part that the template drops."""
-        shown = self._shown(request)
-        if request.tools and not shown.tools:
-            yield "tools: the chat template does not show tools", ", ".join(request.tool_names())
-        for index, message in enumerate(request.messages[kept:], kept):
-            kind, seen = shown.dropped(message)
-            if kind:
-                yield f"messages: the chat template does not show {kind}", seen
-            if message.role == "tool" and not shown.results:
-                seen = message.name or message.tool_call_id or f"messages[{index}]"
-                yield "messages: the chat template does not show tool results", seen
-
-    def _shown(self, request: ChatRequest) -> Shown:
-        """The parts that the template writes for a conversation with tools, or without."""
-        tools = (_TOOL,) if request.tools else ()
-        with_tools = bool(tools)
-        if with_tools not in self._known:
-            self._known[with_tools] = self._probed(tools)
-        return self._known[with_tools]
-
-    def _probed(self, tools: Tools) -> Shown:
-        """The parts that the template writes for probe conversations. A refused probe counts as
-        shown, since the template refuses the request as well.
+    def _probed(self, tools: Tools) -> frozenset[str]:
+        """The kinds of parts that the template drops from probe conversations. A refused probe
+        drops nothing, since the template refuses the request as well.
         """
-        said = Message("assistant", tool_calls=_CALLS)
+        called = Message("assistant", tool_calls=_CALLS)
         alone = self._rendered(tools, (_USER,), (Message("system", "Be brief."), _USER))
-        both = self._rendered(tools, (_USER, said, *_RESULTS))
+        both = self._rendered(tools, (_USER, called, *_RESULTS))
         one = both or self._rendered(
-            tools, (_USER, replace(said, tool_calls=_CALLS[:1]), _RESULTS[0])
+            tools, (_USER, replace(called, tool_calls=_CALLS[:1]), _RESULTS[0])
         )
         calls = _CALLS if both else _CALLS[:1]
-        talking = replace(said, content=_TEXT, tool_calls=calls)
+        talking = replace(called, content=_TEXT, tool_calls=calls)
         texts = one and self._rendered(tools, (_USER, talking, *_RESULTS[: len(calls)]))
-        return Shown(
-            tools=not tools or not alone or _holds(alone, _TOOL["function"]["name"]),
-            calls=not one or _CALLS[0].name in one,
-            several=not both or _CALLS[1].name in both,
-            beside=not texts or _TEXT in texts,
-            results=not one or _RESULTS[0].content in one,
+        probes = (
+            (_TOOL_KIND, alone if tools else "", _TOOL["function"]["name"]),
+            (_CALL_KIND, one, _CALLS[0].name),
+            (_MORE_KIND, both, _CALLS[1].name),
+            (_TEXT_KIND, texts, _TEXT),
+            (_RESULT_KIND, one, _RESULTS[0].content),
         )
+        return frozenset(kind for kind, text, part in probes if text and part not in text)
 
     def _rendered(self, tools: Tools, *conversations: tuple[Message, ...]) -> str:
         """The first conversation that the template accepts; empty if it refuses all."""
@@ -189,30 +175,34 @@ class ShownTools:
                 continue
         return ""
 
-    def _told(self, request: ChatRequest, spelling: ToolFormat) -> tuple[ChatRequest, int]:
-        """The request with dropped parts as text of messages."""
-        shown = self._shown(request)
-        messages = [_as_text(one, shown, spelling) for one in request.messages]
-        if shown.tools:
-            return replace(request, messages=tuple(messages)), 0
-        prompt = tool_prompt_text(request, spelling)
-        first = messages[0] if messages[0].role == "system" else None
-        if first is None:
-            messages.insert(0, Message("system", prompt))
-        else:
-            messages[0] = replace(first, content=f"{first.content}\n\n{prompt}")
-        return replace(request, messages=tuple(messages), tools=()), int(first is None)
+
+def _spelled_out(
+    request: ChatRequest, dropped: frozenset[str], spelling: ToolFormat
+) -> tuple[ChatRequest, int]:
+    """The request with dropped parts as text of messages, and the number of messages inserted
+    before it.
+    """
+    messages = [
+        _as_text(one, spelling) if dropped & _parts(one).keys() else one for one in request.messages
+    ]
+    if not request.tools or _TOOL_KIND not in dropped:
+        return replace(request, messages=tuple(messages)), 0
+    prompt = tool_prompt_text(request, spelling)
+    inserted = messages[0].role != "system"
+    if inserted:
+        messages.insert(0, Message("system", prompt))
+    else:
+        messages[0] = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}")
+    return replace(request, messages=tuple(messages), tools=()), int(inserted)
 
 
-def _as_text(message: Message, shown: Shown, spelling: ToolFormat) -> Message:
-    """The message, its calls or result as text where the template does not write them."""
-    if shown.dropped(message)[0]:
-        calls = [SpelledCall(one.name, one.arguments or "{}") for one in message.tool_calls]
-        content = "\n".join(filter(None, (message.content, spelling.written(calls))))
-        return replace(message, content=content, tool_calls=())
-    if message.role == "tool" and not shown.results:
+def _as_text(message: Message, spelling: ToolFormat) -> Message:
+    """The message, its calls or result as text."""
+    if message.role == "tool":
         return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
-    return message
+    calls = [SpelledCall(one.name, one.arguments or "{}") for one in message.tool_calls]
+    content = "\n".join(filter(None, (message.content, spelling.written(calls))))
+    return replace(message, content=content, tool_calls=())
 
 
 def tool_prompt_text(request: ChatRequest, spelling: ToolFormat) -> str:
@@ -222,13 +212,6 @@ def tool_prompt_text(request: ChatRequest, spelling: ToolFormat) -> str:
     return (
         f"# Tools\n\nYou may call these functions:\n{tools}\n\n"
         f"To call a function, write its name and arguments in this form:\n{example}"
-    )
-
-
-def holds_tools(request: ChatRequest) -> bool:
-    """Whether a conversation offers tools or contains calls or results."""
-    return bool(request.tools) or any(
-        message.tool_calls or message.role == "tool" for message in request.messages
     )
 
 

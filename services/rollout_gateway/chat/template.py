@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from functools import partial
 
 import jinja2
 from jinja2 import nodes
@@ -22,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.reading import DEFAULT, TOOL_USE, TextFiles
-from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.chat.messages import ChatRequest
 
 _MARK = "Pacelineturn" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(20))
 """Letters only, so that no template strips or splits it; random per process, so that no message
@@ -53,13 +52,12 @@ class _Generation(Extension):
         return nodes.Scope(inside)  # its variables stay inside, as in transformers
 
 
-class ChatTemplate:
-    """One template of one model."""
+class ChatTemplates:
+    """The templates of one model."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """`tokens`: special tokens by name, bos_token, ... Raises jinja2.TemplateSyntaxError."""
-        self.source = source
-        self._tokens = dict(tokens)
+    def __init__(self, files: TextFiles) -> None:
+        """Raises ConfigError for an unreadable template."""
+        self._files = files
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -68,14 +66,41 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._template = environment.from_string(source)
+        sources = [files.templates[name] for name in (DEFAULT, TOOL_USE) if name in files.templates]
+        try:
+            self._read = {source: environment.from_string(source) for source in sources}
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the chat template of {files.directory} cannot be read: {error}"
+            ) from error
+
+    @property
+    def source(self) -> str:
+        """Text of the template for conversations with tools; empty without one."""
+        templates = self._files.templates
+        return templates.get(TOOL_USE) or templates.get(DEFAULT, "")
 
     def render(self, request: ChatRequest) -> str:
-        """The conversation up to the model's answer.
+        """The conversation up to the model's answer, by the template that transformers would
+        choose: tool_use if there are tools and such a template, else default.
 
-        Raises InvalidInput when the template refuses it.
+        Raises InvalidInput without a template, and when the template refuses the conversation.
         """
-        return self._render(request.messages, request.tools)
+        template = self._read[self._files.template(tools=bool(request.tools))]
+        write = partial(
+            template.render,
+            tools=list(request.tools) or None,
+            documents=None,
+            add_generation_prompt=True,
+            **self._files.named,
+        )
+        try:
+            try:
+                return write(messages=[one.for_template() for one in request.messages])
+            except TypeError:  # DeepSeek's templates concatenate arguments as text
+                return write(messages=[one.shown() for one in request.messages])
+        except _REFUSALS as error:
+            raise InvalidInput(f"messages: the chat template refused them: {error}") from error
 
     def after(self, request: ChatRequest, index: int) -> str | None:
         """The template's text after the content of the assistant's message `index`; None if it
@@ -89,82 +114,10 @@ class ChatTemplate:
         messages = list(request.messages)
         messages[index] = replace(messages[index], content=_MARK, reasoning="", tool_calls=())
         try:
-            text = self._render(messages, request.tools)
+            text = self.render(replace(request, messages=tuple(messages)))
         except InvalidInput:
             return None
         return text.partition(_MARK)[2] if text.count(_MARK) == 1 else None
-
-    def _render(self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        given = list(messages)
-        try:
-            return self._written([message.for_template() for message in given], tools)
-        except TypeError:  # DeepSeek's templates concatenate arguments as text
-            spelled = [message.shown() for message in given]
-        except _REFUSALS as error:
-            raise _refused(error) from error
-        try:
-            return self._written(spelled, tools)
-        except _REFUSALS as error:
-            raise _refused(error) from error
-
-    def _written(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> str:
-        return self._template.render(
-            messages=messages,
-            tools=list(tools) or None,
-            documents=None,
-            add_generation_prompt=True,
-            **self._tokens,
-        )
-
-
-class ChatTemplates:
-    """The templates of one model; false for a model without one."""
-
-    def __init__(self, files: TextFiles) -> None:
-        """Raises ConfigError for an unreadable template."""
-        self._files = files
-        self._read = {
-            files.templates[name]: self._parsed(files.templates[name])
-            for name in (DEFAULT, TOOL_USE)
-            if name in files.templates
-        }
-
-    def _parsed(self, source: str) -> ChatTemplate:
-        try:
-            return ChatTemplate(source, self._files.named)
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"the chat template of {self._files.directory} cannot be read: {error}"
-            ) from error
-
-    def __bool__(self) -> bool:
-        return bool(self._files.templates)
-
-    @property
-    def source(self) -> str:
-        """Text of the template for conversations with tools; empty without one."""
-        templates = self._files.templates
-        return templates.get(TOOL_USE) or templates.get(DEFAULT, "")
-
-    def chosen(self, request: ChatRequest) -> ChatTemplate:
-        """The template that transformers would choose: tool_use if there are tools and such a
-        template, else default. Raises InvalidInput without one.
-        """
-        return self._read[self._files.template(tools=bool(request.tools))]
-
-    def render(self, request: ChatRequest) -> str:
-        """As ChatTemplate.render of the chosen template."""
-        return self.chosen(request).render(request)
-
-    def after(self, request: ChatRequest, index: int) -> str | None:
-        """As ChatTemplate.after of the chosen template."""
-        return self.chosen(request).after(request, index)
-
-
-def _refused(error: Exception) -> InvalidInput:
-    return InvalidInput(f"messages: the chat template refused them: {error}")
 
 
 def _to_json(

@@ -8,9 +8,7 @@ from __future__ import annotations
 import itertools
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -97,8 +95,7 @@ class TextCodec:
         """
         self.files = files = read_text(directory)
         self._tokenizer, self._within = read_tokenizers(files)
-        self._adds_up = _adds_up(files.spelled.get("decoder"))
-        self._templates = ChatTemplates(files)
+        self.template = ChatTemplates(files)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content for token in files.added if token.special}
         self._special = {
@@ -114,6 +111,7 @@ class TextCodec:
             self._spelling: TokenSpelling | None = TokenSpelling(self._tokenizer)
         except InvalidInput:  # a decoder without bytes: a token's text is then its own decoding
             self._spelling = None
+        self._stages = () if self._spelling is None else self._spelling.kinds
         own_end = self._tokenizer.token_to_id(files.named.get("eos_token", ""))
         self.end_ids = frozenset([*end_ids, *([] if own_end is None else [own_end])])
         """Tokens that end an answer; content never shows them."""
@@ -121,18 +119,6 @@ class TextCodec:
         self._plain_ends = ends.keys() - self._special.keys()
         self._silent = {**ends, **self._special}  # names of the tokens that content never shows
         self._names = TokenNames(self._tokenizer, self.end_ids)
-
-    @property
-    def template(self) -> ChatTemplates:
-        """The chat templates. Raises InvalidInput for a model without one."""
-        if not self._templates:
-            raise InvalidInput("the model has no chat template", allowed="/v1/completions")
-        return self._templates
-
-    @property
-    def template_source(self) -> str:
-        """Text of the template for conversations with tools; empty for a model without one."""
-        return self._templates.source
 
     def encode(
         self, text: str, longest: int | None = None, *, special: bool = True
@@ -203,27 +189,18 @@ class TextCodec:
         return [0] * hidden + [min(place, len(text)) for place in places]
 
     def _places(self, spelled: Callable[[int], bytes], start: int = 0) -> TextPlaces:
-        kinds = () if self._spelling is None else self._spelling.kinds
-        each_byte = "ByteFallback" in kinds and "ByteLevel" not in kinds
+        each_byte = "ByteFallback" in self._stages and "ByteLevel" not in self._stages
         return TextPlaces(
             spelled, lambda one: self.decode_all([one]), start=start, each_byte=each_byte
         )
 
-    def encode_chat(
-        self,
-        request: ChatRequest,
-        longest: int | None = None,
-        check: Callable[[str], None] = lambda rendered: None,
-    ) -> tuple[int, ...]:
+    def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template, which writes bos where needed, as
-        in transformers' apply_chat_template. `check` receives the rendered text.
+        in transformers' apply_chat_template.
 
-        Raises InvalidInput without a template, if the template refuses, and for more than `longest`
-        ids.
+        Raises InvalidInput without a template, and if the template refuses.
         """
-        rendered = self.template.render(request)
-        check(rendered)
-        return self.encode(rendered, longest, special=False)
+        return self.encode(self.template.render(request), special=False)
 
     def encode_after(
         self, request: ChatRequest, index: int, said: Sequence[int], longest: int | None = None
@@ -242,31 +219,20 @@ class TextCodec:
         contains them.
         """
         decode: Callable[[list[int]], str] = self.decode
-        if not keep and not self._plain_ends:
-            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        elif keep:
+        if keep:
             dropped = {token_id for token_id, text in self._silent.items() if text not in keep}
 
             def decode(ids: list[int]) -> str:
                 return self.decode_all([one for one in ids if one not in dropped])
 
-        return TextStream(decode, tuple(stop), adds_up=self._adds_up, names=self._names)
+        # The text of ids is then the concatenation of its parts' texts, for any cut between whole
+        # characters; other tokenizers move spaces at the front.
+        adds_up = self._stages in (("ByteLevel",), ("ByteFallback", "Fuse"))
+        return TextStream(decode, tuple(stop), adds_up=adds_up, names=self._names)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-
-def _adds_up(decoder: Any) -> bool:
-    """Whether the text of ids is the concatenation of its parts' texts, cut between whole
-    characters: each token has its bytes, and nothing depends on the whole. Other tokenizers move
-    spaces at the front.
-    """
-    if not isinstance(decoder, dict):
-        return False
-    stages = decoder.get("decoders", ()) if decoder.get("type") == "Sequence" else (decoder,)
-    kinds = [one.get("type") for one in stages]
-    return kinds in (["ByteLevel"], ["ByteFallback", "Fuse"])
 
 
 def _encoded(

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import StaleEpoch
 from paceline.messages import merge_arms, stats_from_proto, stats_to_proto, versions_to_proto
@@ -18,7 +18,6 @@ from paceline.services.rollout_gateway.background import background, cancel, fir
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.sample import AGENT, recorded_sample, sample_finished
 from paceline.services.rollout_gateway.sessions.groups import OpenGroup, OpenGroups
-from paceline.services.rollout_gateway.sessions.tree import restamped
 from paceline.services.rollout_gateway.workers.metrics import regret
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import get_logger
@@ -316,7 +315,7 @@ class OpenRuns:
         """Send the group's samples to the stream with this step's number."""
         for member in group.members:
             self._gateway.agents.put(
-                member.session, [restamped(one, step) for one in member.samples]
+                member.session, [replace(one, step=step) for one in member.samples]
             )
         return [
             sample_finished(member.session, member.session.worker_index or 0, AGENT, "stop")

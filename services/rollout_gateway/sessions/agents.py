@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import redis.asyncio
 
@@ -35,6 +35,8 @@ RECORD_WAIT_S = 0.25
 agents while Redis is away.
 """
 STOP_GRACE_S = 5.0
+EXPIRY_CHECK_S = 0.25
+"""Seconds between two checks of all sessions for their time-outs."""
 log = get_logger(__name__)
 
 
@@ -69,8 +71,7 @@ class Agents:
         try:
             for lost in await self._records.take_lost():
                 log.warning("a session of a gateway that was killed", session=lost["session_id"])
-                ended = Ended(lost["session_id"], SessionState.FAILED, FailReason.INFRA)
-                self.sessions.note_ended(ended, lost.get("api_key_hash", ""))
+                self.sessions.note_ended(_ended_with_gateway(lost))
         except PacelineError as error:
             log.warning("open sessions of a former gateway are not known yet", error=str(error))
         self._records.start()
@@ -133,7 +134,8 @@ class Agents:
             if session is None:
                 # nobody has checked the key, so it buys no address where callers need a token
                 self.names.require_own(api_key, addressed=not self._config.security.token)
-                await self._refuse_lost(api_key)
+                if lost := await self._records.lost(api_key_hash(api_key)):
+                    raise _ended_with_gateway(lost).error()
                 raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
             return Caller(session)
 
@@ -234,18 +236,9 @@ class Agents:
         self._records.opened(session.session_id, record)
         await self._records.recorded(session.session_id, RECORD_WAIT_S)
 
-    async def _refuse_lost(self, api_key: str) -> None:
-        """Raises FailedPrecondition for the key of a session that ended with an earlier gateway."""
-        lost = await self._records.lost(api_key_hash(api_key))
-        if lost is not None:
-            raise Ended(lost["session_id"], SessionState.FAILED, FailReason.INFRA).error()
-
     async def _expire(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.sessions.next_expiry_s()):
-                    await self.sessions.sooner.wait()
-            self.sessions.sooner.clear()
+            await asyncio.sleep(EXPIRY_CHECK_S)
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
                 claimed = self.offers.leads(session)
@@ -254,3 +247,9 @@ class Agents:
                     fail=FailReason.INFRA if claimed else None,
                     message="silent for too long",
                 )
+
+
+def _ended_with_gateway(record: Mapping[str, Any]) -> Ended:
+    """The end of a session that was open when its gateway was killed."""
+    hashed_key = record.get("api_key_hash", "")
+    return Ended(record["session_id"], SessionState.FAILED, FailReason.INFRA, hashed_key)

@@ -216,7 +216,7 @@ class OpenGroups:
         self._gathering: dict[str, OpenGroup] = {}
         self._closed: OrderedDict[str, OpenGroup] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._news = asyncio.Event()
+        self._any_closed = asyncio.Event()
         self._listeners: set[asyncio.Event] = set()
 
     @property
@@ -260,9 +260,7 @@ class OpenGroups:
 
     async def closed(self) -> None:
         """Returns once there is a group for `pop`."""
-        while not self._closed:
-            self._news.clear()
-            await self._news.wait()
+        await self._any_closed.wait()
 
     async def waiting(self) -> AsyncGenerator[int]:
         """Number of groups for `pop`: at once if there are any, then whenever another
@@ -285,6 +283,8 @@ class OpenGroups:
         if not self._closed:
             return None
         group_id, group = self._closed.popitem(last=False)
+        if not self._closed:
+            self._any_closed.clear()
         self._bytes -= sum(_size(member) for member in group.members)
         self._gone[group_id] = None
         if len(self._gone) > CLOSED_REMEMBERED:
@@ -298,6 +298,7 @@ class OpenGroups:
             if group.alarm is not None:
                 group.alarm.cancel()
         self._closed.clear()
+        self._any_closed.clear()
         self._gathering.clear()
         self._bytes = 0
         return groups
@@ -308,7 +309,7 @@ class OpenGroups:
         if group.alarm is not None:
             group.alarm.cancel()
         self._closed[group.group_id] = group
-        for more in (self._news, *self._listeners):
+        for more in (self._any_closed, *self._listeners):
             more.set()
 
 

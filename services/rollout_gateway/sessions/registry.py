@@ -5,12 +5,11 @@ The registry bounds their number and ends silent ones.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
@@ -21,7 +20,7 @@ from paceline.services.rollout_gateway.sessions.session import Session, SessionT
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.streams import api_key_hash
 from paceline.tagged_json import to_object
-from paceline.trajectory import DrawSpan, Trajectory, VersionSpan
+from paceline.trajectory import DrawSpan, VersionSpan
 
 
 def session_json(session: Session) -> dict[str, Any]:
@@ -56,10 +55,12 @@ def tree_json(session: Session) -> dict[str, Any]:
 
 def samples_json(session: Session) -> dict[str, Any]:
     """The samples for training."""
-    return {
-        **session_json(session),
-        "samples": [_sample_json(one) for one in session.trajectories()],
-    }
+    samples = [
+        to_object(one)
+        | {"version_spans": _listed(one.version_spans), "draw_spans": _listed(one.draw_spans)}
+        for one in session.trajectories()
+    ]
+    return {**session_json(session), "samples": samples}
 
 
 def _turn_json(turn: Turn) -> dict[str, Any]:
@@ -80,28 +81,22 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _sample_json(sample: Trajectory) -> dict[str, Any]:
-    spans = {name: _listed(getattr(sample, name)) for name in ("version_spans", "draw_spans")}
-    return to_object(sample) | spans
-
-
 def _listed(spans: Sequence[VersionSpan | DrawSpan]) -> list[list[Any]]:
     return [list(astuple(span)) for span in spans]
 
 
 KEY_PREFIX = "sk-pl-"
 ENDED_REMEMBERED = 4096
-LEAST_WAIT_S = 0.25
-"""Seconds between two checks of all sessions."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Ended:
     """The record of an ended session."""
 
     session_id: str
     state: SessionState
     reason: FailReason | None = None
+    hashed_key: str = ""  # of its API key
     # state at its end; without turns for a former process's session
     shown: Mapping[str, Any] = field(default_factory=dict)
     # its turns; None once later sessions have replaced them
@@ -139,19 +134,14 @@ class Sessions:
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._implicit: OrderedDict[str, Session] = OrderedDict()  # longest silent first
-        # hash of the API key -> session id, of open and remembered sessions
-        self._keys: dict[str, str] = {}
-        self._ended: OrderedDict[str, tuple[Ended, str]] = OrderedDict()
-        # id -> tokens, of ended sessions with kept turns
-        self._kept: OrderedDict[str, int] = OrderedDict()
-        self._kept_tokens = 0
         self._completions: dict[str, Session] = {}
         self._conversations: dict[bytes, Session] = {}  # of implicit sessions
-        # hash of a key -> earlier attempt under the same id
-        self._former: OrderedDict[str, Ended] = OrderedDict()
-        self.sooner = asyncio.Event()
-        """Set when a session opens that may expire before the next check."""
-        self._next_look_s = math.inf
+        # Hash of the API key -> its session.
+        self._keys: dict[str, Session] = {}
+        self._ended_keys: OrderedDict[str, Ended] = OrderedDict()
+        self._ended: OrderedDict[str, Ended] = OrderedDict()  # the last attempt of each id
+        self._kept: deque[Ended] = deque()  # with their turns
+        self._kept_tokens = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -176,14 +166,12 @@ class Sessions:
             now_s=self._clock(),
             trace=SessionTrace.begun(session_id, assignment) if key else None,
         )
-        self._supersede(session.session_id)
-        self._open[session.session_id] = session
-        if not key:
-            self._implicit[session.session_id] = session
-            return session
-        self._keys[api_key_hash(key)] = session.session_id
-        if self._deadline(session) < self._next_look_s:
-            self.sooner.set()
+        self._ended.pop(session_id, None)  # another attempt under its id
+        self._open[session_id] = session
+        if key:
+            self._keys[api_key_hash(key)] = session
+        else:
+            self._implicit[session_id] = session
         return session
 
     def get(self, session_id: str) -> Session:
@@ -194,7 +182,7 @@ class Sessions:
         session = self._open.get(session_id)
         if session is None:
             if session_id in self._ended:
-                raise self._ended[session_id][0].error()
+                raise self._ended[session_id].error()
             self._names.require_own(session_id)
             raise NotFound("no such session", seen=session_id)
         return self._touched(session)
@@ -205,14 +193,19 @@ class Sessions:
         Raises FailedPrecondition for an ended session.
         """
         hashed = api_key_hash(api_key)
-        if hashed in self._former:
-            raise self._former[hashed].error()
-        session_id = self._keys.get(hashed)
-        return None if session_id is None else self.get(session_id)
+        if hashed in self._ended_keys:
+            raise self._ended_keys[hashed].error()
+        session = self._keys.get(hashed)
+        return None if session is None else self._touched(session)
 
     def owner(self, api_key: str) -> str | None:
-        """Id of the open or ended session that owns a key; None for other keys."""
-        return self._keys.get(api_key_hash(api_key))
+        """Id of the open session or last ended attempt that owns a key; None for other keys."""
+        hashed = api_key_hash(api_key)
+        if hashed in self._keys:
+            return self._keys[hashed].session_id
+        ended = self._ended_keys.get(hashed)
+        is_last = ended is not None and self._ended.get(ended.session_id) is ended
+        return ended.session_id if ended is not None and is_last else None
 
     def by_completion(self, completion_id: str) -> Session:
         """The open session of a completion. Raises NotFound."""
@@ -244,8 +237,7 @@ class Sessions:
 
         Raises NotFound.
         """
-        found = self._ended.get(session_id)
-        return self.get(session_id) if found is None else found[0]
+        return self._ended.get(session_id) or self.get(session_id)
 
     def remove(self, session: Session) -> None:
         """Removes an ended session but keeps its record."""
@@ -255,22 +247,27 @@ class Sessions:
             self._completions.pop(turn.completion_id, None)
             if self._conversations.get(turn.digest) is session:
                 del self._conversations[turn.digest]
-        if not session.assignment.implicit:
-            ended = Ended(
-                session.session_id, session.state, session.fail_reason, session_json(session)
-            )
-            self.note_ended(ended, api_key_hash(session.api_key) if session.api_key else "")
-            if session.api_key:
-                self._keep(ended, session)
+        if session.assignment.implicit:
+            return
+        hashed = api_key_hash(session.api_key)
+        self._keys.pop(hashed, None)
+        reason, shown = session.fail_reason, session_json(session)
+        ended = Ended(session.session_id, session.state, reason, hashed, shown, session)
+        self.note_ended(ended)
+        self._kept.append(ended)
+        self._kept_tokens += session.tree.tokens
+        while self._kept_tokens > self._config.ended_tokens or len(self._kept) > ENDED_REMEMBERED:
+            oldest = self._kept.popleft()
+            self._kept_tokens -= oldest.session.tree.tokens if oldest.session else 0
+            oldest.session = None
 
-    def note_ended(self, ended: Ended, hashed_key: str) -> None:
+    def note_ended(self, ended: Ended) -> None:
         """Records the end of a session, which may belong to a former process."""
-        self._forget(ended.session_id)
-        self._ended[ended.session_id] = (ended, hashed_key)
-        if hashed_key:
-            self._keys[hashed_key] = ended.session_id
-        if len(self._ended) > ENDED_REMEMBERED:
-            self._forget(next(iter(self._ended)))
+        for known, name in ((self._ended, ended.session_id), (self._ended_keys, ended.hashed_key)):
+            known[name] = ended
+            known.move_to_end(name)
+            if len(known) > ENDED_REMEMBERED:
+                known.popitem(last=False)
 
     def expired(self) -> list[Session]:
         """Sessions silent for longer than their time-out; a running generation is a sign
@@ -280,14 +277,6 @@ class Sessions:
         for session in [one for one in self._open.values() if one.busy]:
             self._touched(session)
         return [session for session in self._open.values() if self._deadline(session) <= now]
-
-    def next_expiry_s(self) -> float:
-        """Seconds until a session may expire."""
-        now = self._clock()
-        latest = now + min(self._config.timeout_s, self._config.implicit_timeout_s)
-        due = min(map(self._deadline, self._open.values()), default=latest)
-        self._next_look_s = min(max(due, now + LEAST_WAIT_S), latest)
-        return self._next_look_s - now
 
     def _touched(self, session: Session) -> Session:
         session.touched_s = self._clock()
@@ -315,35 +304,3 @@ class Sessions:
         idle.close()
         self.remove(idle)
         return True
-
-    def _supersede(self, session_id: str) -> None:
-        """Starts another attempt under this id: the earlier attempt's key is invalid from
-        now on.
-        """
-        before, hashed = self._ended.get(session_id, (None, ""))
-        self._forget(session_id)
-        if before is not None and hashed:
-            self._former[hashed] = before
-            if len(self._former) > ENDED_REMEMBERED:
-                self._former.popitem(last=False)
-
-    def _keep(self, ended: Ended, session: Session) -> None:
-        """Keeps its turns for exports until later sessions need the room."""
-        hashed = self._ended[ended.session_id][1]
-        self._ended[ended.session_id] = (replace(ended, session=session), hashed)
-        self._kept[ended.session_id] = session.tree.tokens
-        self._kept_tokens += session.tree.tokens
-        while self._kept_tokens > self._config.ended_tokens:
-            oldest = next(iter(self._kept))
-            self._let_go(oldest)
-            former, hashed = self._ended[oldest]
-            self._ended[oldest] = (replace(former, session=None), hashed)
-
-    def _let_go(self, session_id: str) -> None:
-        self._kept_tokens -= self._kept.pop(session_id, 0)
-
-    def _forget(self, session_id: str) -> None:
-        self._let_go(session_id)
-        _, hashed = self._ended.pop(session_id, (None, ""))
-        if hashed and self._keys.get(hashed) == session_id:
-            del self._keys[hashed]

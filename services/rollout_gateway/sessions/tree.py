@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from paceline.errors import TrainabilityError
 from paceline.services.rollout_gateway.chat.messages import Message
@@ -112,27 +113,25 @@ class MessageTree:
         prompt.
         """
         for length in sorted(self._by_text, reverse=True):
-            turn = (
-                self._by_text[length].get(_hash(prompt[:length])) if length <= len(prompt) else None
-            )
-            if turn is not None:
-                return turn, prompt[length:]
+            if length <= len(prompt):
+                turn = self._by_text[length].get(_hash(prompt[:length]))
+                if turn is not None:
+                    return turn, prompt[length:]
         return None
 
-    def extended_by_tokens(self, prompt: Sequence[int]) -> tuple[Turn, tuple[int, ...]] | None:
-        """The deepest turn with tokens at the beginning of a prompt, and the rest of the prompt."""
-        given = tuple(prompt)
-        best: tuple[Turn, int] | None = None
+    def extended_by_tokens(self, prompt: tuple[int, ...]) -> Turn | None:
+        """The deepest turn with tokens at the beginning of a prompt."""
+        best, longest = None, 0
         open_turns = [(turn, 0) for turn in self._roots]
         while open_turns:
             turn, start = open_turns.pop()
             end = start + turn.tokens
-            if given[start:end] != turn.prompt_ids + turn.response_ids:
+            if prompt[start:end] != turn.prompt_ids + turn.response_ids:
                 continue
-            if best is None or end > best[1]:
-                best = (turn, end)
+            if end > longest:
+                best, longest = turn, end
             open_turns.extend((child, end) for child in turn.children)
-        return None if best is None else (best[0], given[best[1] :])
+        return best
 
     def branches(self) -> Iterator[Branch]:
         """Every path from a root to a leaf; each turn is trained in the first path that contains
@@ -141,17 +140,16 @@ class MessageTree:
         trained: set[int] = set()
         for leaf in (turn for turn in self.turns if not turn.children):
             path = leaf.path
-            yield Branch(tuple(path), tuple(turn for turn in path if id(turn) not in trained))
+            yield Branch(path, [turn for turn in path if id(turn) not in trained])
             trained.update(id(turn) for turn in path)
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """A path of turns as one training sample."""
 
-    path: tuple[Turn, ...]
+    path: Sequence[Turn]
     # turns with loss here; the other turns have theirs in an earlier branch
-    trained: tuple[Turn, ...]
+    trained: Sequence[Turn]
 
 
 def _hash(text: str) -> bytes:
@@ -174,7 +172,7 @@ def samples(
     """
     lines = list(tree.branches())
     if about.turn_discount is None:
-        found = [(line, _sum(line.path, reward)) for line in lines]
+        found = [(line, _total([reward, *(turn.reward for turn in line.path)])) for line in lines]
     else:
         found = [one for line in lines for one in _turns(line, reward, about.turn_discount)]
 
@@ -210,16 +208,12 @@ def overridden(sampling: Sampling, temperature: float) -> tuple[Sampling, tuple[
     drawn = replace(sampling, **own)
     if untrainable(drawn):
         return sampling, ()
-    told = (
-        f"{name}={_told(used)}"
+    changes = (
+        f"{name}={used:g}" if isinstance(used, int | float) else f"{name}=none"
         for name, used in own.items()
         if not _same(getattr(sampling, name), used)
     )
-    return drawn, tuple(told)
-
-
-def _told(value: object) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else "none"
+    return drawn, tuple(changes)
 
 
 def _same(asked: object, used: object) -> bool:
@@ -229,8 +223,8 @@ def _same(asked: object, used: object) -> bool:
     return asked == used
 
 
-def _sum(path: Sequence[Turn], reward: float | None) -> float | None:
-    given = [value for value in (reward, *(turn.reward for turn in path)) if value is not None]
+def _total(rewards: Sequence[float | None]) -> float | None:
+    given = [value for value in rewards if value is not None]
     return sum(given) if given else None
 
 
@@ -238,18 +232,14 @@ def _turns(
     line: Branch, reward: float | None, discount: float
 ) -> list[tuple[Branch, float | None]]:
     """A sample for each turn that this branch trains, with its return."""
-    following = reward
-    returns: dict[int, float | None] = {}
+    following, found = reward, []
     for index, turn in reversed(list(enumerate(line.path))):
-        factor = 1.0 if index == len(line.path) - 1 else discount
+        factor = 1.0 if turn is line.path[-1] else discount
         if turn.reward is not None or following is not None:
             following = (turn.reward or 0.0) + factor * (following or 0.0)
-        returns[index] = following
-    return [
-        (Branch(line.path[: index + 1], (turn,)), returns[index])
-        for index, turn in enumerate(line.path)
-        if turn in line.trained
-    ]
+        if turn in line.trained:
+            found.append((Branch(line.path[: index + 1], [turn]), following))
+    return found[::-1]
 
 
 def _trajectory(
@@ -290,11 +280,6 @@ def _trajectory(
         branch_count=max(scored, 1),
         accepted_drafts=tuple(accepted) if any(accepted) else (),
     )
-
-
-def restamped(trajectory: Trajectory, step: int) -> Trajectory:
-    """The same sample as part of another step."""
-    return replace(trajectory, step=step)
 
 
 def _short(value: object) -> str:

@@ -21,7 +21,7 @@ from paceline import errors
 from paceline.services.rollout_gateway.api.http import requests, shapes
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
 from paceline.services.rollout_gateway.calls.planner import CHECKED_FIELDS, Asked
-from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, ToolCallDelta
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, ToolCall
 from paceline.services.rollout_gateway.sessions import names, session
 
 STATUS = (
@@ -230,7 +230,7 @@ class MessagePart:
 
     kind: Kind
     index: int
-    call: ToolCallDelta | None  # of a call: its first delta
+    call: ToolCall | None
     text: str = ""  # of a call: its arguments
     status: str = "in_progress"
 
@@ -266,11 +266,10 @@ class MessageParts(ABC):
     @abstractmethod
     def _ended(self, part: MessagePart) -> list[Event]: ...
 
-    def _grow(self, kind: Kind, text: str, call: ToolCallDelta | None = None) -> list[Event]:
+    def _grow(self, kind: Kind, text: str, call: ToolCall | None = None) -> list[Event]:
         events: list[Event] = []
         part = self._open
-        known = None if part is None or part.call is None else part.call.index
-        if part is None or part.kind != kind or (call is not None and call.index != known):
+        if part is None or part.kind != kind or call is not None:
             events = self._close("completed")
             part = self._open = MessagePart(kind, len(self.parts), call)
             self.parts.append(part)

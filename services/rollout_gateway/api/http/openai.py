@@ -4,6 +4,7 @@ streamed."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from paceline.errors import InvalidInput, PacelineError
 from paceline.services.rollout_gateway.api.http import answers, openai_schema
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
-from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
 from paceline.services.rollout_gateway.chat.text import TextCodec, TextPlaces
 from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
@@ -105,7 +106,7 @@ class _Choices(answers.Answers[B]):
     def _said(self, call: Call) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]: ...
+    def _news(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]: ...
 
     @abstractmethod
     def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]: ...
@@ -113,6 +114,7 @@ class _Choices(answers.Answers[B]):
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         super().__init__(request, body, caller)
         self._started: set[int] = set()
+        self._called: Counter[int] = Counter()  # tool calls of each choice
         self._around: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after an event's text
         self._detailed = body.wanted_logprobs() is not None or bool(body.return_token_ids)
 
@@ -130,7 +132,7 @@ class _Choices(answers.Answers[B]):
         if first:
             event |= self._once(call) if not self._started else {}
             self._started.add(index)
-        news = self._news(piece, first=first)
+        news = self._news(index, piece, first=first)
         choice = self._choice(index, call, piece.chunk, news, piece.finish, first=first)
         event["choices"] = [choice]
         return [event]
@@ -260,7 +262,7 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
     def _said(self, call: Call) -> dict[str, Any]:
         return {"text": call.text}
 
-    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+    def _news(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         return {"text": piece.text}
 
     def _choice(
@@ -343,7 +345,7 @@ class ChatAnswers(_Choices[openai_schema.ChatBody]):
     def _once(self, call: Call) -> dict[str, Any]:
         return self._prompt_facts(call)
 
-    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+    def _news(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         news: dict[str, Any] = {"role": "assistant"} if first else {}
         delta = piece.delta or Delta(piece.text)
         if delta.reasoning:
@@ -351,7 +353,11 @@ class ChatAnswers(_Choices[openai_schema.ChatBody]):
         if delta.content or not (delta.reasoning or delta.tool_calls):
             news["content"] = delta.content
         if delta.tool_calls:
-            news["tool_calls"] = [_call_news(call) for call in delta.tool_calls]
+            first_call = self._called[index]
+            self._called[index] += len(delta.tool_calls)
+            news["tool_calls"] = [
+                _call_news(number, call) for number, call in enumerate(delta.tool_calls, first_call)
+            ]
         return {"delta": news}
 
     def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]:
@@ -381,10 +387,5 @@ def shown(message: Message) -> dict[str, Any]:
     return body
 
 
-def _call_news(call: ToolCallDelta) -> dict[str, Any]:
-    news: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
-    if call.call_id:
-        news["id"], news["type"] = call.call_id, "function"
-    if call.name:
-        news["function"]["name"] = call.name
-    return news
+def _call_news(index: int, call: ToolCall) -> dict[str, Any]:
+    return {"index": index, **call.shown()}

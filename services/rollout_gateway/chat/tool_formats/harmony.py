@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
+from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN, _CALL, _END, _RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"
@@ -20,33 +21,20 @@ _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]+)")
 _PLAIN = re.compile(r"[^<]+")
 _NEXT = f"{_END}{_START}assistant"
-Told = Callable[[str, str], None]
+REASONING_MARKS = (f"{_CHANNEL}analysis", _END)
+Record = Callable[[str, str], None]
 """Receives the kind of the next text, "reasoning" or "content", and the text."""
 
 
-class Harmony(base.ToolFormat):
+class Harmony(ToolFormat):
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Channel
-    analysis is reasoning; all other text is content.
+    analysis is reasoning; all other text is content. Every response has this form, with tools or
+    without.
     """
 
-    name = "harmony"
-    special_tokens = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
-    markers = (_CHANNEL,)
-    frame = base.CallFrame(between=None)  # a call ends the response
-    channels = True
-    ends = (_CALL, _RETURN)
-    reasoning_marks = (f"{_CHANNEL}analysis", _END)
-    content_beginning = f"{_CHANNEL}final{_MESSAGE}"
-
-    def read(self, text: base.GrowingText) -> base.Reading[list[base.SpelledCall]]:
-        """One call, from its header on."""
-        header = yield from text.until(_MESSAGE)
-        named = _RECIPIENT.search(header)
-        if named is None:
-            raise base.Deviation
-        return [(yield from _call(text, named[1]))]
-
-    def messages(self, text: base.GrowingText, told: Told) -> base.Reading[list[base.SpelledCall]]:
+    def messages(
+        self, text: base.GrowingText, record: Record
+    ) -> base.Reading[list[base.SpelledCall]]:
         """Text up to the next call, and the call; at the end of the response no call.
 
         Text without a header, or that is no call, is content unchanged.
@@ -55,74 +43,72 @@ class Harmony(base.ToolFormat):
         while (yield from text.peek()):
             try:
                 header = yield from text.until(_MESSAGE)
-                named = _RECIPIENT.search(header)
-                if named is not None:
+                if named := _RECIPIENT.search(header):
                     return [(yield from _call(text, named[1]))]
             except base.Deviation:
-                told("content", text.forget())
-                yield from _body(text, partial(told, "content"))
+                record("content", text.forget())
+                yield from _body(text, partial(record, "content"))
                 continue
             text.forget()
             channel = _NAMED_CHANNEL.search(header)
             kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if before == kind:
-                told(kind, "\n")
-            yield from _body(text, partial(told, kind))
+                record(kind, "\n")
+            yield from _body(text, partial(record, kind))
             before = kind
 
         return []
 
-    def spelled(self, tool: base.Offered, rules: lark.Rules) -> list[base.Piece]:
-        return [self.beginning(tool.name), rules.json(tool.parameters)]
-
     def written(self, calls: Sequence[base.SpelledCall]) -> str:
-        return "".join(f"{self.beginning(one.name)}{one.arguments}{_CALL}" for one in calls)
+        """Calls, each with the token at the end of its response."""
+        write = super().written
+        return "".join(f"{write([one])}{_CALL}" for one in calls)
 
     def woven(
-        self, rules: lark.Rules, calls: base.Calls, answer: lark.Lark | None = None
+        self, rules: lark.Rules, calls: Callable[[str], lark.Lark], answer: lark.Lark | None
     ) -> lark.Lark:
         """Reasoning and preambles, then a call or the answer."""
-        said = rules.either(
+        before = rules.either(
             rules.sequence([rules.text(f"{_CHANNEL}{name}{_MESSAGE}"), rules.until(_NEXT, _END)])
             for name in ("analysis", "commentary")
         )
         form = answer or rules.free_text(self.special_tokens).whole
         final = rules.sequence([rules.text(self.content_beginning), form])
-        last = rules.either([calls(rules, ""), final])
-        return rules.sequence([lark.Lark(f"({said.text})*"), last])
-
-    def beginning(self, name: str = "") -> str:
-        """The header, including its end if a name is given; otherwise the model writes the name."""
-        head = f"{_CHANNEL}commentary to=functions.{name}"
-        return f"{head} {_CONSTRAIN}json{_MESSAGE}" if name else head
+        last = rules.either([calls(""), final])
+        return rules.sequence([rules.any_number(before), last])
 
 
 def _call(text: base.GrowingText, name: str) -> base.Reading[base.SpelledCall]:
     """Arguments and the end of the message. The response may end there, and not every engine
     returns that end as text.
     """
-    yield from text.blanks()
     arguments = yield from json_text.json_arguments(text)
     yield from text.blanks()
-    for end in _ENDS:
-        if (yield from text.at(end)):
-            text.take(len(end))
-            return base.SpelledCall(name, arguments)
-    if (yield from text.peek()):
+    if not (yield from text.skip(*_ENDS)) and (yield from text.peek()):
         raise base.Deviation
     return base.SpelledCall(name, arguments)
 
 
-def _body(text: base.GrowingText, told: Callable[[str], None]) -> base.Reading[None]:
+def _body(text: base.GrowingText, record: Callable[[str], None]) -> base.Reading[None]:
     """Text up to the end of its message, passed on as it arrives."""
     while (yield from text.peek()):
-        for end in _ENDS:
-            if (yield from text.at(end)):
-                text.take(len(end))
-                text.forget()
-                return
+        if (yield from text.skip(*_ENDS)):
+            text.forget()
+            return
         if (yield from text.at(_START)):
             return
         text.take()
         text.take_known(_PLAIN)
-        told(text.forget())
+        record(text.forget())
+
+
+HARMONY: Harmony = Harmony(
+    "harmony",
+    call=f"{_CHANNEL}commentary to=functions.$name {_CONSTRAIN}json{_MESSAGE}$arguments",
+    reader=lambda text, tools: HARMONY.messages(text, lambda kind, content: None),
+    special_tokens=(_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
+    markers=(_CHANNEL,),
+    between=None,  # a call ends the response
+    ends=(_CALL, _RETURN),
+    content_beginning=f"{_CHANNEL}final{_MESSAGE}",
+)

@@ -1,14 +1,16 @@
-"""Reads JSON from growing text, strictly and without recursion.
+"""Reads JSON from growing text.
 
-Values are returned as the model's exact text: parsing and writing them anew would change numbers
-and spaces.
+A scanner finds the end of an object, and the standard library decodes the whole object. Values are
+returned as the model's exact text: parsing and writing them anew would change numbers and spaces.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from paceline.services.rollout_gateway.chat.tool_formats import base
 from paceline.whole_text import is_whole
@@ -18,62 +20,91 @@ DEEPEST = 100
 recurse.
 """
 
-_NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]+")
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_BETWEEN = re.compile(r"[ \t\r\n:,0-9eE.+\-truefalsn]+")
+"""Characters of JSON outside strings and brackets."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_WORDS = {"t": "true", "f": "false", "n": "null"}
-_CLOSING = {"{": "}", "[": "]"}
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_GAP = re.compile(r"[ \t\r\n:,]*")
 
 
-def json_value(text: base.GrowingText) -> base.Reading[str]:
-    """Reads one JSON value and returns its text.
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
-    Raises Deviation at the first character that cannot be JSON.
+
+_DECODER = json.JSONDecoder(
+    parse_int=lambda digits: 0, parse_float=lambda digits: 0.5, parse_constant=_reject_constant
+)
+"""Decodes without numbers: Python refuses integers of many digits."""
+
+
+def decode_json(text: str) -> Any:
+    """The value of a JSON text, every number replaced by 0 or 0.5. Raises Deviation for another
+    text, and for a value deeper than DEEPEST.
     """
-    start = text.mark()
-    open_: list[str] = []  # closing brackets still needed, the outermost first
-    while True:
-        opened = yield from text.peek()
-        if opened in ("{", "["):
-            text.take()
-            open_.append(_CLOSING[opened])
-            if len(open_) > DEEPEST:
-                raise base.Deviation
-            yield from text.blanks()
-            if (yield from text.peek()) != open_[-1]:
-                if opened == "{":
-                    yield from _key(text)
-                continue
-        else:
-            yield from _scalar(text)
-        if not (yield from _comma(text, open_)):
-            return text.since(start)
+    try:
+        value = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise base.Deviation from error
+    brackets = re.findall(r"[\[\]{}]", _STRING.sub("", text))
+    depths = itertools.accumulate(1 if one in "[{" else -1 for one in brackets)
+    if max(depths, default=0) > DEEPEST:
+        raise base.Deviation
+    return value
 
 
-def json_members(text: base.GrowingText) -> base.Reading[dict[str, str]]:
-    """Reads one JSON object and returns the texts of its members; of equal keys the last counts, as
-    in `json`.
-
-    Raises Deviation at the first character that cannot be JSON.
-    """
-    yield from text.expect("{")
-    members: dict[str, str] = {}
+def json_object(text: base.GrowingText) -> base.Reading[str]:
+    """Reads one JSON object and returns its text. Raises Deviation for any other text."""
     yield from text.blanks()
-    if (yield from text.at("}")):
-        text.take()
-        return members
-    open_ = ["}"]
-    while open_:
-        key = yield from _key(text)
-        members[key] = yield from json_value(text)
-        yield from text.blanks()
-        if (yield from text.peek()) == ",":
+    start, depth = text.mark(), 0
+    if (yield from text.peek()) != "{":
+        raise base.Deviation
+    while True:
+        following = yield from text.peek()
+        if following == '"':
+            yield from _string(text)
+        elif following and following in "{}[]":
             text.take()
-            yield from text.blanks()
-        else:
-            yield from text.expect(open_.pop())
+            depth += 1 if following in "{[" else -1
+            if depth > DEEPEST:
+                raise base.Deviation
+        elif not (yield from text.run(_BETWEEN)):
+            raise base.Deviation
+        if not depth:
+            whole = text.since(start)
+            decode_json(whole)
+            return whole
 
+
+def _string(text: base.GrowingText) -> base.Reading[str]:
+    """Reads a string and returns its text; whoever decodes the text checks its escapes."""
+    start = text.mark()
+    yield from text.expect('"')
+    while True:
+        yield from text.run(_PLAIN)
+        if (yield from text.skip('"')):
+            return text.since(start)
+        if not (yield from text.skip("\\")) or not (yield from text.peek()):
+            raise base.Deviation
+        text.take()
+
+
+def json_members(whole: str) -> dict[str, str]:
+    """Texts of the members of a JSON object; of equal keys the last one counts, as in `json`."""
+    members: dict[str, str] = {}
+    at = _end_of_gap(whole, 1)
+    while whole[at] != "}":
+        key, end = _DECODER.raw_decode(whole, at)
+        at = _end_of_gap(whole, end)
+        _, end = _DECODER.raw_decode(whole, at)
+        members[key] = whole[at:end]
+        at = _end_of_gap(whole, end)
     return members
+
+
+def _end_of_gap(whole: str, at: int) -> int:
+    found = _GAP.match(whole, at)
+    assert found is not None
+    return found.end()
 
 
 def json_arguments(text: base.GrowingText) -> base.Reading[str]:
@@ -81,39 +112,22 @@ def json_arguments(text: base.GrowingText) -> base.Reading[str]:
 
     Returns the text of the object. Raises Deviation for every other value.
     """
-    if (yield from text.peek()) not in ("{", '"'):
-        raise base.Deviation
-    return arguments_object((yield from json_value(text)))
+    yield from text.blanks()
+    if (yield from text.peek()) == '"':
+        return _arguments_object((yield from _string(text)))
+    return (yield from json_object(text))
 
 
-def arguments_object(written: str) -> str:
+def _arguments_object(written: str) -> str:
     """The object of a call's arguments, from the text of a JSON value; a string is unwrapped.
     Raises Deviation for any other value.
     """
     if written.startswith('"'):
-        written = _held_object(str(json.loads(written)))
+        written = _sendable(written).strip(base.BLANK)
+        decode_json(written)
     if not written.startswith("{"):
         raise base.Deviation
     return written
-
-
-def _held_object(inner: str) -> str:
-    """The JSON object inside a string. Raises Deviation for every other string."""
-    check_json(inner.strip(base.BLANK))
-    return _sendable(inner.strip(base.BLANK))
-
-
-def check_json(whole: str) -> None:
-    """Raises Deviation for a text that is not one JSON value of depth at most DEEPEST."""
-    text = base.GrowingText()
-    text.push(whole)
-    text.ended = True
-    next(_only_value(text), None)
-
-
-def _only_value(text: base.GrowingText) -> base.Reading[None]:
-    yield from json_value(text)
-    yield from text.expect_end()
 
 
 def call_object(
@@ -125,81 +139,19 @@ def call_object(
     Absent arguments are `{}`, unless `required`. Raises Deviation when it is no call, and for
     arguments that are no object.
     """
-    members = yield from json_members(text)
+    members = json_members((yield from json_object(text)))
     arguments = next((members[key] for key in argument_keys if key in members), None)
-    if "name" not in members or (required and arguments is None):
+    name = _sendable(members.get("name", ""))
+    if not name or (required and arguments is None):
         raise base.Deviation
-    name = _name(members["name"])
-    return base.SpelledCall(name, "{}" if arguments is None else arguments_object(arguments))
+    return base.SpelledCall(name, "{}" if arguments is None else _arguments_object(arguments))
 
 
-def _comma(text: base.GrowingText, open_: list[str]) -> base.Reading[bool]:
-    """After a value, closes finished objects and arrays.
-
-    Returns True when a comma and the key of the next value have been read.
+def _sendable(written: str) -> str:
+    """The value of a JSON string. Raises Deviation for any other text, and when UTF-8 cannot
+    encode the value.
     """
-    while open_:
-        yield from text.blanks()
-        if (yield from text.peek()) == ",":
-            text.take()
-            yield from text.blanks()
-            if open_[-1] == "}":
-                yield from _key(text)
-            return True
-        yield from text.expect(open_.pop())
-    return False
-
-
-def _key(text: base.GrowingText) -> base.Reading[str]:
-    """A key with its colon, up to the value."""
-    key = yield from _string(text)
-    yield from text.blanks()
-    yield from text.expect(":")
-    yield from text.blanks()
-    return str(json.loads(key))
-
-
-def _scalar(text: base.GrowingText) -> base.Reading[None]:
-    first = yield from text.peek()
-    if first == '"':
-        yield from _string(text)
-    elif first in _WORDS:
-        yield from text.expect(_WORDS[first])
-    elif not _NUMBER.fullmatch((yield from text.run(_NUMBER_CHARACTERS))):
-        raise base.Deviation
-
-
-def _string(text: base.GrowingText) -> base.Reading[str]:
-    start = text.mark()
-    yield from text.expect('"')
-    while True:
-        yield from text.run(_PLAIN)
-        if (yield from text.at('"')):
-            text.take()
-            return text.since(start)
-        yield from text.expect("\\")
-        escaped = yield from text.peek()
-        if escaped not in tuple('"\\/bfnrtu'):
-            raise base.Deviation
-        text.take()
-        for _ in range(4 if escaped == "u" else 0):
-            if (yield from text.peek()) not in tuple("0123456789abcdefABCDEF"):
-                raise base.Deviation
-            text.take()
-
-
-def _name(written: str) -> str:
-    """Name of a tool from its JSON text. Raises Deviation for a name that cannot be sent."""
-    if not written.startswith('"'):
-        raise base.Deviation
-    name = _sendable(str(json.loads(written)))
-    if not name:
-        raise base.Deviation
-    return name
-
-
-def _sendable(text: str) -> str:
-    """The text itself. Raises Deviation when UTF-8 cannot encode it."""
-    if not is_whole(text):
+    text = decode_json(written)
+    if not isinstance(text, str) or not is_whole(text):
         raise base.Deviation
     return text

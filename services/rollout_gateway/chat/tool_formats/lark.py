@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NewType
 
 from paceline.services.rollout_gateway.engines.requests.structures import FORM
 
@@ -21,12 +21,8 @@ same places, since no text is read twice.
 _GUIDANCE = "x-guidance"
 ANY_TEXT = "(?s:.*)"
 """Regular expression of any text."""
-
-
-class Lark(NamedTuple):
-    """An expression of the grammar."""
-
-    text: str
+Lark = NewType("Lark", str)
+"""An expression of the grammar."""
 
 
 class FreeText(NamedTuple):
@@ -37,31 +33,17 @@ class FreeText(NamedTuple):
     never: str  # text that it may not contain, as the end of a terminal
 
 
-class Vocabulary(NamedTuple):
-    """A model's added tokens: markers, and ends of texts."""
-
-    added: Mapping[str, int]  # by text
-
-    def split(self, text: str) -> list[str]:
-        """The text cut around added tokens; each added token is a part."""
-        found = [token for token in self.added if token in text]
-        if not found:
-            return [text] if text else []
-        longest_first = sorted(found, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
-        return [part for part in parts if part]
-
-
 class Rules:
     """One growing grammar, with numbered rules."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, added: Mapping[str, int]) -> None:
+        """`added`: the model's added tokens by text, such as markers and ends of texts."""
+        self._added = added
         self._lines: list[str] = []
 
     def text(self, text: str) -> Lark:
         """Exactly this text; a part with an added token may be that token or its characters."""
-        return Lark(" ".join(self._part(part) for part in self._vocabulary.split(text)))
+        return Lark(" ".join(self._part(part) for part in self._split(text)))
 
     def json(self, schema: Mapping[str, Any]) -> Lark:
         """JSON of a schema; {}: any object. A schema's "x-guidance" is overridden."""
@@ -69,7 +51,7 @@ class Rules:
         if not {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"} & plain.keys():
             plain["type"] = "object"
         plain[_GUIDANCE] = FORM
-        return self.rule(f"%json {json.dumps(plain)}")
+        return self._rule(f"%json {json.dumps(plain)}")
 
     def regex(self, expression: str) -> Lark:
         """Any non-empty match of a regular expression."""
@@ -83,79 +65,74 @@ class Rules:
         """Text that matches all of `bodies` and does not contain `without`, up to and including
         `end`.
         """
-        first, *rest = self._vocabulary.split(end)
-        never = _slashed(f"{ANY_TEXT}{_escaped(without)}{ANY_TEXT}")
-        body_name = self._name("TEXT")
+        first, *rest = self._split(end)
         every = " & ".join(map(_slashed, bodies or (ANY_TEXT,)))
-        self._lines.append(f"{body_name}: {every} & ~{never}")
-        ended = self._name("ended")
-        self._lines.append(f"{ended}[lazy]: {body_name} {_quoted(first)}")
-        found = Lark(ended)
-        if first in self._vocabulary.added:
-            token = Lark(f"{body_name} <[{self._vocabulary.added[first]}]>")
-            found = self.either([found, token])
-        return self.sequence([found, self.text("".join(rest))])
+        body = self._add("TEXT", f"{every}{_excluding([without])}")
+        return self.sequence([self._ended(first, body, [body]), self.text("".join(rest))])
 
     def free_text(self, markers: Sequence[str]) -> FreeText:
         """Any text, with added tokens that are no markers. Only the first marker may follow it; the
         remaining markers do not occur in it.
         """
-        closed = {self._vocabulary.added.get(marker) for marker in markers}
-        tokens = sorted(set(self._vocabulary.added.values()) - closed)
-        never = "".join(
-            f" & ~{_slashed(f'{ANY_TEXT}{_escaped(marker)}{ANY_TEXT}')}" for marker in markers[1:]
-        )
-        name = self._name("TEXT")
-        self._lines.append(f"{name}: /(?s:.+)/{never}")
+        tokens = sorted(set(self._added.values()) - {self._added.get(one) for one in markers})
+        never = _excluding(markers[1:])
+        name = self._add("TEXT", f"/(?s:.+)/{never}")
         # A text is cut only by a token: after another cut it could continue to a forbidden text.
-        before = self.rule(f"({name}? <[{','.join(map(str, tokens))}]>)*") if tokens else Lark("")
+        before = self._rule(f"({name}? <[{','.join(map(str, tokens))}]>)*") if tokens else Lark("")
         return FreeText(before, self.sequence([before, Lark(f"{name}?")]), never)
 
     def behind(self, marker: str, body: str) -> Lark:
         """A marker after text that matches, or after nothing."""
-        ended = self._name("ended")
-        self._lines.append(f"{ended}[lazy]: /({_slashed(body)[1:-1]})?/ {_quoted(marker)}")
-        found = [Lark(ended)]
-        if marker in self._vocabulary.added:
-            token = f"<[{self._vocabulary.added[marker]}]>"
-            found += [Lark(f"{_slashed(body)} {token}"), Lark(token)]
-        return self.either(found)
+        texts = [self.regex(body), Lark("")]
+        return self._ended(marker, Lark(f"/({_slashed(body)[1:-1]})?/"), texts)
 
     def up_to(self, marker: str, free: FreeText) -> Lark:
         """Free text up to and including a marker, as token or characters."""
-        body = self._name("TEXT")
-        self._lines.append(f"{body}: /{ANY_TEXT}/{free.never}")
-        ended = self._name("ended")
-        self._lines.append(f"{ended}[lazy]: {body} {_quoted(marker)}")
-        found = [self.sequence([free.before, Lark(ended)])]
-        if marker in self._vocabulary.added:
-            token = Lark(f"<[{self._vocabulary.added[marker]}]>")
-            found.append(self.sequence([free.whole, token]))
-        return self.either(found)
+        body = self._add("TEXT", f"/{ANY_TEXT}/{free.never}")
+        return self._ended(marker, body, [free.whole], free.before)
 
-    def rule(self, body: str) -> Lark:
-        """A new rule."""
-        name = self._name("part")
-        self._lines.append(f"{name}: {body}")
-        return Lark(name)
-
-    def sequence(self, parts: Iterable[Lark]) -> Lark:
+    def sequence(self, parts: Iterable[str]) -> Lark:
         """The parts in sequence."""
-        return Lark(" ".join(part.text for part in parts if part.text))
+        return Lark(" ".join(filter(None, parts)))
 
     def either(self, parts: Iterable[Lark]) -> Lark:
         """Any of the parts."""
-        return self.rule(" | ".join(part.text or '""' for part in parts))
+        return self._rule(" | ".join(part or '""' for part in parts))
+
+    def any_number(self, part: Lark, most: int | None = None) -> Lark:
+        """The part repeatedly, or not at all; `most`: largest number of repetitions."""
+        return Lark(f"({part})*" if most is None else f"({part}){{0,{most}}}")
 
     def grammar(self, start: Lark) -> str:
         """The whole grammar."""
-        return "\n".join([f"start: {start.text}", *self._lines])
+        return "\n".join([f"start: {start}", *self._lines])
 
-    def _name(self, kind: str) -> str:
-        return f"{kind}_{len(self._lines)}"
+    def _ended(self, end: str, body: Lark, texts: Sequence[Lark], before: str = "") -> Lark:
+        """`end` as characters at its first place after `before` and `body`, or as a token after one
+        of `texts`.
+        """
+        found = [self.sequence([before, self._add("ended", f"{body} {_quoted(end)}", "[lazy]")])]
+        if end in self._added:
+            token = Lark(f"<[{self._added[end]}]>")
+            found += [self.sequence([text, token]) for text in texts]
+        return self.either(found)
+
+    def _rule(self, body: str) -> Lark:
+        return self._add("part", body)
+
+    def _add(self, kind: str, body: str, mode: str = "") -> Lark:
+        name = f"{kind}_{len(self._lines)}"
+        self._lines.append(f"{name}{mode}: {body}")
+        return Lark(name)
+
+    def _split(self, text: str) -> list[str]:
+        """The text cut around added tokens; each added token is a part."""
+        found = sorted((one for one in self._added if one in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+        return [part for part in parts if part]
 
     def _part(self, part: str) -> str:
-        token = self._vocabulary.added.get(part)
+        token = self._added.get(part)
         if token is None:
             return " ".join(map(_quoted, _JSON_WORDS.findall(part)))
         return f"({_quoted(part)} | <[{token}]>)"
@@ -165,8 +142,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("\\\n", "\\n")
+def _excluding(texts: Sequence[str]) -> str:
+    """End of a terminal that contains none of these texts."""
+    escaped = (re.escape(text).replace("\\\n", "\\n") for text in texts)
+    return "".join(f" & ~{_slashed(f'{ANY_TEXT}{one}{ANY_TEXT}')}" for one in escaped)
 
 
 def _slashed(expression: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.chat.tool_formats import base, json_text, lark
@@ -24,7 +24,6 @@ _KINDS: dict[type, str] = {
     list: "array",
     type(None): "null",
 }
-_FIRSTS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """Non-string values in the form of Jinja templates, which models imitate."""
 _UNIONS = ("anyOf", "oneOf")
@@ -32,33 +31,23 @@ _SCALARS = {"string", "boolean", "null", "integer", "number"}
 _ABOUT = {"type", "title", "description", "default", "examples", "deprecated"}
 """Keywords that restrict a scalar no further than its type."""
 _BEYOND = (
-    *_UNIONS,
-    *("allOf", "not", "if", "patternProperties", "propertyNames", "minProperties"),
+    *(*_UNIONS, "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties"),
     *("maxProperties", "dependentRequired", "dependentSchemas"),
 )
 """Keywords of an object that this form cannot enforce."""
 _DEEPEST_REFERENCE = 20
-_DEFINITIONS = ("$defs", "definitions")
 
 
-class Tags:
-    """Text before and after a parameter's value."""
+class Tags(NamedTuple):
+    """Text around a parameter's value."""
 
-    def __init__(self, before: str, close: str, after: str = "") -> None:
-        """`before` contains a {} for the name. `close`, together with `after`, ends the value
-        anywhere; `after` begins with `close` or with the text before it.
-        """
-        self._before = before
-        self.close = close
-        self.end = after or close
+    before: str  # with {} for the name
+    close: str  # text that the value cannot contain
+    end: str  # `close` with the line breaks around it
 
     def open(self, name: str) -> str:
         """Text before the value of a parameter."""
-        return self._before.replace("{}", name)
-
-    def holds(self, name: str) -> bool:
-        """Whether a tag can contain the name."""
-        return bool(name) and not set("<>\n\0") & set(name) and name == name.strip()
+        return self.before.replace("{}", name)
 
 
 def written_arguments(arguments: str, tags: Tags) -> str:
@@ -96,17 +85,18 @@ class Parameters:
 
     def _value(self, key: str, text: str) -> str:
         kinds = self._kinds(self._properties.get(key, {}))
-        if kinds != {"string"}:
-            written = text.strip()
-            written = _PYTHON.get(written, written)
-            kind = _kind_of(written)
-            if kind not in ("", "string") and _fits(kind, kinds):
-                return written
+        written = _PYTHON.get(text.strip(), text.strip())
+        try:
+            kind = _KINDS[type(json_text.decode_json(written))]
+        except base.Deviation:
+            kind = "string"
+        if kind != "string" and _fits(kind, kinds):
+            return written
         return json.dumps(text, ensure_ascii=False)
 
     # ---- grammar
 
-    def pieces(self, rules: lark.Rules, tags: Tags) -> lark.Lark:
+    def grammar(self, rules: lark.Rules, tags: Tags) -> lark.Lark:
         """All arguments in the order of the schema; optional arguments may be absent.
 
         Raises InvalidInput for a schema that this form cannot enforce.
@@ -115,53 +105,42 @@ class Parameters:
             if keyword in self._object:
                 raise _beyond(keyword, "an object with properties")
         required = self._object.get("required", ())
-        names = [*self._properties, *(name for name in required if name not in self._properties)]
-        if not names:
-            closed = self._object.get("additionalProperties") is False
-            return lark.Lark("") if closed else self._free(rules, tags)
+        names = list(dict.fromkeys([*self._properties, *required]))
+        if not names and self._object.get("additionalProperties") is not False:
+            before, after = tags.before.split("{}")
+            end = rules.until(tags.end, tags.close)
+            any_one = [rules.text(before), rules.regex(r"[\w.-]+"), rules.text(after), end]
+            return rules.any_number(rules.sequence(any_one))
         parts = []
         for name in names:
-            if not tags.holds(name):
+            if not name or set("<>\n\0") & set(name) or name != name.strip():
                 raise _beyond(f"a parameter named {name[:40]!r}", "a name without tags in it")
-            one = rules.sequence(
-                [rules.text(tags.open(name)), self._spelled(name, rules, tags)],
-            )
-            parts.append(one if name in required else lark.Lark(f"({one.text})?"))
+            value = self._value_grammar(name, rules, tags)
+            one = rules.sequence([rules.text(tags.open(name)), value])
+            parts.append(one if name in required else rules.any_number(one, 1))
         return rules.sequence(parts)
 
-    @staticmethod
-    def _free(rules: lark.Rules, tags: Tags) -> lark.Lark:
-        before, after = tags.open("\0").split("\0")
-        one = rules.sequence(
-            [
-                rules.text(before),
-                rules.regex(r"[\w.-]+"),
-                rules.text(after),
-                rules.until(tags.end, tags.close),
-            ]
-        )
-        return rules.rule(f"({one.text})*")
-
-    def _spelled(self, name: str, rules: lark.Rules, tags: Tags) -> lark.Lark:
+    def _value_grammar(self, name: str, rules: lark.Rules, tags: Tags) -> lark.Lark:
         """The value of a parameter and the end of its tags."""
         schema = self._resolved(self._properties.get(name, {}))
         kinds = self._kinds(schema)
-        if kinds is None:
-            return rules.until(tags.end, tags.close)
-        if "string" not in kinds:
-            whole = {**schema, **{key: v for key, v in self._root.items() if key in _DEFINITIONS}}
-            return rules.sequence([rules.json(whole), rules.text(tags.end)])
+        if kinds is not None and "string" not in kinds:
+            definitions = {
+                key: self._root[key] for key in ("$defs", "definitions") & self._root.keys()
+            }
+            return rules.sequence([rules.json({**schema, **definitions}), rules.text(tags.end)])
         if kinds == {"string"}:
             return self._strings(name, schema, rules, tags)
-        self._check_union(name, schema, kinds)
+        if kinds is not None:
+            self._check_union(name, schema, kinds)
         return rules.until(tags.end, tags.close)
 
     def _strings(
         self, name: str, schema: Mapping[str, Any], rules: lark.Rules, tags: Tags
     ) -> lark.Lark:
-        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        texts = _values(schema)
         if texts is not None:
-            if not all(tags.close not in one for one in texts):
+            if any(tags.close in one for one in texts):
                 raise _beyond(f"{name}: a text that holds {tags.close}", "other texts")
             return rules.either([rules.text(one + tags.end) for one in texts])
         if unions := [key for key in (*_UNIONS, "allOf") if key in schema]:
@@ -175,9 +154,8 @@ class Parameters:
     def _check_union(self, name: str, schema: Mapping[str, Any], kinds: set[str]) -> None:
         """Accepts any text if each type of the union is unrestricted."""
         branches = [self._resolved(one) for key in _UNIONS for one in schema.get(key, ())]
-        narrowed = any(one.keys() - _ABOUT for one in branches or [schema])
-        if branches and schema.keys() - _ABOUT - set(_UNIONS):
-            narrowed = True
+        about = _ABOUT.union(_UNIONS) if branches else _ABOUT
+        narrowed = schema.keys() - about or any(one.keys() - _ABOUT for one in branches)
         if narrowed or kinds - _SCALARS:
             raise _beyond(f"{name}: a string or something narrower", "types alone, no objects")
 
@@ -186,14 +164,12 @@ class Parameters:
     def _kinds(self, schema: object, depth: int = 0) -> set[str] | None:
         """Types that a value may have; None: any."""
         schema = self._resolved(schema)
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        values = _values(schema)
         if isinstance(values, list):
             return {_KINDS.get(type(value), "object") for value in values}
         named = schema.get("type")
-        if isinstance(named, str):
-            return {named}
-        if isinstance(named, list):
-            return {str(one) for one in named}
+        if isinstance(named, str | list):
+            return {named} if isinstance(named, str) else set(map(str, named))
         for key in _UNIONS:
             branches = schema.get(key)
             if isinstance(branches, list) and depth < _DEEPEST_REFERENCE:
@@ -212,22 +188,13 @@ class Parameters:
             path = schema.get("$ref")
             if not isinstance(path, str):
                 return schema
-            schema = _at(self._root, path)
+            schema = _at(self._root, path) if path.startswith("#") else None
         return {}
 
 
-def _kind_of(text: str) -> str:
-    """Type of a JSON text; empty for no JSON. Equal rules as for calls in JSON: same depth, same
-    strictness.
-    """
-    try:
-        json_text.check_json(text)
-    except base.Deviation:
-        return ""
-    first = text[:1]
-    if first in _FIRSTS:
-        return _FIRSTS[first]
-    return "number" if set(".eE") & set(text) else "integer"
+def _values(schema: Mapping[str, Any]) -> Any:
+    """The only permitted values; None without a list of them."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
 
 
 def _fits(kind: str, kinds: set[str] | None) -> bool:
@@ -240,9 +207,7 @@ def _fits(kind: str, kinds: set[str] | None) -> bool:
 
 def _at(root: Mapping[str, Any], path: str) -> object:
     found: object = root
-    if not path.startswith("#"):
-        return None
-    for part in path.removeprefix("#").split("/")[1:]:
+    for part in path.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         found = found.get(key) if isinstance(found, Mapping) else None
     return found

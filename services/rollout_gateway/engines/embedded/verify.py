@@ -206,8 +206,8 @@ class Grammars(grammars.GrammarMasks):
         masks: list[grammars.Allowed] = []
         for row, drafts, above in zip(asking, tokens, parents, strict=True):
             marked = self.node_masks(rows[row], drafts, above)
-            if lost := marked.lost(nodes.width):
-                nodes.tokens[row, torch.tensor(lost, device=logits.device)] = -1
+            if marked.lost:
+                nodes.tokens[row, torch.tensor(marked.lost, device=logits.device)] = -1
             places += [row * nodes.width + node for node in marked.found]
             masks += marked.found.values()
 

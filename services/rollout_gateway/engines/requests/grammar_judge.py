@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.local import patience, processes
@@ -34,7 +33,6 @@ from paceline.services.rollout_gateway.engines.requests.structures import (
 )
 from paceline.services.rollout_gateway.engines.requests.tokenizer import (
     TokenSpelling,
-    decoder_name,
     lost_at_front,
     read_tokenizers,
     token_bytes,
@@ -42,11 +40,6 @@ from paceline.services.rollout_gateway.engines.requests.tokenizer import (
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
-
-
-_BY_PLACE = {"WordPiece", "BPEDecoder"}
-"""Decoders that place spaces between words by position. No grammar of characters can follow them.
-"""
 
 
 class GrammarTokens:
@@ -61,11 +54,11 @@ class GrammarTokens:
 
         try:
             _, self._within = read_tokenizers(read_text(path.parent))
-        except ConfigError as error:
+            kinds = TokenSpelling(self._within).kinds
+        except (ConfigError, InvalidInput) as error:
             raise InvalidInput(
-                f"structured output needs another tokenizer: {error}", seen=path
+                f"structured output needs another tokenizer than {path}: {error}"
             ) from error
-        kinds = _checked_decoder(self._within, path)
         found = token_bytes(self._within)
         lost = [] if kinds == ("ByteLevel",) else lost_at_front(self._within, found)
         self._special = {
@@ -112,21 +105,6 @@ class GrammarTokens:
         if kept or not hasattr(self, "guide"):
             return ids
         return self.guide.greedy_tokenize(text.decode())
-
-
-def _checked_decoder(tokenizer: Tokenizer, path: Path) -> tuple[str, ...]:
-    """Stages of a decoder that only joins its tokens' bytes. Raises InvalidInput for another
-    decoder.
-    """
-    kinds = TokenSpelling(tokenizer).kinds
-    if not kinds or _BY_PLACE & set(kinds):
-        raise InvalidInput(
-            f"structured output needs another tokenizer than {path}: its decoder "
-            f"{decoder_name(kinds)} puts spaces between tokens by their place",
-            seen=decoder_name(kinds),
-            allowed="ByteLevel, ByteFallback, Metaspace, or Replace and Strip around them",
-        )
-    return kinds
 
 
 BUILD_DEADLINE_S = 2.0

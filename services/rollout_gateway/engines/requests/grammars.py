@@ -10,8 +10,8 @@ of decoding without drafts, so verification is unchanged and drafts change no to
 the grammar rejects has probability 0. Where the grammar leaves only one text, its token is the
 tokenizer's own token for it.
 
-This module owns one matcher per structured request. structures.py and structures.py define the
-grammars. Draws and an engine's layout of nodes are elsewhere.
+This module owns one matcher per structured request. structures.py defines the grammars. Draws and
+an engine's layout of nodes are elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,16 +67,11 @@ class _Followed:
     allowed: Allowed  # after all tokens taken
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMasks:
+class NodeMasks(NamedTuple):
     """Masks of the nodes of one row that an allowed path reaches."""
 
     found: dict[int, Allowed]  # by node, the root among them
-    whole: bool  # False: a fault left drafts unmasked; they must not be followed
-
-    def lost(self, width: int) -> list[int]:
-        """The drafts among `width` nodes that must not be followed."""
-        return [] if self.whole else [node for node in range(1, width) if node not in self.found]
+    lost: Sequence[int] = ()  # drafts that a fault left unmasked; they must not be followed
 
 
 class GrammarMasks:
@@ -104,7 +99,7 @@ class GrammarMasks:
         if structure is None:
             return
         try:
-            self._allowed(self._matcher(structure), structure)
+            self._begin(structure)
         except GrammarFault as fault:
             raise structure.refused(fault) from fault
 
@@ -115,18 +110,14 @@ class GrammarMasks:
         Raises GrammarFault when the response cannot continue; `error_of` gives the request's error.
         """
         followed = self._followed.get(sequence)
-        if followed is None:
-            structure = structure_of(sequence.request.sampling)
-            assert structure is not None
-            followed = _Followed(self._matcher(structure), 0, [], np.empty(0, np.uint8))
-        now = [*sequence.tokens[followed.confirmed :], *ahead]
         try:
-            moved = _move(followed.matcher, followed.ahead, now)
-            if moved or not len(followed.allowed):
-                begins = None
-                if not sequence.tokens and not ahead:
-                    begins = structure_of(sequence.request.sampling)
-                followed.allowed = self._allowed(followed.matcher, begins)
+            if followed is None:
+                structure = structure_of(sequence.request.sampling)
+                assert structure is not None
+                followed = self._begin(structure)
+            now = [*sequence.tokens[followed.confirmed :], *ahead]
+            if _move(followed.matcher, followed.ahead, now):
+                followed.allowed = self._allowed(followed.matcher)
         except GrammarFault:
             self._followed.pop(sequence, None)
             raise
@@ -140,7 +131,7 @@ class GrammarMasks:
         """
         structure = structure_of(sequence.request.sampling)
         assert structure is not None
-        return f"{InvalidInput.reason}: {structure.field} cannot be followed on: {fault}"
+        return f"{InvalidInput.reason}: {structure.field} cannot be followed: {fault}"
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
         """Forget sequences that have ended; unknown sequences are ignored."""
@@ -158,15 +149,18 @@ class GrammarMasks:
 
     # ---- matchers
 
-    def _matcher(self, structure: Structure) -> LLMatcher:
-        """A new matcher at the beginning. Raises InvalidInput or GrammarFault."""
+    def _begin(self, structure: Structure) -> _Followed:
+        """A response at its beginning. Raises InvalidInput or GrammarFault."""
         built = self._built.get(structure)
         if built is None:
             built = self._built[structure] = self._build(structure)
             if len(self._built) > KEPT_GRAMMARS:
                 self._built.popitem(last=False)
         self._built.move_to_end(structure)
-        return built.deep_copy()
+        matcher = built.deep_copy()
+        assert self._tokens is not None
+        kept = None if structure.begins_free else self._tokens.kept_at_front
+        return _Followed(matcher, 0, [], self._allowed(matcher, kept))
 
     def _build(self, structure: Structure) -> LLMatcher:
         if self._tokens is None:
@@ -175,18 +169,15 @@ class GrammarMasks:
             except InvalidInput as error:
                 raise structure.refused(error) from error
         grammar = structure_grammar(structure, self._tokens.special(structure.after))
-        if fault := self._agreed(structure, grammar):
+        if fault := self._judged(structure, grammar):
             raise GrammarFault(fault)
         return build_matcher(self._tokens.guide, grammar)
 
-    def _agreed(self, structure: Structure, grammar: str) -> str:
+    def _judged(self, structure: Structure, grammar: str) -> str:
         """The fault of a grammar, empty for none.
 
         An engine of several ranks makes its ranks agree, because the verdict depends on build time.
         """
-        return self._judged(structure, grammar)
-
-    def _judged(self, structure: Structure, grammar: str) -> str:
         until_s, fault = self._faults.get(structure, (0.0, ""))
         if time.monotonic() < until_s:
             return fault
@@ -201,10 +192,10 @@ class GrammarMasks:
             return str(error)
         return ""
 
-    def _allowed(self, matcher: LLMatcher, begins: Structure | None = None) -> Allowed:
+    def _allowed(self, matcher: LLMatcher, kept: Allowed | None = None) -> Allowed:
         """The tokens that may follow. Raises GrammarFault, also when no token may follow.
 
-        begins: given at the beginning of a response, where some tokens have another text.
+        kept: tokens with the same text at this place; None: all tokens.
         """
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():  # in this state its mask would allow the end token alone
@@ -212,9 +203,8 @@ class GrammarMasks:
         allowed = bits[: -(-self._vocab // 8)].copy()
         if self._vocab % 8:
             allowed[-1] &= (1 << self._vocab % 8) - 1
-        if begins is not None and not begins.begins_free:
-            assert self._tokens is not None
-            allowed &= self._tokens.kept_at_front[: len(allowed)]
+        if kept is not None:
+            allowed &= kept[: len(allowed)]
         if not allowed.any():
             raise GrammarFault("no token of the vocabulary may follow")
         return allowed
@@ -241,9 +231,8 @@ class GrammarMasks:
             # A broken matcher cannot be repaired. `follow` makes another matcher, and raises the
             # fault again if the draft is drawn.
             del self._followed[sequence]
-            return NodeMasks(masks, whole=False)
-
-        return NodeMasks(masks, whole=True)
+            return NodeMasks(masks, [node for node in range(1, len(tokens)) if node not in masks])
+        return NodeMasks(masks)
 
     def _descend(
         self,

@@ -1,12 +1,9 @@
 """Checks the demand on the form of a response, and converts it to llguidance's grammar.
 
-The gateway uses `check_json_schema` too, so this module imports no torch. It imports llguidance,
-which is part of the engine's installation, only where a grammar is built.
-
 The demand is JSON of a schema, a regular expression, a choice of texts, a grammar, or tool calls.
 The gateway rejects requests by the same check, so this module imports no torch. It imports
-llguidance, which is part of the engine's installation, only where a grammar is made. structures.py
-and grammar_judge.py build grammars within limits.
+llguidance, which is part of the engine's installation, only where a grammar is made.
+grammar_judge.py builds grammars within limits.
 """
 
 from __future__ import annotations
@@ -46,59 +43,6 @@ class GrammarFault(Exception):
 
     def __init__(self, said: str) -> None:
         super().__init__(" ".join(said.split())[:_SAID_AT_MOST])
-
-
-def refused(why: object, schema: str) -> InvalidInput:
-    """The error for a schema that cannot be followed."""
-    return InvalidInput(
-        f"response_format holds a JSON schema that cannot be followed: {why}", seen=schema[:80]
-    )
-
-
-def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
-    """The parsed schema.
-
-    Raises InvalidInput naming response_format. Only building its grammar reveals whether a schema
-    works.
-    """
-    if ignore_eos:
-        raise InvalidInput(
-            "response_format ends a response where its JSON ends",
-            seen="ignore_eos=true",
-            allowed="ignore_eos=false",
-        )
-
-    size = len(schema.encode("utf-8", "replace"))
-    if size > MAX_SCHEMA_BYTES:
-        raise InvalidInput(
-            "response_format holds too large a schema",
-            seen=size,
-            allowed=f"{MAX_SCHEMA_BYTES} bytes",
-        )
-
-    try:
-        parsed: Any = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise refused(f"it is not JSON: {error}", schema) from error
-
-    if not isinstance(parsed, dict):
-        raise refused("it is not a JSON object", schema)
-    return parsed
-
-
-def grammar_of(schema: str, parsed: dict[str, Any]) -> str:
-    """llguidance's grammar of a checked schema, not yet built; {} allows any JSON object.
-
-    Raises InvalidInput.
-    """
-    from llguidance import LLMatcher
-
-    try:
-        return LLMatcher.grammar_from_json_schema(
-            schema if parsed else '{"type":"object"}', overrides=FORM
-        )
-    except ValueError as error:
-        raise refused(error, schema) from error
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -160,12 +104,7 @@ class Structure(NamedTuple):
 
     def refused(self, why: object) -> InvalidInput:
         """The error for a demand that cannot be met."""
-        if self.kind == "json_schema":
-            return refused(why, self.text)
-        what = "need a grammar" if self.kind == "tool_grammar" else "asks for something"
-        return InvalidInput(
-            f"{self.field} {what} that cannot be followed: {why}", seen=self.text[:_SEEN]
-        )
+        return InvalidInput(f"{self.field} cannot be followed: {why}", seen=self.text[:_SEEN])
 
 
 def beyond_json(sampling: Sampling) -> bool:
@@ -213,7 +152,11 @@ def _demanded(structure: Structure) -> str:
     text = structure.text
     match structure.kind:
         case "json_schema":
-            return grammar_of(text, check_json_schema(text, ignore_eos=False))
+            schema = text if parse_schema(structure) else '{"type":"object"}'
+            try:
+                return LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
+            except ValueError as error:
+                raise structure.refused(error) from error
         case "regex":
             return str(LLMatcher.grammar_from_regex(text))
         case "choice":
@@ -223,6 +166,20 @@ def _demanded(structure: Structure) -> str:
             return _lark(structure)
         case _:
             return text
+
+
+def parse_schema(structure: Structure) -> dict[str, Any]:
+    """The schema of a JSON response; {} allows any JSON object. Raises InvalidInput.
+
+    Only building its grammar reveals whether a schema works.
+    """
+    try:
+        parsed: Any = json.loads(structure.text)
+    except (ValueError, RecursionError) as error:
+        raise structure.refused(f"it is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise structure.refused("it is not a JSON object")
+    return parsed
 
 
 def _behind(after: str, token: int | None, grammar: str) -> str:
@@ -244,9 +201,6 @@ def _behind(after: str, token: int | None, grammar: str) -> str:
 
 
 def _check(found: Structure, sampling: Sampling) -> None:
-    if found.kind == "json_schema":
-        check_json_schema(found.text, ignore_eos=sampling.ignore_eos)
-        return
     if sampling.ignore_eos:
         raise InvalidInput(
             f"{found.field}: a response ends where it is complete",
@@ -260,6 +214,8 @@ def _check(found: Structure, sampling: Sampling) -> None:
     most = MAX_TOOL_GRAMMAR_BYTES if found.kind == "tool_grammar" else MAX_SCHEMA_BYTES
     if size > most:
         raise InvalidInput(f"{found.field} is too large", seen=size, allowed=f"{most} bytes")
+    if found.kind == "json_schema":
+        parse_schema(found)
     if len(sampling.choice) > MAX_CHOICES:
         raise InvalidInput(
             f"{found.field} has too many texts", seen=len(sampling.choice), allowed=MAX_CHOICES

@@ -20,20 +20,6 @@ Spelled = str | bytes
 """A token between two stages: bytes after a stage has converted it, text before."""
 _Stage = Callable[[Spelled], Spelled]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_CLEANED = {
-    " .": ".",
-    " ?": "?",
-    " !": "!",
-    " ,": ",",
-    " ' ": "'",
-    " n't": "n't",
-    " 'm": "'m",
-    " do not": " don't",
-    " 's": "'s",
-    " 've": "'ve",
-    " 're": "'re",
-}
-"""Corrections of a WordPiece decoder, in its order."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -58,14 +44,12 @@ class TokenSpelling:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises InvalidInput naming a decoder stage that is not supported."""
         self._tokenizer = tokenizer
-        stages = decoder_stages(tokenizer)
-        kinds = [str(stage.get("type")) for stage in stages]
-        self.kinds = tuple(kinds)
-        """Stages of the decoder by their type; () for a tokenizer without a decoder."""
-        fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
-        self._stages = [
-            _stage(stage, fused=index > fused) for index, stage in enumerate(stages)
-        ] or [_spaced]
+        decoder = tokenizer.decoder
+        stages = _flat(json.loads(decoder.__getstate__()) if decoder else {"type": "null"})
+        self.kinds = tuple(str(stage["type"]) for stage in stages)
+        """Stages of the decoder by their type."""
+        fused = self.kinds.index("Fuse") if "Fuse" in self.kinds else len(stages)
+        self._stages = [_stage(one, fused=index > fused) for index, one in enumerate(stages)]
 
     def __call__(self, token_id: int) -> bytes:
         """Bytes of a token in the middle of a text.
@@ -97,7 +81,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         if text != wanted and found[token]:
             raise InvalidInput(
                 f"token {token} of the tokenizer cannot be spelled in bytes: its decoder "
-                f"{decoder_name(spelling.kinds)} makes another text of it",
+                f"{' + '.join(spelling.kinds)} makes another text of it",
                 seen=repr(text),
                 allowed=repr(wanted),
             )
@@ -118,18 +102,6 @@ def lost_at_front(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> list[int]:
         for token, text in enumerate(texts)
         if text != spelled[token].decode(errors="replace") + behind
     ]
-
-
-def decoder_stages(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Settings of the decoder's stages in their order; none for a tokenizer without a decoder."""
-    if tokenizer.decoder is None:
-        return []
-    return _flat(json.loads(tokenizer.decoder.__getstate__()))
-
-
-def decoder_name(kinds: Sequence[str]) -> str:
-    """A decoder's name in error messages."""
-    return " + ".join(kinds) or "null"
 
 
 def _flat(stage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -181,16 +153,11 @@ def _stage(settings: dict[str, Any], *, fused: bool) -> _Stage:
             return _replacing(settings["pattern"], settings["content"])
         case "Strip":  # after Fuse, it strips only the ends of the whole text
             return _same if fused else _of_text(lambda token: _stripped(token, settings))
-        case "WordPiece":
-            return _of_text(lambda token: _word_piece(token, settings))
-        case "BPEDecoder":
-            return _of_text(lambda token: token.replace(settings["suffix"], " "))
         case kind:
             raise InvalidInput(
                 f"tokens cannot be spelled in bytes: the tokenizer's decoder is {kind}",
                 seen=kind,
-                allowed="ByteLevel, ByteFallback, Fuse, Metaspace, Replace, Strip, WordPiece, "
-                "BPEDecoder",
+                allowed="ByteLevel, ByteFallback, Fuse, Metaspace, Replace, Strip",
             )
 
 
@@ -200,12 +167,6 @@ def _of_text(change: Callable[[str], str]) -> _Stage:
 
 def _same(token: Spelled) -> Spelled:
     return token
-
-
-def _spaced(token: Spelled) -> Spelled:
-    """Spelling without a decoder: the tokenizer puts a space between tokens."""
-    assert isinstance(token, str)
-    return " " + token
 
 
 def _byte_level(token: Spelled) -> Spelled:
@@ -235,14 +196,6 @@ def _stripped(token: str, settings: dict[str, Any]) -> str:
         token = token.removeprefix(content)
     for _ in range(settings["stop"]):
         token = token.removesuffix(content)
-    return token
-
-
-def _word_piece(token: str, settings: dict[str, Any]) -> str:
-    prefix = settings["prefix"]
-    token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
-    for dirty, clean in _CLEANED.items() if settings["cleanup"] else ():
-        token = token.replace(dirty, clean)
     return token
 
 

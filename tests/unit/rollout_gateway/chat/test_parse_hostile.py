@@ -11,8 +11,8 @@ import pytest
 
 from paceline.services.rollout_gateway.chat.messages import Message, joined
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.tool_formats import TOOL_FORMATS, tool_format
 from paceline.services.rollout_gateway.chat.tool_formats.base import GrowingText
+from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
 
 FORMATS = list(TOOL_FORMATS)
 LONGEST = max(len(text) for make in TOOL_FORMATS.values() for text in make("").special_tokens)

@@ -5,8 +5,10 @@ written.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from paceline.services.rollout_gateway.chat.tool_formats.base import Deviation, GrowingText, Reading
 from paceline.services.rollout_gateway.chat.tool_formats.json_text import (
     DEEPEST,
+    decode_json,
     json_members,
-    json_value,
+    json_object,
 )
 
 
@@ -55,11 +58,11 @@ def test_json_is_taken_whole_and_unchanged(
     value: Any, ascii_only: bool, indent: int | None
 ) -> None:
     written = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    decode_json(written)
     text = GrowingText()
-    assert taken(json_value(text), text, written) == written
+    assert taken(json_object(text), text, written) == (written if isinstance(value, dict) else None)
     if isinstance(value, dict):
-        text = GrowingText()
-        members = taken(json_members(text), text, written)
+        members = json_members(written)
         assert {key: json.loads(member) for key, member in members.items()} == value
 
 
@@ -79,13 +82,19 @@ def test_a_damaged_json_text_is_taken_just_when_it_still_is_json(
         valid = False
     else:
         valid = True
+    with nullcontext() if valid else pytest.raises(Deviation):
+        decode_json(damaged)
     text = GrowingText()
-    assert taken(json_value(text), text, damaged) == (damaged if valid else None)
+    valid = valid and damaged.startswith("{")
+    assert taken(json_object(text), text, damaged) == (damaged if valid else None)
 
 
 def test_json_may_be_nested_up_to_a_limit_that_recursive_readers_stand() -> None:
     for opening, closing in (("[", "]"), ('{"a":', "}")):
         for depth, allowed in ((DEEPEST, True), (DEEPEST + 1, False)):
             written = opening * depth + ("1" if opening != "[" else "") + closing * depth
-            text = GrowingText()
-            assert taken(json_value(text), text, written) == (written if allowed else None)
+            with nullcontext() if allowed else pytest.raises(Deviation):
+                decode_json(written)
+            if opening != "[":
+                text = GrowingText()
+                assert taken(json_object(text), text, written) == (written if allowed else None)

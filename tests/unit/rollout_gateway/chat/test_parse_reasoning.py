@@ -7,19 +7,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from chat_models import codec_of
 from drawn_cases import case_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_families import byte_level
 
-from paceline.services.rollout_gateway.chat.messages import Message, joined
-from paceline.services.rollout_gateway.chat.parse import (
-    ChatParser,
-    forced_beginning,
-    knows_reasoning,
-    opens_reasoning,
-    reasoning_tokens,
-)
-from paceline.services.rollout_gateway.chat.tool_formats import tool_format
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, joined
+from paceline.services.rollout_gateway.chat.parse import THINK, ChatParser, reasoning_tokens
+from paceline.services.rollout_gateway.chat.prompts import ChatPrompts
+from paceline.services.rollout_gateway.chat.tool_formats.families import tool_format
+from paceline.services.rollout_gateway.config import ChatConfig
 
 
 def read(
@@ -85,22 +83,10 @@ def test_a_forced_call_leads_out_of_reasoning_that_the_prompt_opened() -> None:
     hermes = tool_format("hermes", "")
     assert hermes is not None
     for in_reasoning in (True, False):
-        forced = forced_beginning(hermes, "f", in_reasoning=in_reasoning)
+        forced = "\n</think>\n\n" * in_reasoning + hermes.beginning("f")
         message = read(" {}}\n</tool_call>", started=in_reasoning, forced=forced, name="hermes")
         assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", "{}")]
         assert (message.content, message.reasoning) == ("", "")
-
-
-def test_the_template_tells_whether_the_model_reasons_and_its_prompt_whether_it_already_does() -> (
-    None
-):
-    assert knows_reasoning("{{- '<think>\\n' + message.reasoning_content + '\\n</think>' }}")
-    assert not knows_reasoning("{{- '<|im_start|>' + message.role }}")
-    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
-    assert opens_reasoning("<think>")
-    assert not opens_reasoning("<|im_start|>assistant\n")
-    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not opens_reasoning("")
 
 
 PIECES = ["<think>", "</think>", "</th", "ink>", "\n", "a", "bc ", "<", "é"]
@@ -177,3 +163,19 @@ def test_a_prefill_of_a_channel_stands_behind_its_header() -> None:
     reader.push(" is 42.<|return|>")
     reader.finish()
     assert reader.message.content == "It is 42."
+
+
+@pytest.mark.parametrize(
+    ("end", "reasoning"),
+    [("<think>\n", "Why?"), ("<think></think>\n\n", ""), ("", ""), ("{# <think> #}", "")],
+)
+def test_the_prompt_shows_whether_the_answer_begins_inside_reasoning(
+    end: str, reasoning: str
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}Answer: " + end
+    codec = codec_of(byte_level([]), chat_template=template)
+    prompt = ChatPrompts(ChatConfig(), codec).prompt(ChatRequest((Message("user", "Hi"),)), None)
+    reader = prompt.parser()
+    assert (THINK in reader.kept) == (THINK in template)
+    message = joined([reader.push("Why?</think>So."), reader.finish()])
+    assert message.reasoning == reasoning

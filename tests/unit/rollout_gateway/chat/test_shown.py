@@ -28,8 +28,8 @@ from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
 from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.prompts import ChatPrompts, Known
-from paceline.services.rollout_gateway.chat.tool_formats import TOOL_FORMATS, tool_format
-from paceline.services.rollout_gateway.chat.tool_formats.base import Offered, SpelledCall
+from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall
+from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
 from paceline.services.rollout_gateway.config import ChatConfig
 from paceline.services.rollout_gateway.sessions.session import Caller
 
@@ -244,9 +244,7 @@ def test_calls_that_a_format_writes_are_read_back(name: str, count: int) -> None
     ][:count]
     spelling = tool_format(name, "")
     assert spelling is not None
-    reader = ChatParser(
-        spelling.offering([Offered(one.name, {}) for one in calls]), reasoning=False
-    )
+    reader = ChatParser(spelling.offering({one.name: {} for one in calls}), reasoning=False)
     reader.push(spelling.written(calls))
     reader.finish()
     found = [(one.name, json.loads(one.arguments)) for one in reader.message.tool_calls]

@@ -13,10 +13,10 @@ from chat_models import CHATML, HEADERS, INSTRUCT, MODELS, THINKING, ChatModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.errors import ConfigError, InvalidInput
-from paceline.models.reading import read_text
+from paceline.models.reading import TextFiles, read_text
 from paceline.services.rollout_gateway.chat import template as template_module
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
-from paceline.services.rollout_gateway.chat.template import ChatTemplate, ChatTemplates
+from paceline.services.rollout_gateway.chat.template import ChatTemplates
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -32,8 +32,8 @@ TALK = (
 ABC = ChatRequest((Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
 
 
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, TOKENS)
+def template(source: str) -> ChatTemplates:
+    return ChatTemplates(TextFiles(Path(), {}, TOKENS, {"default": source}))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -228,7 +228,7 @@ def read(directory: Path, **settings: object) -> ChatTemplates:
 
 
 def test_a_template_is_read_from_its_file_first_and_from_a_list_by_name(tmp_path: Path) -> None:
-    assert not read(tmp_path)
+    assert read(tmp_path).source == ""
     assert read(tmp_path, chat_template="one").render(ABC) == "one"
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert read(tmp_path, chat_template=several).render(ABC) == "plain"

@@ -169,7 +169,7 @@ def test_a_template_cannot_leave_its_sandbox_and_may_refuse(tmp_path: Path) -> N
 
 
 def test_a_model_without_a_template_has_no_conversations() -> None:
-    with pytest.raises(InvalidInput, match="no chat template"):
+    with pytest.raises(InvalidInput, match="no default chat template; seen: none"):
         codec_of(byte_level([])).encode_chat(chat("7"))
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.services.rollout_gateway.chat.messages import joined
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.tool_formats import tool_format
-from paceline.services.rollout_gateway.chat.tool_formats.base import Offered
+from paceline.services.rollout_gateway.chat.tool_formats.families import tool_format
 
 KINDS: dict[str, tuple[dict[str, Any], st.SearchStrategy[Any]]] = {
     "s": ({"type": "string"}, st.text('ab1 \n<>/"é{}', max_size=8)),
@@ -25,14 +24,11 @@ KINDS: dict[str, tuple[dict[str, Any], st.SearchStrategy[Any]]] = {
     "l": ({"type": "array"}, st.lists(st.text(max_size=3), max_size=3)),
     "e": ({"enum": ["1", "x"]}, st.sampled_from(["1", "x"])),
 }
-TOOL = Offered(
-    "f",
-    {
-        "type": "object",
-        "properties": {key: schema for key, (schema, _) in KINDS.items()},
-        "$defs": {"o": {"type": "object"}},
-    },
-)
+TOOL = {
+    "type": "object",
+    "properties": {key: schema for key, (schema, _) in KINDS.items()},
+    "$defs": {"o": {"type": "object"}},
+}
 ARGUMENTS = st.fixed_dictionaries({}, optional={key: how for key, (_, how) in KINDS.items()})
 OPENINGS = {"qwen3_coder": "<tool_call>\n<function=f>\n", "glm45": "<tool_call>f\n"}
 
@@ -67,7 +63,7 @@ def test_what_a_template_wrote_is_read_back_with_its_types_however_it_is_cut(
     bounds = [0, *itertools.accumulate(sizes)]
     chosen = tool_format(name, "")
     assert chosen is not None
-    reader = ChatParser(chosen.offering([TOOL]), reasoning=False)
+    reader = ChatParser(chosen.offering({"f": TOOL}), reasoning=False)
     pieces = [text[start:end] for start, end in zip(bounds, [*bounds[1:], None], strict=True)]
     message = joined([*(reader.push(piece) for piece in pieces), reader.finish()])
     assert message.content == ""
@@ -97,8 +93,8 @@ def test_what_a_template_wrote_is_read_back_with_its_types_however_it_is_cut(
 def test_a_value_is_json_where_the_schema_lets_it_be(schema: Any, text: str, value: Any) -> None:
     chosen = tool_format("glm45", "")
     assert chosen is not None
-    tool = Offered("f", {"type": "object", "properties": {"a": schema}})
-    reader = ChatParser(chosen.offering([tool]), reasoning=False)
+    tool = {"type": "object", "properties": {"a": schema}}
+    reader = ChatParser(chosen.offering({"f": tool}), reasoning=False)
     (call,) = reader.push(
         f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
     ).tool_calls

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import NotFound
 from paceline.services.rollout_gateway.chat.messages import Message, joined
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.tool_formats import (
+from paceline.services.rollout_gateway.chat.tool_formats.families import (
     TOOL_FORMATS,
     guess_format,
     tool_format,

@@ -20,13 +20,8 @@ from tokenizers import AddedToken, Tokenizer
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.tool_formats import (
-    TOOL_FORMATS,
-    ToolGrammar,
-    tool_format,
-)
-from paceline.services.rollout_gateway.chat.tool_formats.base import Offered, ToolFormat
-from paceline.services.rollout_gateway.chat.tool_formats.lark import Vocabulary
+from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
+from paceline.services.rollout_gateway.chat.tool_formats.form import ToolFormat
 
 TOKENIZER = Path(__file__).parents[4] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 EOS = 1
@@ -39,35 +34,28 @@ STYLES = {  # format -> pieces of templates that tell how it is spelled
 }
 SPELLINGS = [(name, style) for name in TOOL_FORMATS for style in STYLES.get(name, [""])]
 OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": False}
-WEATHER = Offered(
-    "get_weather",
-    {
-        **OBJECT,
-        "properties": {
-            "city": {"type": "string", "minLength": 1, "maxLength": 5},
-            "days": {"type": "integer", "minimum": 0, "maximum": 9},
-            "unit": {"enum": ["C", "°F"]},
-            "dry": {"type": ["boolean", "null"]},
-            "tags": {"$ref": "#/$defs/tags"},
-            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        },
-        "required": ["city", "days", "unit"],
-        "$defs": {
-            "tags": {"type": "array", "maxItems": 2, "items": {"type": "string", "maxLength": 3}}
-        },
+WEATHER: dict[str, Any] = {
+    **OBJECT,
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 5},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "unit": {"enum": ["C", "°F"]},
+        "dry": {"type": ["boolean", "null"]},
+        "tags": {"$ref": "#/$defs/tags"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
-)
-LOOK = Offered(
-    "look",
-    {
-        **OBJECT,
-        "properties": {"q": {"type": "string", "pattern": "^[a-z]{2,4}$"}},
-        "required": ["q"],
+    "required": ["city", "days", "unit"],
+    "$defs": {
+        "tags": {"type": "array", "maxItems": 2, "items": {"type": "string", "maxLength": 3}}
     },
-)
-NOW = Offered("now", {**OBJECT, "properties": {}})
-TOOLS = (WEATHER, LOOK, NOW)
-SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+}
+LOOK: dict[str, Any] = {
+    **OBJECT,
+    "properties": {"q": {"type": "string", "pattern": "^[a-z]{2,4}$"}},
+    "required": ["q"],
+}
+NOW = {**OBJECT, "properties": {}}
+TOOLS = {"get_weather": WEATHER, "look": LOOK, "now": NOW}
 
 
 @dataclass
@@ -88,7 +76,7 @@ class Model:
             self.tokenizer.add_special_tokens([AddedToken("<extra>", special=True)])
         self.size = self.tokenizer.get_vocab_size()
         added = self.tokenizer.get_added_tokens_decoder().items()
-        self.vocabulary = Vocabulary({token.content: number for number, token in added})
+        self.added = {token.content: number for number, token in added}
         self.guide = LLTokenizer(self.tokenizer.to_str(), n_vocab=self.size, eos_token=[EOS])
 
     def matcher(self, grammar: str) -> LLMatcher:
@@ -138,7 +126,7 @@ def read(one: Model, text: str, forced: str = "", *, thinks: bool = False) -> Me
 
 def check(message: Message) -> None:
     for call in message.tool_calls:
-        assert jsonschema_rs.is_valid(SCHEMAS[call.name], json.loads(call.arguments)), call
+        assert jsonschema_rs.is_valid(TOOLS[call.name], json.loads(call.arguments)), call
 
 
 @pytest.mark.few(12)
@@ -149,9 +137,9 @@ def test_a_required_or_named_call_is_a_valid_call_and_nothing_else(
 ) -> None:
     one, counts = model(name, style, marked=marked), []
     for asked in ("", "look", "get_weather", "now"):
-        tools = [tool for tool in TOOLS if asked in ("", tool.name)]
+        tools = {name: tool for name, tool in TOOLS.items() if asked in ("", name)}
         begun = one.chosen.beginning(asked)
-        grammar = ToolGrammar(one.chosen, tools, one.vocabulary).required(begun)
+        grammar = one.chosen.offering(tools).required(one.added, begun)
         for seed in range(4 if asked else 20):
             text = one.says(grammar, seed)
             if text is None:
@@ -171,7 +159,7 @@ def test_a_required_or_named_call_is_a_valid_call_and_nothing_else(
 def test_one_call_is_one_call(name: str, style: str) -> None:
     one = model(name, style, marked=True)
     begun = one.chosen.beginning()
-    grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary, several=False).required(begun)
+    grammar = one.chosen.offering(TOOLS).required(one.added, begun, several=False)
     for seed in range(6):
         text = one.says(grammar, seed)
         assert text is None or len(read(one, text, begun).tool_calls) == 1
@@ -187,7 +175,7 @@ def opening(one: Model) -> str:
 @pytest.mark.parametrize(("name", "style"), SPELLINGS)
 def test_a_strict_tool_is_called_right_or_not_at_all(name: str, style: str, marked: bool) -> None:
     one = model(name, style, marked=marked)
-    grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed({tool.name for tool in TOOLS})
+    grammar = one.chosen.offering(TOOLS).allowed(one.added, set(TOOLS))
     for seed in range(5):
         text = one.says(grammar, seed, opening(one))
         if text is not None:
@@ -203,7 +191,7 @@ def test_a_strict_tool_is_called_right_or_not_at_all(name: str, style: str, mark
 
 def test_a_tool_that_is_not_strict_is_called_with_any_object_and_others_never() -> None:
     one = model("hermes", "", marked=True)
-    grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed({"look"})
+    grammar = one.chosen.offering(TOOLS).allowed(one.added, {"look"})
 
     def call(name: str, arguments: str) -> str:
         return f'Hm <tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -216,7 +204,7 @@ def test_a_tool_that_is_not_strict_is_called_with_any_object_and_others_never() 
 
 def test_markers_count_however_they_are_spelled() -> None:
     one = model("hermes", "", marked=True)
-    grammar = ToolGrammar(one.chosen, [LOOK], one.vocabulary).allowed({"look"})
+    grammar = one.chosen.offering({"look": LOOK}).allowed(one.added, {"look"})
     spelled = [number for letter in "<tool_call>" for number in one.ids(letter)]
     assert not one.takes(grammar, "", tokens=[*spelled, *one.ids("no")])
     rest = one.ids('\n{"name": "look", "arguments": {"q": "ab"}}\n</tool_call>')
@@ -228,7 +216,7 @@ def test_markers_count_however_they_are_spelled() -> None:
 @pytest.mark.parametrize("marked", [False, True], ids=["as text", "as tokens"])
 def test_a_function_without_its_outer_tags_is_no_way_round(marked: bool) -> None:
     one = model("qwen3_coder", "", marked=marked)
-    grammar = ToolGrammar(one.chosen, [LOOK], one.vocabulary).allowed({"look"})
+    grammar = one.chosen.offering({"look": LOOK}).allowed(one.added, {"look"})
     assert one.takes(grammar, "a <function and <b=c>")
     for before in ("", "<extra>" * marked):
         assert not one.takes(grammar, f"{before}Hm <function=look>\n</function>")
@@ -239,7 +227,7 @@ def test_a_function_without_its_outer_tags_is_no_way_round(marked: bool) -> None
 
 def test_a_response_that_begins_with_a_brace_is_calls_for_llama() -> None:
     one = model("llama3_json", "", marked=True)
-    grammar = ToolGrammar(one.chosen, [LOOK], one.vocabulary).allowed({"look"})
+    grammar = one.chosen.offering({"look": LOOK}).allowed(one.added, {"look"})
     call = '{"name": "look", "parameters": {"q": "ab"}}'
     assert one.takes(grammar, call)
     assert one.takes(grammar, f"\n{call}; {call}")
@@ -254,10 +242,10 @@ def test_a_response_that_begins_with_a_brace_is_calls_for_llama() -> None:
 def test_with_a_form_for_the_answer_a_response_is_calls_or_that_form(name: str, style: str) -> None:
     one = model(name, style, marked=True)
     answer = json.dumps({**OBJECT, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
-    grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed(set(), answer=answer)
+    grammar = one.chosen.offering(TOOLS).allowed(one.added, set(), answer=answer)
     before = one.chosen.content_beginning
     person = json.dumps({**OBJECT, "properties": {"name": {"type": "string"}}})
-    named = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed(set(), answer=person)
+    named = one.chosen.offering(TOOLS).allowed(one.added, set(), answer=person)
     assert one.takes(grammar, before + '{"a": 2}')
     assert not one.takes(grammar, before + '{"a": 3}')
     assert one.takes(named, before + '{"name": "Ada"}')
@@ -271,7 +259,7 @@ def test_with_a_form_for_the_answer_a_response_is_calls_or_that_form(name: str, 
 
 def test_reasoning_comes_before_what_follows_the_grammar() -> None:
     one = model("hermes", "", marked=False)
-    grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed(set(SCHEMAS), "</think>")
+    grammar = one.chosen.offering(TOOLS).allowed(one.added, set(TOOLS), "</think>")
     assert one.takes(grammar, "<tool_call> is a tag\n</think>\n\nHello")
     assert not one.takes(grammar, "no end of it")
     assert not one.takes(grammar, "x</think><tool_call>")
@@ -282,8 +270,8 @@ def test_reasoning_comes_before_what_follows_the_grammar() -> None:
     check(message)
 
 
-def only(schema: dict[str, Any], **more: Any) -> Offered:
-    return Offered("f", {**OBJECT, "properties": {"a": schema}, **more})
+def only(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**OBJECT, "properties": {"a": schema}, **more}
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
@@ -297,16 +285,16 @@ def only(schema: dict[str, Any], **more: Any) -> Offered:
         only({"type": "string", "pattern": "^a|b$"}),
         only({"type": "string", "anyOf": [{"minLength": 3}, {"maxLength": 1}]}),
         only({"enum": ["</parameter></arg_value>"]}),
-        Offered("f", {"properties": {"a>b": {}}}),
+        {"properties": {"a>b": {}}},
     ],
 )
-def test_a_schema_that_text_cannot_be_held_to_is_refused(name: str, tool: Offered) -> None:
+def test_a_schema_that_text_cannot_be_held_to_is_refused(name: str, tool: dict[str, Any]) -> None:
     one = model(name, "", marked=False)
     with pytest.raises(InvalidInput, match=r"tools: .*allowed: .*without strict"):
-        ToolGrammar(one.chosen, [tool], one.vocabulary).required(one.chosen.beginning())
+        one.chosen.offering({"f": tool}).required(one.added, one.chosen.beginning())
 
 
 def test_a_name_that_no_spelling_holds_is_refused() -> None:
     one = model("kimi_k2", "", marked=False)
     with pytest.raises(InvalidInput, match=r"tools: .*plain name.*two words"):
-        ToolGrammar(one.chosen, [Offered("two words", {})], one.vocabulary)
+        one.chosen.offering({"two words": {}}).required(one.added, one.chosen.beginning())

@@ -116,7 +116,7 @@ def test_ended_sessions_are_remembered_up_to_a_limit(
 def test_sessions_of_a_former_process_are_known_as_ended(clock: Clock) -> None:
     sessions = registered(clock)
     sessions.note_ended(
-        Ended("old", SessionState.FAILED, FailReason.INFRA), api_key_hash("sk-pl-old")
+        Ended("old", SessionState.FAILED, FailReason.INFRA, api_key_hash("sk-pl-old"))
     )
     with pytest.raises(FailedPrecondition, match="failed: infra"):
         sessions.by_key("sk-pl-old")
@@ -130,7 +130,9 @@ def test_a_task_offered_again_has_a_new_key_and_the_old_one_says_how_it_ended(cl
     assert sessions.by_key(second.api_key) is second
     with pytest.raises(FailedPrecondition, match="failed: infra"):
         sessions.by_key(first.api_key)
+    assert sessions.owner(first.api_key) is None
     ended(sessions, second)
+    assert sessions.owner(first.api_key) is None
     assert sessions.owner(second.api_key) == "name"
 
 
@@ -210,7 +212,6 @@ def test_generating_and_having_generated_are_signs_of_life(clock: Clock, about: 
     one.begin(SAMPLING, 1)
     clock.now = 25.0
     assert sessions.expired() == []
-    assert sessions.next_expiry_s() == 10.0
     clock.now = 34.0
     new = turn(None, [1], [2])
     one.end(1, new)
@@ -232,21 +233,6 @@ def test_a_session_may_ask_for_a_shorter_time_out_and_not_for_a_longer(clock: Cl
     ended(sessions, short)
     clock.now = 10.0
     assert sessions.expired() == [long]
-
-
-def test_the_next_look_is_when_a_session_may_expire(clock: Clock) -> None:
-    sessions = registered(clock)
-    assert sessions.next_expiry_s() == 4.0
-    one = sessions.open(Assignment("run", timeout_s=3))
-    assert sessions.next_expiry_s() == 3.0
-    clock.now = 1.0
-    sessions.open(IMPLICIT)
-    assert sessions.next_expiry_s() == 2.0
-    clock.now = 3.5
-    assert sessions.next_expiry_s() == pytest.approx(registry.LEAST_WAIT_S)
-    assert sessions.expired() == [one]
-    ended(sessions, one)
-    assert sessions.next_expiry_s() == 1.5
 
 
 def test_an_attempt_after_a_failed_one_expires_once(clock: Clock) -> None:

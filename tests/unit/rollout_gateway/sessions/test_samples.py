@@ -15,7 +15,7 @@ from session_turns import said, session, turn
 from paceline.services.rollout_gateway.engines.sampling import OVERRIDABLE, Sampling, untrainable
 from paceline.services.rollout_gateway.sessions import Assignment
 from paceline.services.rollout_gateway.sessions.session import Grant, Session
-from paceline.services.rollout_gateway.sessions.tree import Turn, overridden, restamped
+from paceline.services.rollout_gateway.sessions.tree import Turn, overridden
 from paceline.trajectory import SpeculationStats, VersionSpan
 
 DISCOUNT = 0.9
@@ -200,7 +200,6 @@ def test_samples_say_what_they_answer() -> None:
     )
     assert (sample.group_size, sample.task_index, sample.sample_index) == (4, 5, 2)
     assert (sample.seed, sample.temperature, sample.finish_reason) == (one.seed, 1.0, "stop")
-    assert restamped(sample, 9).step == 9
 
 
 def test_a_session_without_a_group_is_its_own() -> None:

@@ -74,8 +74,8 @@ class TreeGrammars(grammars.GrammarMasks):
             if one is None or not asks(one) or not self._stands(one, firsts[row]):
                 continue
             marked = self.node_masks(one.sequence, tokens[row], above[row].tolist())
-            if lost := marked.lost(width):
-                token_ids[row, torch.tensor(lost, device=token_ids.device)] = -1
+            if marked.lost:
+                token_ids[row, torch.tensor(marked.lost, device=token_ids.device)] = -1
             places += [row * width + node for node in marked.found]
             masks += marked.found.values()
 
@@ -96,12 +96,12 @@ class TreeGrammars(grammars.GrammarMasks):
             return False
         return True
 
-    def _agreed(self, structure: structures.Structure, grammar: str) -> str:
+    def _judged(self, structure: structures.Structure, grammar: str) -> str:
         if self._tp_group is None:
-            return self._judged(structure, grammar)
+            return super()._judged(structure, grammar)
         told = torch.zeros(FAULT_BYTES, dtype=torch.uint8)
         if self._rank == 0:
-            fault = self._judged(structure, grammar).encode()[:FAULT_BYTES]
+            fault = super()._judged(structure, grammar).encode()[:FAULT_BYTES]
             told[: len(fault)] = torch.tensor(list(fault), dtype=torch.uint8)
         group = self._tp_group
         torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)

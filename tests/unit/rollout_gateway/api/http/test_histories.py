@@ -17,7 +17,6 @@ from paceline.services.rollout_gateway.chat.messages import (
     Delta,
     Message,
     ToolCall,
-    ToolCallDelta,
     joined,
 )
 
@@ -42,14 +41,8 @@ def said(draw: st.DrawFn) -> list[Delta]:
             arguments = json.dumps(
                 draw(st.dictionaries(TEXT, VALUE, max_size=3)), indent=draw(st.sampled_from([0, 2]))
             )
-            news = [ToolCallDelta(calls, f"call_{calls}", draw(TEXT), arguments)]
-            if draw(st.booleans()):
-                cut = len(arguments) // 2
-                news = [
-                    ToolCallDelta(calls, f"call_{calls}", news[0].name, arguments[:cut]),
-                    ToolCallDelta(calls, arguments=arguments[cut:]),
-                ]
-            deltas += [Delta(tool_calls=(one,)) for one in news]
+            call = ToolCall(f"call_{calls}", draw(TEXT), arguments)
+            deltas.append(Delta(tool_calls=(call,)))
             calls += 1
         else:
             deltas.append(Delta(draw(TEXT)))

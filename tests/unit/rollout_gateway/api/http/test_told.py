@@ -14,7 +14,7 @@ from paceline.services.rollout_gateway.api.http.answers import framed
 from paceline.services.rollout_gateway.api.http.openai import ChatAnswers, CompletionAnswers
 from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
 from paceline.services.rollout_gateway.calls.call import Call, Piece
-from paceline.services.rollout_gateway.chat.messages import Delta, ToolCallDelta
+from paceline.services.rollout_gateway.chat.messages import Delta, ToolCall
 from paceline.services.rollout_gateway.sessions.names import GatewayNames
 from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
@@ -86,15 +86,29 @@ def test_events_of_a_completion_told_at_once_are_the_same(texts: list[str]) -> N
     [
         Piece(CHUNK, "x", Delta("x"), "stop"),
         Piece(CHUNK, "x", Delta("", "x")),
-        Piece(CHUNK, "", Delta(tool_calls=(ToolCallDelta(0, "c", "f", "{}"),))),
+        Piece(CHUNK, "", Delta(tool_calls=(ToolCall("c", "f", "{}"),))),
     ],
     ids=["the last", "reasoning", "a call"],
 )
 def test_what_is_more_than_text_is_told_whole(piece: Piece) -> None:
-    answers = chat()
-    answers.told(0, CALL, Piece(CHUNK, "a", Delta("a")))
-    answers.told(0, CALL, Piece(CHUNK, "b", Delta("b")))
-    assert answers.told(0, CALL, piece) == framed(answers.piece(0, CALL, piece))
+    first, second = chat(), chat()
+    for answers in (first, second):
+        answers.told(0, CALL, Piece(CHUNK, "a", Delta("a")))
+        answers.told(0, CALL, Piece(CHUNK, "b", Delta("b")))
+    told = json.loads(first.told(0, CALL, piece).removeprefix(b"data: "))
+    (event,) = second.piece(0, CALL, piece)
+    assert told["choices"] == event["choices"]
+
+
+def test_calls_of_a_stream_are_numbered_by_choice() -> None:
+    answers = chat(n=2)
+    call = ToolCall("c", "f", "{}")
+    numbers = []
+    for choice, calls in ((0, 1), (1, 2), (0, 2)):
+        piece = Piece(CHUNK, "", Delta(tool_calls=(call,) * calls))
+        (event,) = answers.piece(choice, CALL, piece)
+        numbers += [one["index"] for one in event["choices"][0]["delta"]["tool_calls"]]
+    assert numbers == [0, 0, 1, 1, 2]
 
 
 def test_token_ids_that_are_asked_for_are_in_each_event() -> None:

@@ -34,8 +34,6 @@ PADDING = 37
 
 
 def family_of(name: str) -> Tokenizer:
-    if name == "WordPiece":
-        return word_piece()
     return FAMILIES[name](SPECIAL, TEXTS)
 
 
@@ -162,7 +160,7 @@ def test_a_decoder_of_no_bytes_is_refused_by_name(decoder: str, tmp_path: Path) 
         masks.check(Sampling(seed=1, max_tokens=8, regex="a+"))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "WordPiece"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_of_tokens_are_those_of_the_text_that_the_decoder_makes(family: str) -> None:
     tokenizer = family_of(family)
     spelled = token_bytes(tokenizer)

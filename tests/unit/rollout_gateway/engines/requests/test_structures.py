@@ -18,13 +18,7 @@ from paceline.errors import InvalidInput
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.text import TextCodec
-from paceline.services.rollout_gateway.chat.tool_formats import (
-    TOOL_FORMATS,
-    ToolGrammar,
-    tool_format,
-)
-from paceline.services.rollout_gateway.chat.tool_formats.base import Offered
-from paceline.services.rollout_gateway.chat.tool_formats.lark import Vocabulary
+from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
@@ -52,7 +46,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-TOOL = Offered("add", SCHEMA)
+TOOLS = {"add": SCHEMA}
 
 
 def ask(number: int, prompt: str = "12+35=", **sampling: Any) -> Request:
@@ -92,13 +86,12 @@ def test_a_required_call_is_valid_in_every_format_and_the_same_with_drafts(
     chosen = tool_format(name, "")
     assert chosen is not None
     begun = chosen.beginning()
-    calls = ToolGrammar(chosen, [TOOL], Vocabulary(CODEC.added_tokens), several=False)
-    grammar = calls.required(begun)
+    grammar = chosen.offering(TOOLS).required(CODEC.added_tokens, begun, several=False)
     requests = [ask(seed, f"12+35={begun}", tool_grammar=grammar) for seed in range(2)]
     plain = run(engine, requests, "off")
     for chunk in plain:
         assert (chunk.finish, chunk.error) == (Finish.STOP, "")
-        reader = ChatParser(chosen.offering([TOOL]), reasoning=False, forced=begun)
+        reader = ChatParser(chosen.offering(TOOLS), reasoning=False, forced=begun)
         reader.push(CODEC.decode(chunk.token_ids))
         reader.finish()
         assert reader.message.content == ""
@@ -144,7 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "half a surrogate": ({"choice": ("\ud800",)}, r"structured_outputs\.choice.*no text"),
     "two demands": ({"regex": "a", "choice": ("a",)}, r"structured_outputs\.choice.*no other"),
-    "a broken tool": ({"tool_grammar": "start: %json {"}, "tools need a grammar"),
+    "a broken tool": ({"tool_grammar": "start: %json {"}, "tools cannot be followed"),
     "going on after the end": (
         {"regex": "a", "ignore_eos": True},
         r"structured_outputs\.regex.*ignore_eos=true",

@@ -1,0 +1,190 @@
+"""A family's form of tool calls: one text with places for the name and the arguments.
+
+The forced beginning of a call, its grammar and its text in a prompt all follow from that text. A
+reader of the family reads calls more leniently.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from paceline.errors import InternalError, InvalidInput
+from paceline.services.rollout_gateway.chat.tool_formats import base, lark
+from paceline.services.rollout_gateway.chat.tool_formats.typed_text import (
+    Parameters,
+    Tags,
+    written_arguments,
+)
+
+MORE_CALLS = 15
+"""Most calls after the first one in a response."""
+_PLACE = re.compile(r"(\$(?:name|quoted|number|arguments))")
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schema of the arguments by name of the tool; {}: any object."""
+Reader = Callable[[base.GrowingText, Schemas], base.Reading[list[base.SpelledCall]]]
+"""Reads calls from their marker to their end; raises Deviation if they are not calls."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The form in which a family of models calls tools."""
+
+    name: str
+    call: str
+    """One call inside its frame. $name and $quoted (in JSON) stand for the tool, $number for the
+    call's number, $arguments for its arguments.
+    """
+    reader: Reader
+    special_tokens: tuple[str, ...]
+    """Marks of calls that are special tokens in some tokenizers, so decoding must keep them."""
+    markers: tuple[str, ...]
+    """Texts that begin calls, anywhere in the content."""
+    before: str = ""
+    between: str | None = "\n"
+    after: str = ""
+    """Frame of calls in one response; without text between calls, a response has one call."""
+    at_start: tuple[str, ...] = ()
+    """Texts that begin calls if only white space precedes them."""
+    after_calls: tuple[str, ...] = ()
+    """Texts that begin calls if only white space separates them from earlier calls."""
+    tags: Tags | None = None
+    """Tags around each argument; None: the arguments are JSON."""
+    ends: tuple[str, ...] = ()
+    """Tokens that end a response, in addition to the model's own list."""
+    content_beginning: str = ""
+    """Text before content; if forced, it begins the response."""
+    id_prefix: str = "call_"
+    id_digits: int = 24
+    """Form of a new call's id; the chat templates of some models accept one form only."""
+    tools: Schemas = field(default_factory=dict)
+
+    def offering(self, tools: Schemas) -> ToolFormat:
+        """The format for calls of these tools."""
+        return replace(self, tools=tools)
+
+    def read(self, text: base.GrowingText) -> base.Reading[list[base.SpelledCall]]:
+        """Reads calls from their marker to their end.
+
+        Raises Deviation after the marker if they are not calls.
+        """
+        return self.reader(text, self.tools)
+
+    def beginning(self, name: str = "") -> str:
+        """Text before the response that makes it call the tool `name`, or any tool.
+
+        It ends where a tokenizer would also cut: after a colon, not after the space of the next
+        token.
+        """
+        stop = r"\$number|\$arguments" if name else r"\$"
+        head = re.split(stop, self.before + self.call, maxsplit=1)[0]
+        return _filled(head, base.SpelledCall(name, "")).rstrip(" ")
+
+    def written(self, calls: Sequence[base.SpelledCall]) -> str:
+        """Calls in the model's form, so that `read` returns them."""
+        spelled = []
+        for number, call in enumerate(calls):
+            if self.tags is not None:
+                call = call._replace(arguments=written_arguments(call.arguments, self.tags))
+            spelled.append(_filled(self.call, call, {"$number": str(number)}))
+        return self.before + (self.between or "").join(spelled) + self.after
+
+    # ---- grammars
+
+    def required(self, added: Mapping[str, int], begun: str, *, several: bool = True) -> str:
+        """The grammar of a call and nothing else; `begun` is its beginning in the prompt.
+
+        `added`: the model's added tokens by text. `several`: whether a response may have more than
+        one call. Raises InvalidInput for a tool that no grammar can hold.
+        """
+        rules = lark.Rules(added)
+        return rules.grammar(self._calls(rules, self.tools, several, begun))
+
+    def allowed(
+        self,
+        added: Mapping[str, int],
+        strict: Collection[str],
+        after: str = "",
+        answer: str = "",
+        *,
+        several: bool = True,
+    ) -> str:
+        """The grammar of any text with calls in it. Calls of `strict` tools match their schemas;
+        other calls have any object.
+
+        `after`: text up to which the model reasons first. `answer`: a JSON schema for a response
+        without calls; calls are then at its beginning. Raises InvalidInput as `required`.
+        """
+        rules = lark.Rules(added)
+        tools = {name: one if name in strict else {} for name, one in self.tools.items()}
+        form = rules.json(json.loads(answer)) if answer else None
+        start = self.woven(rules, partial(self._calls, rules, tools, several), form)
+        if after:
+            start = rules.sequence([rules.until(after, after), rules.space(), start])
+        return rules.grammar(start)
+
+    def woven(
+        self, rules: lark.Rules, calls: Callable[[str], lark.Lark], answer: lark.Lark | None
+    ) -> lark.Lark:
+        """Free text with calls in it; with a form for the answer, only calls or that answer.
+
+        `calls` returns the grammar of calls that begin with a text, without that text.
+        """
+        if answer is not None:
+            return rules.either([calls(""), answer])
+        free = rules.free_text(self.markers)
+        marker = self.markers[0]
+        called = rules.sequence([rules.up_to(marker, free), calls(marker)])
+        return rules.sequence([rules.any_number(called), free.whole])
+
+    def _calls(self, rules: lark.Rules, tools: Schemas, several: bool, begun: str) -> lark.Lark:
+        """Calls up to the end of their frame, without the text already in the prompt."""
+        parts = [self._call(rules, tools, self.before, begun)]
+        names_a_tool = len(begun) > len(self.beginning())
+        if several and self.between is not None and not names_a_tool:
+            more = self._call(rules, tools, self.between)
+            parts.append(rules.any_number(more, MORE_CALLS))
+        return rules.sequence([*parts, rules.text(self.after)])
+
+    def _call(self, rules: lark.Rules, tools: Schemas, before: str, begun: str = "") -> lark.Lark:
+        """One call of any of the tools behind the text `before`."""
+        found = []
+        for name, schema in tools.items():
+            if not base.NAME.fullmatch(name):
+                raise InvalidInput(
+                    "tools: a call that follows a grammar needs a plain name",
+                    seen=name[:80],
+                    allowed="letters, digits and _ . : / -",
+                )
+            text = _filled(before + self.call, base.SpelledCall(name, "$arguments"))
+            if not text.startswith(begun):
+                raise InternalError(
+                    "a forced beginning is not that of the call", seen=begun, allowed=text
+                )
+            parts = _PLACE.split(text.removeprefix(begun))
+            found.append(rules.sequence(self._part(rules, schema, part) for part in parts))
+        return rules.either(found)
+
+    def _part(self, rules: lark.Rules, schema: Mapping[str, Any], part: str) -> lark.Lark:
+        if part == "$number":
+            return rules.regex("[0-9]{1,4}")
+        if part != "$arguments":
+            return rules.text(part)
+        if self.tags is None:
+            return rules.json(schema)
+        return Parameters(schema).grammar(rules, self.tags)
+
+
+def _filled(text: str, call: base.SpelledCall, places: Mapping[str, str] | None = None) -> str:
+    """The text with the call's name and arguments in their places, and further `places`."""
+    found = {
+        "$name": call.name,
+        "$quoted": json.dumps(call.name, ensure_ascii=False),
+        "$arguments": call.arguments,
+        **(places or {}),
+    }
+    return _PLACE.sub(lambda place: found.get(place[0], place[0]), text)
