@@ -17,23 +17,12 @@ from paceline.local.processes import usable_cores
 if TYPE_CHECKING:
     from paceline.tasks import Columns
 
-Run = Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")]
 
+def report(run: command.RunPlace = None, config: command.ConfigFiles = None) -> None:
+    """Write summary and report of a run at any time."""
+    from paceline.cli.report import report_run
 
-def report(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(help="runs, by directory or by id below runs/", show_default=False),
-    ] = None,
-    config: command.ConfigFiles = None,
-    out: Annotated[Path, typer.Option(help="page with several runs side by side")] = Path(
-        "compare.html"
-    ),
-) -> None:
-    """Write summary and report of a run at any time; of several runs also a comparison."""
-    from paceline.cli.report import report_runs
-
-    command.run_to_exit(report_runs(runs or [], config or [], out, command.console))
+    command.run_to_exit(report_run(run, config or [], command.console))
 
 
 def page(
@@ -48,21 +37,15 @@ def page(
 
 
 def why(
-    run: Run,
-    which: Annotated[
-        str,
-        typer.Argument(
-            metavar="STEP|TRACE",
-            help="number of a step, or beginning of a trace id; default: the slowest step",
-            show_default=False,
-        ),
-    ] = "",
-    as_json: command.Json = False,
+    run: Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")],
+    step: Annotated[
+        int | None, typer.Argument(help="number of a step; default: the slowest", min=0)
+    ] = None,
 ) -> None:
-    """Print the critical path of a step or a trace beside the median step's, and its main cause."""
+    """Print the critical path of a step beside the median step's, and its main cause."""
     from paceline.cli.why import show_why
 
-    show_why(run, which, Console(), as_json=as_json)
+    show_why(run, step, Console())
 
 
 def evaluate(

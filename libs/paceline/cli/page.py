@@ -148,11 +148,11 @@ def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
         return JSONResponse(await page.figures())
 
     async def script() -> Response:
-        text = _SCRIPT.read_text(encoding="utf-8") + html.tips_script()
+        text = _SCRIPT.read_text(encoding="utf-8") + html.read_asset("tips.js")
         return Response(text, media_type="text/javascript")
 
     async def style() -> Response:
-        return Response(html.style_sheet(), media_type="text/css")
+        return Response(html.read_asset("style.css"), media_type="text/css")
 
     parts = {
         "/content": content_part,

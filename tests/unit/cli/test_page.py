@@ -17,7 +17,7 @@ from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.patience import patient
-from paceline.report.html import tips_script
+from paceline.report.html import read_asset
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.progress_pb2 import Part
 from paceline.v1.trajectory_pb2 import CommandContext
@@ -51,7 +51,7 @@ def test_the_printed_address_opens_the_page_and_leaves_the_token_in_a_cookie(
     assert client.get("/content").text == page.drawn
     script = client.get("/page.js").text
     assert 'poll("state"' in script
-    assert tips_script() in script
+    assert read_asset("tips.js") in script
     assert ".card" in client.get("/style.css").text
 
 
