@@ -269,13 +269,11 @@ def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
     plan = embedded_plan(
         config,
         workers=1,
-        running=spec.max_batch,
-        kept=spec.prefix_slots,
+        sequences=spec.max_batch + spec.prefix_slots,
         tokens=spec.max_sequence_tokens + slack(arms),
         item=ITEM_BYTES[spec.dtype],
         states=1,
         drafter=True,
-        saver=False,
     )
     return {name: size / MIB for name, size in plan.parts.items()}
 

@@ -36,7 +36,7 @@ def groups_of(spans: Iterable[SpanRecord]) -> list[list[int]]:
 
 def main() -> None:
     """Writes the file."""
-    spans = [one for one in read_spans(Path(sys.argv[1]) / "spans") if one is not None]
+    spans = list(read_spans(Path(sys.argv[1]) / "spans"))
     groups = groups_of(spans)
     DEMO.write_text(json.dumps(groups, separators=(",", ":")) + "\n", encoding="utf-8")
     print(f"{len(groups)} groups, {sum(map(len, groups))} responses, {DEMO.stat().st_size} bytes")

@@ -61,7 +61,7 @@ def check(tab: Tab, width: int) -> None:
     state = tab.value("document.getElementById('state').textContent")
     assert re.match(r"step \d+ of 40  ·  .*slot 0: \w+", state), state
     queues = tab.value("document.getElementById('queues').innerText")
-    for name in ("requests waiting", "unsent", "serving", "pushed", "trajectories", "features"):
+    for name in ("serving", "promoted", "gateway", "policy_trainer"):
         assert name in queues
     assert re.search(r"p\d+\.d\d+ serving", queues), queues
     titles = tab.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")

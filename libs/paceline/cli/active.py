@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
@@ -22,15 +22,11 @@ from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError, Unavailable
-from paceline.local.redis import resolved
 from paceline.messages import versions_from_proto
 from paceline.rpc import channel, rpc_errors
 from paceline.rpc.progress import ask_progress
-from paceline.streams import RedisStream, connect, run_key
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
-from paceline.v1.weights_pb2 import GetVersionsRequest
-from paceline.v1.weights_pb2_grpc import WeightServiceStub
 
 _ASK_AGAIN_S = 0.2
 _WAITS_FOR = {
@@ -61,39 +57,30 @@ async def wait_until(
     `left`: result if no coordinator responds, as for `ends`. `if_cancelled`: text on work that
     continues after a cancelled wait.
     """
+    shown = ""
     try:
-        return await _told(stub, console, ends, left)
+        while True:
+            try:
+                with rpc_errors():
+                    snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
+                end = ends(snapshot)
+            except Unavailable:
+                end = left
+            if end is not None:
+                console.print(end[0], highlight=False)
+                return end[1]
+            step_phase = f"step {{step}}: {snapshot.phase}"
+            waits_for = _WAITS_FOR.get(snapshot.phase, step_phase).format(step=snapshot.step)
+            if waits_for != shown:
+                console.print(f"waiting for {waits_for}", highlight=False)
+                shown = waits_for
+            await asyncio.sleep(_ASK_AGAIN_S)
     except asyncio.CancelledError:
         console.print(f"not waiting any longer; {if_cancelled}", highlight=False)
         raise
 
 
-async def _told(stub: Any, console: Console, ends: Ends, left: tuple[str, int]) -> int:
-    told = ""
-    while True:
-        try:
-            with rpc_errors():
-                snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
-            text, status = ends(snapshot) or ("", None)
-        except Unavailable:
-            text, status = left
-        if status is not None:
-            console.print(text, highlight=False)
-            return status
-        step_phase = f"step {{step}}: {snapshot.phase}"
-        waits_for = _WAITS_FOR.get(snapshot.phase, step_phase).format(step=snapshot.step)
-        if waits_for != told:
-            console.print(f"waiting for {waits_for}", highlight=False)
-            told = waits_for
-        await asyncio.sleep(_ASK_AGAIN_S)
-
-
 Request = pb.RollBackRequest | pb.PinDrafterRequest | pb.UnpinDrafterRequest
-_METHODS = {
-    pb.RollBackRequest: "RollBack",
-    pb.PinDrafterRequest: "PinDrafter",
-    pb.UnpinDrafterRequest: "UnpinDrafter",
-}
 
 
 async def choose_drafter(coordinator: Coordinator, request: Request, console: Console) -> int:
@@ -102,7 +89,8 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
     Raises Unavailable when no coordinator answers, FailedPrecondition naming what speaks against
     it: no run goes on, the version is not kept, another one is pinned.
     """
-    async with asked(coordinator, _METHODS[type(request)], request) as (_, answer):
+    method = type(request).__name__.removesuffix("Request")
+    async with asked(coordinator, method, request) as (_, answer):
         console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
     if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
         console.print(
@@ -184,23 +172,17 @@ async def stop_run(coordinator: Coordinator, console: Console) -> int:
 EXIT_ALARM = 1
 _ANSWER_S = 10.0
 """Seconds to wait: the coordinator queries the other services before it replies."""
-_MIB = 1 << 20
 
 
-class Overview(NamedTuple):
-    """The coordinator's view of a run."""
-
-    snapshot: pb.GetSnapshotResponse
-    progress: GetProgressResponse
-
-
-async def read_overview(connection: grpc.aio.Channel) -> Overview:
+async def read_overview(
+    connection: grpc.aio.Channel,
+) -> tuple[pb.GetSnapshotResponse, GetProgressResponse]:
     """The state of a run and the work of its services. Raises Unavailable without a reply."""
     with rpc_errors():
         snapshot = await coordinator_at(connection).GetSnapshot(
             pb.GetSnapshotRequest(), timeout=DEADLINE_S
         )
-    return Overview(snapshot, await ask_progress(connection, _ANSWER_S))
+    return snapshot, await ask_progress(connection, _ANSWER_S)
 
 
 async def show_status(coordinator: Coordinator, console: Console) -> int:
@@ -261,68 +243,18 @@ async def check_run(coordinator: Coordinator, console: Console, *, as_json: bool
 
 
 async def read_figures(config: ServiceConfig) -> dict[str, str]:
-    """Queue lengths and versions of a run as text, by name, without unreachable services."""
-
-    async def found(read: Callable[[ServiceConfig], Awaitable[dict[str, str]]]) -> dict[str, str]:
-        try:
-            async with asyncio.timeout(DEADLINE_S):  # Redis retries for longer
-                return await read(config)
-        except (PacelineError, TimeoutError):
-            return {}  # the service restarts or has ended
-
-    requests, pushed, streams = await asyncio.gather(*map(found, (_requests, _pushed, _streams)))
-    return requests | pushed | streams
-
-
-async def _requests(config: ServiceConfig) -> dict[str, str]:
-    async with channel(config.addresses.coordinator, config.security) as connection:
-        snapshot, progress = await read_overview(connection)
+    """Versions and queues of a run as text, by name; empty without a reply of its coordinator."""
+    try:
+        async with channel(config.addresses.coordinator, config.security) as connection:
+            snapshot, progress = await read_overview(connection)
+    except PacelineError:
+        return {}  # the coordinator restarts or has ended
     promoted = snapshot.drafters.promoted if snapshot.drafters.HasField("promoted") else None
-    figures = {
+    return {
         "serving": str(versions_from_proto(snapshot.versions)),
         "promoted": "none" if promoted is None else f"d{promoted}",
+        **{part.name: part.trouble or _counts_text(part) for part in progress.parts[1:]},
     }
-    return figures | gateway_figures(progress.parts)
-
-
-def gateway_figures(parts: Iterable[Part]) -> dict[str, str]:
-    """The gateway's queues as text, by name; empty if the gateway has not answered."""
-    counts = next((part.counts for part in parts if part.name == "gateway" and part.counts), None)
-    if counts is None:
-        return {}
-    names = ("requests_running", "requests_waiting", "open_sessions")
-    figures = {name.replace("_", " "): str(counts[name]) for name in names}
-    return figures | {"unsent": f"{counts['unsent_bytes'] / _MIB:.1f} MiB"}
-
-
-async def _pushed(config: ServiceConfig) -> dict[str, str]:
-    """The prepared versions that all gateways have."""
-
-    async def versions_at(address: str) -> list[str]:
-        async with channel(address, config.security) as connection:
-            weights = WeightServiceStub(connection)  # type: ignore[no-untyped-call]
-            with rpc_errors():
-                known = await weights.GetVersions(GetVersionsRequest(), timeout=DEADLINE_S)
-        kinds = (("p", known.prepared_policy), ("d", known.prepared_drafter))
-        return [f"{letter}{version}" for letter, versions in kinds for version in versions]
-
-    first, *rest = await asyncio.gather(*map(versions_at, config.addresses.gateways))
-    pushed = [one for one in first if all(one in versions for versions in rest)]
-    return {"pushed": ", ".join(pushed) or "none"}
-
-
-async def _streams(config: ServiceConfig) -> dict[str, str]:
-    urls, found = resolved(config).redis, {}
-    for name, url in (("trajectories", urls.durable_url), ("features", urls.features)):
-        client = connect(url)
-        stream = RedisStream(client, run_key(config.run.id, name))
-        try:
-            depth = await stream.depth()
-        finally:
-            await stream.close()
-            await client.aclose()
-        found[name] = f"{depth.entries} entries, {depth.bytes / _MIB:.1f} MiB"
-    return found
 
 
 def _parts_table(parts: Iterable[Part]) -> Table:

@@ -105,7 +105,7 @@ def say(line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def tell(kind: str, **facts: Any) -> None:
+def print_object(kind: str, **facts: Any) -> None:
     """Prints a JSON object for programs on stdout; `at` is wall-clock seconds."""
     sys.stdout.write(json.dumps({"kind": kind, "at": time.time(), **facts}) + "\n")
     sys.stdout.flush()
@@ -120,7 +120,7 @@ def begin(lines: str | None, phase: str) -> bool:
         raise ConfigError("no such format of lines", seen=lines, allowed="text, json")
     as_json = lines == "json" or (lines is None and not sys.stdout.isatty())
     if as_json:
-        tell("phase", phase=phase)
+        print_object("phase", phase=phase)
     else:
         say(phase)
     return as_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,26 +14,14 @@ from paceline.errors import InvalidInput
 from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
 
-if TYPE_CHECKING:
-    from paceline.tasks import Columns
-
-Run = Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")]
+_TASK_PARTS = ("prompt", "answer", "task_id", "system")
 
 
-def report(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(help="runs, by directory or by id below runs/", show_default=False),
-    ] = None,
-    config: command.ConfigFiles = None,
-    out: Annotated[Path, typer.Option(help="page with several runs side by side")] = Path(
-        "compare.html"
-    ),
-) -> None:
-    """Write summary and report of a run at any time; of several runs also a comparison."""
-    from paceline.cli.report import report_runs
+def report(run: command.RunPlace = None, config: command.ConfigFiles = None) -> None:
+    """Write summary and report of a run at any time."""
+    from paceline.cli.report import report_run
 
-    command.run_to_exit(report_runs(runs or [], config or [], out, command.console))
+    command.run_to_exit(report_run(run, config or [], command.console))
 
 
 def page(
@@ -48,24 +36,18 @@ def page(
 
 
 def why(
-    run: Run,
-    which: Annotated[
-        str,
-        typer.Argument(
-            metavar="STEP|TRACE",
-            help="number of a step, or beginning of a trace id; default: the slowest step",
-            show_default=False,
-        ),
-    ] = "",
-    as_json: command.Json = False,
+    run: Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")],
+    step: Annotated[
+        int | None, typer.Argument(help="number of a step; default: the slowest", min=0)
+    ] = None,
 ) -> None:
-    """Print the critical path of a step or a trace beside the median step's, and its main cause."""
+    """Print the critical path of a step beside the median step's, and its main cause."""
     from paceline.cli.why import show_why
 
-    show_why(run, which, Console(), as_json=as_json)
+    show_why(run, step, Console())
 
 
-def evaluate(
+def evaluate_model(
     model: Annotated[str, typer.Argument(help=command.MODEL)],
     tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
     overrides: command.Overrides = None,
@@ -94,38 +76,34 @@ def evaluate(
 
     Settings of the gateway: paceline eval DIR FILE gateway.engine.workers=2
     """
-    from paceline.cli.evaluate import EvaluationOptions
-    from paceline.cli.evaluate import evaluate as run_evaluation
-
-    options = EvaluationOptions(
-        model=model_directory(model, command.say),
-        tasks=tasks,
-        prompts=prompts,
-        samples=samples,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        reward=reward,
-        environment=environment,
-        solved_above=solved_above,
-        seed=seed,
-        overrides=tuple(overrides or ()),
-        columns=_columns(column or [], system),
-    )
-    command.run_to_exit(run_evaluation(options, command.console, as_json=as_json))
-
-
-def _columns(given: list[str], system: str) -> Columns:
-    """Parses column options. Raises InvalidInput for an unknown part of a task."""
+    from paceline.cli.evaluate import evaluate, open_prompts
     from paceline.tasks import Columns
+    from paceline.trajectory import TEMPERATURE
+    from paceline.v1 import rollout_pb2, trajectory_pb2
 
-    parts = dict(one.partition("=")[::2] for one in given)
-    known = ("prompt", "answer", "task_id", "system")
-    for part, column in parts.items():
-        if part not in known or not column:
-            raise InvalidInput(
-                "--column", seen=f"{part}={column}", allowed=f"{' | '.join(known)}=COLUMN"
-            )
-    return Columns(**parts, system_prompt=system)
+    if not TEMPERATURE.holds(temperature):
+        raise InvalidInput("--temperature", seen=temperature, allowed=TEMPERATURE)
+    columns = dict(one.partition("=")[::2] for one in column or [])
+    for part, name in columns.items():
+        if part not in _TASK_PARTS or not name:
+            allowed = f"{' | '.join(_TASK_PARTS)}=COLUMN"
+            raise InvalidInput("--column", seen=f"{part}={name}", allowed=allowed)
+    request = rollout_pb2.RunTasksRequest(
+        purpose=trajectory_pb2.PURPOSE_EVAL,
+        samples_per_task=samples,
+        sampling=trajectory_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens),
+        run_seed=seed,
+        environment=environment,
+        reward=reward,
+    )
+    opened = open_prompts(tasks, Columns(**columns, system_prompt=system), prompts)
+    directory = model_directory(model, command.say).absolute()
+    settings = overrides or ()
+    command.run_to_exit(
+        evaluate(
+            directory, opened, request, settings, solved_above, command.console, as_json=as_json
+        )
+    )
 
 
 def init(
@@ -163,6 +141,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "page": page,
     "why": why,
-    "eval": evaluate,
+    "eval": evaluate_model,
     "init": init,
 }

@@ -100,7 +100,6 @@ def serve(
 
     A gateway works alone: paceline serve gateway --model DIR
     """
-    from paceline.cli.plan import check_service
     from paceline.cli.run_files import found_models
 
     spec = service_named(service)
@@ -119,8 +118,6 @@ def serve(
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     flags += ["--gateway", str(gateway)] if gateway else []
-    for line in [] if print_config else check_service(spec.name, config or [], settings):
-        command.say(line)
     command.become(spec.module, *spec.arguments, *files, *flags, *settings)
 
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -43,6 +43,7 @@ from paceline.telemetry import get_logger
 COOKIE = "paceline_page"
 _SCRIPT = Path(__file__).with_name("page.js")
 _POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'"
+_HEADERS = {"content-security-policy": _POLICY, "cache-control": "no-store"}
 _REST = 20.0
 """Pause after a drawing, as a multiple of its duration: at most a twentieth of a core."""
 _LEAST_REST_S, _FIGURES_REST_S = 1.0, 2.0
@@ -117,52 +118,37 @@ class LivePage:
 def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
     """The web application; `token` opens it, first in the address, then as a cookie."""
 
-    def opened(make: Callable[[], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            given = request.cookies.get(COOKIE, "")
-            near = names_loopback(request.headers.get("host", ""))
-            right = hmac.compare_digest(given.encode(), token.encode())
-            return await make() if near and right else _refused()
+    def is_token(given: str) -> bool:
+        return hmac.compare_digest(given.encode(), token.encode())
 
-        return answer
-
-    async def first(request: Request) -> Response:
-        if given := request.query_params.get("token"):
-            if not hmac.compare_digest(given.encode(), token.encode()):
+    async def answer(request: Request) -> Response:
+        part, given = request.path_params["part"], request.query_params.get("token", "")
+        if not part and given:
+            if not is_token(given):
                 return _refused()
-            answer = RedirectResponse("/", HTTPStatus.SEE_OTHER)
-            answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-            return answer
-        return await opened(frame)(request)
+            redirect = RedirectResponse("/", HTTPStatus.SEE_OTHER)
+            redirect.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            return redirect
+        near = names_loopback(request.headers.get("host", ""))
+        if not (near and is_token(request.cookies.get(COOKIE, ""))):
+            return _refused()
+        match part:
+            case "":
+                return HTMLResponse(_frame(run_id), headers=_HEADERS)
+            case "content":
+                return HTMLResponse(page.drawn, headers=_HEADERS)
+            case "state":
+                return JSONResponse(page.shown_state())
+            case "figures":
+                return JSONResponse(await page.figures())
+            case "page.js":
+                script = _SCRIPT.read_text(encoding="utf-8") + html.read_asset("tips.js")
+                return Response(script, media_type="text/javascript")
+            case "style.css":
+                return Response(html.read_asset("style.css"), media_type="text/css")
+        return Response(status_code=HTTPStatus.NOT_FOUND)
 
-    async def frame() -> Response:
-        return _html(_frame(run_id))
-
-    async def content_part() -> Response:
-        return _html(page.drawn)
-
-    async def state() -> Response:
-        return JSONResponse(page.shown_state())
-
-    async def figures() -> Response:
-        return JSONResponse(await page.figures())
-
-    async def script() -> Response:
-        text = _SCRIPT.read_text(encoding="utf-8") + html.tips_script()
-        return Response(text, media_type="text/javascript")
-
-    async def style() -> Response:
-        return Response(html.style_sheet(), media_type="text/css")
-
-    parts = {
-        "/content": content_part,
-        "/state": state,
-        "/figures": figures,
-        "/page.js": script,
-        "/style.css": style,
-    }
-    routes = [Route("/", first), *(Route(path, opened(make)) for path, make in parts.items())]
-    return Starlette(routes=routes)
+    return Starlette(routes=[Route("/{part:path}", answer)])
 
 
 def _frame(run_id: str) -> str:
@@ -170,11 +156,6 @@ def _frame(run_id: str) -> str:
     body = '<main><p class="note" id="state">connecting</p>'
     body += f'<p class="queues" id="queues"></p><div id="run">{_NOTHING}</div></main>'
     return html.document(f"Paceline run {run_id}, live", head, body)
-
-
-def _html(text: str) -> Response:
-    headers = {"content-security-policy": _POLICY, "cache-control": "no-store"}
-    return HTMLResponse(text, headers=headers)
 
 
 def _refused() -> Response:
@@ -202,7 +183,7 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
             highlight=False,
             soft_wrap=True,
         )
-        beside = [asyncio.create_task(one) for one in _beside(page, console)]
+        beside = [asyncio.create_task(one) for one in (page.draw(), _follow(page, console))]
         try:
             await server.serve(sockets=[door])
         finally:
@@ -224,12 +205,7 @@ def _listening(port: int) -> socket.socket:
     return listening
 
 
-def _beside(page: LivePage, console: Console) -> list[Coroutine[Any, Any, None]]:
-    """The background tasks of the page."""
-    return [page.draw(), _watched(page, console)]
-
-
-async def _watched(page: LivePage, console: Console) -> None:
+async def _follow(page: LivePage, console: Console) -> None:
     try:
         await page.watch()
     except PacelineError as error:

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Sequence
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
-from paceline.cli import command, live, report, run_files, supervised, watch
+from paceline.cli import command, live, report, run_files, watch
 from paceline.cli.plan import Checked, plan_run
 from paceline.cluster.order import START_AGAIN
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DataLoss, PacelineError, Unavailable
 from paceline.local import launch, owner, tokens
+from paceline.local.patience import patient
+from paceline.local.supervisor import Supervisor, run_launches
 from paceline.streams import LedgerCount
 
-EXIT_FAILED = 1
-_TAKEN_UP = 3
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+_RESUMES = 3
 """Maximum automatic resumes of a run."""
 _LAST_FACT_S = 2.0
 _REFRESHED_S = 0.25
 _STOPPED_S = 5.0
 """Seconds to read the journal of an interrupted run."""
-
-View = live.RunView | live.JsonView
+_AFTER_ITS_OWN_S = 30.0
+"""Extra seconds, so that a late service reports its own timeout first."""
+_ALL_S = 300.0
+"""Extra seconds for dependent services, beyond the slowest service's own deadline."""
+_BACK_S = 120.0
+"""Seconds for a lost node to return or be replaced."""
+_STOP_GRACE_S = 20.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,143 +60,204 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     config = load_config(ServiceConfig, "local", run.settings, run.overrides)
     models = run_files.found_models(run.settings, run.overrides, command.say)
     run = replace(run, overrides=[*run.overrides, *models])
-    elsewhere = run.launcher.kind != command.LOCAL
-    plan = plan_run(run.settings, run.overrides, elsewhere=elsewhere)
+    plan = plan_run(run.settings, run.overrides, elsewhere=run.launcher.kind != command.LOCAL)
     tokens.use_run_tokens(config)
-    named = run.files.run_id, plan.steps
-    view = live.JsonView(*named) if as_json else live.RunView(*named, console)
-    view.begin(run.files.directory, plan.lines)
-    pids: dict[str, int] = {}
-    code, ledger = EXIT_FAILED, None
+    view = live.RunView(run.files.run_id, plan.steps, console, as_json=as_json)
+    view.show_start(run.files.directory, plan.lines)
+    player = _Player(run, config, plan, view)
+    code = EXIT_FAILED
     try:
-        finished, ledger = await _taken_up(run, config, plan, view, pids)
-        code = 0 if finished else supervised.EXIT_INTERRUPTED
-        if not finished:
-            view.line("stopped; no process is left")
+        if await player.play():
+            code = 0
+        else:
+            code = EXIT_INTERRUPTED
+            view.show_line("stopped; no process is left")
     except PacelineError as error:
-        view.failed(str(error))
-    if ledger is not None:
-        _write_down(run.files, ledger, pids, view)
+        message = str(error)
+        view.show("failed", f"[bold red]the run failed:[/] {escape(message)}", message=message)
+    player.write_results(console, as_json=as_json)
     if code:
-        view.again(run.again)
+        view.show("continue", f"continue with: [bold]{escape(run.again)}[/]", command=run.again)
     return code
 
 
-def _write_down(
-    files: run_files.RunFiles, ledger: LedgerCount, pids: dict[str, int], view: View
-) -> None:
-    """Writes steps, summary and report, also for an interrupted run. A run that has not begun has
-    none.
-    """
-    try:
-        summary = report.write_results(files, ledger, pids)
-    except DataLoss as error:
-        view.line(f"no report: {error}")
-        return
-    view.results(summary, files)
+class _Player:
+    """Starts, shows and stops the services of a run."""
 
+    def __init__(self, run: Play, config: ServiceConfig, plan: Checked, view: live.RunView) -> None:
+        self._run, self._config, self._plan, self._view = run, config, plan, view
+        self._pids: dict[str, int] = {}
+        self._ledger: LedgerCount | None = None  # None: the journal was not read
+        self._health_s = patient(plan.start_s + _AFTER_ITS_OWN_S)
 
-async def _taken_up(
-    run: Play, config: ServiceConfig, plan: Checked, view: View, pids: dict[str, int]
-) -> tuple[bool, LedgerCount | None]:
-    """As _shown; resumes the run from its journal after the loss of a node."""
-    for left in reversed(range(_TAKEN_UP + 1)):
-        try:
-            return await _shown(run, config, plan, view, pids, again=left < _TAKEN_UP)
-        except Unavailable as error:
-            if error.reason != START_AGAIN or not left:
-                raise
-            view.line(f"{error}; the run is taken up again on the nodes that there are")
-    raise AssertionError("the last try returns or raises")
+    async def play(self) -> bool:
+        """Whether the run ended by itself; False after a signal.
 
-
-async def _shown(
-    run: Play,
-    config: ServiceConfig,
-    plan: Checked,
-    view: View,
-    pids: dict[str, int],
-    *,
-    again: bool,
-) -> tuple[bool, LedgerCount | None]:
-    """Starts, shows, awaits and stops the run, and counts its trajectories. Returns False after a
-    signal.
-
-    Records the services' process ids in `pids`. Raises the error of a failed run.
-    """
-
-    def on_event(event: launch.ChildEvent) -> None:
-        if event.kind in ("started", "restarted"):
-            pids[event.name] = event.pid
-        view.event(event)
-
-    overrides = [*run.overrides, *plan.overrides]
-    settings = supervised.StartSettings(
-        config, run.settings, overrides, run.files.directory, plan, again
-    )
-    following: list[asyncio.Task[None]] = []
-
-    async def started() -> None:
-        view.started(config)
-        following.append(asyncio.create_task(_follow(config, view)))
-
-    with view:
-        if run.launcher.kind != command.LOCAL:
-            view.say("joining the cluster")
-        async with supervised.supervisor_of(settings, run.launcher, on_event) as (
-            supervisor,
-            addresses,
-        ):
-            if addresses:
-                config = load_config(ServiceConfig, "local", run.settings, [*overrides, *addresses])
-                run_files.note_settings(run.files, run.settings, [*run.overrides, *addresses])
-            try:
-                finished = await supervised.supervise(supervisor, started, plan)
-                if finished:
-                    await asyncio.wait(following, timeout=_LAST_FACT_S)
-                return finished, await _count(run, config, view, finished) if following else None
-            finally:
-                for task in following:
-                    task.cancel()
-                view.say("stopping the services")
-                await supervised.stop_all(supervisor)
-                for defect in await asyncio.gather(*following, return_exceptions=True):
-                    if isinstance(defect, Exception):
-                        raise defect
-
-
-async def _count(
-    run: Play, config: ServiceConfig, view: View, finished: bool
-) -> LedgerCount | None:
-    """Copies the journal and counts the trajectories.
-
-    For an interrupted run this is limited to a few seconds, so that Ctrl-C does not wait for Redis.
-    """
-    try:
-        async with asyncio.timeout(None if finished else _STOPPED_S):
-            return await report.collect(config, run.files)
-    except (PacelineError, TimeoutError) as error:
-        if finished:
-            raise
-        view.line(f"no report for now: {error}; later: paceline report {run.files.directory}")
-        return None
-
-
-async def _follow(config: ServiceConfig, view: View) -> None:
-    """Shows the run's facts. If they fail, the view freezes and the run continues."""
-
-    async def refresh() -> None:
+        It resumes the run from its journal after the loss of a node. Raises the error of a failed
+        run.
+        """
+        resumes = 0
         while True:
-            view.refresh()
-            await asyncio.sleep(_REFRESHED_S)
+            try:
+                return await self._play_once(again=resumes > 0)
+            except Unavailable as error:
+                if error.reason != START_AGAIN or resumes == _RESUMES:
+                    raise
+                resumes += 1
+                self._view.show_line(f"{error}; the run is resumed on the remaining nodes")
 
-    refreshing = asyncio.create_task(refresh())
+    def write_results(self, console: Console, *, as_json: bool) -> None:
+        """Writes and prints steps, summary and report of a run whose journal was read."""
+        if self._ledger is None:
+            return
+        files = self._run.files
+        try:
+            summary = report.write_results(files, self._ledger, self._pids)
+        except DataLoss as error:  # the run has not begun
+            self._view.show_line(f"no report: {error}")
+            return
+        if as_json:
+            command.print_object("summary", summary=summary, report=str(files.report))
+        else:
+            report.print_results(summary, files, console)
+
+    async def _play_once(self, *, again: bool) -> bool:
+        """Starts, shows, awaits and stops the run, and counts its trajectories."""
+        run, view = self._run, self._view
+        overrides = [*run.overrides, *self._plan.overrides]
+        following: list[asyncio.Task[None]] = []
+        with view:
+            async with self._supervisor(overrides, again=again) as (supervisor, addresses):
+                if addresses:
+                    settings = [*overrides, *addresses]
+                    self._config = load_config(ServiceConfig, "local", run.settings, settings)
+                    noted = [*run.overrides, *addresses]
+                    run_files.note_settings(run.files, run.settings, noted)
+                try:
+                    finished = await self._supervise(supervisor, following)
+                    if finished:
+                        await asyncio.wait(following, timeout=_LAST_FACT_S)
+                    if following:
+                        await self._collect(finished=finished)
+                    return finished
+                finally:
+                    for task in following:
+                        task.cancel()
+                    view.show_phase("stopping the services")
+                    with _stop_requests():  # further signals leave no process behind
+                        await supervisor.stop(_STOP_GRACE_S)
+                    for defect in await asyncio.gather(*following, return_exceptions=True):
+                        if isinstance(defect, Exception):
+                            raise defect
+
+    @asynccontextmanager
+    async def _supervisor(
+        self, overrides: Sequence[str], *, again: bool
+    ) -> AsyncIterator[tuple[Supervisor, Sequence[str]]]:
+        """Yields a supervisor of the run's processes, and address settings for services on several
+        nodes. On a cluster it raises as on_cluster, before any start.
+        """
+        run, settings = self._run, self._config.run
+        given = self._config, run.settings, overrides
+        if run.launcher.kind == command.LOCAL:
+            yield (
+                Supervisor(
+                    run_launches(*given),
+                    run.files.directory,
+                    on_event=self._show_event,
+                    health_s=self._health_s,
+                    heartbeat_s=settings.heartbeat_s,
+                    hung_s=settings.hung_s,
+                ),
+                [],
+            )
+            return
+        from paceline.cluster.launcher import RunOnCluster, on_cluster
+        from paceline.cluster.nodes import pools_of
+
+        self._view.show_phase("joining the cluster")
+        pools, room_s = pools_of(run.settings, overrides), _BACK_S if again else 0.0
+        asked = RunOnCluster(*given, run.files.directory, pools, self._health_s, room_s)
+        async with on_cluster(asked, run.launcher.address, self._show_event) as cluster:
+            launches, keep = cluster.launches(), cluster.keep
+            yield Supervisor(launches, run.files.directory, keep=keep), cluster.addresses
+
+    def _show_event(self, event: launch.ChildEvent) -> None:
+        if event.kind in ("started", "restarted"):
+            self._pids[event.name] = event.pid
+        self._view.show_event(event)
+
+    async def _supervise(self, supervisor: Supervisor, following: list[asyncio.Task[None]]) -> bool:
+        """Starts all services, follows the run, and waits for its end; False after a signal.
+
+        The services still run at the return, so that they answer queries. Raises the supervisor's
+        errors.
+        """
+
+        async def work() -> None:
+            await supervisor.start(self._health_s + patient(_ALL_S))
+            self._view.show_services(self._config)
+            following.append(asyncio.create_task(self._follow()))
+            await supervisor.wait_finished()
+
+        with _stop_requests() as stop:
+            asked, working = asyncio.create_task(stop.wait()), asyncio.create_task(work())
+            try:
+                await asyncio.wait({asked, working}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
+                return working.done()
+            finally:
+                asked.cancel()
+                working.cancel()
+                await asyncio.gather(asked, working, return_exceptions=True)
+
+    async def _collect(self, *, finished: bool) -> None:
+        """Copies the journal and counts the trajectories.
+
+        For an interrupted run this is limited to a few seconds, so that Ctrl-C does not wait for
+        Redis.
+        """
+        try:
+            async with asyncio.timeout(None if finished else _STOPPED_S):
+                self._ledger = await report.collect(self._config, self._run.files)
+        except (PacelineError, TimeoutError) as error:
+            if finished:
+                raise
+            later = f"paceline report {self._run.files.directory}"
+            self._view.show_line(f"no report for now: {error}; later: {later}")
+
+    async def _follow(self) -> None:
+        """Shows the run's facts. If they fail, the view freezes and the run continues."""
+
+        async def refresh() -> None:
+            while True:
+                self._view.refresh()
+                await asyncio.sleep(_REFRESHED_S)
+
+        refreshing = asyncio.create_task(refresh())
+        try:
+            await watch.follow(self._config, self._view.state)
+        except PacelineError as error:
+            self._view.show_line(f"the view lost the run: {error}")
+        finally:
+            refreshing.cancel()
+
+
+@contextmanager
+def _stop_requests() -> Iterator[asyncio.Event]:
+    """Yields an event that signals set instead of ending the process."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
     try:
-        await watch.follow(config, view.state)
-    except PacelineError as error:
-        view.line(f"the view lost the run: {error}")
+        yield stop
     finally:
-        refreshing.cancel()
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 async def run_up(
@@ -226,9 +298,9 @@ async def run_demo(
     active.
     """
     files = run_files.find_run(options)
-    out = "" if options.out == Path("runs") else f" --out {options.out}"
-    on = "".join(f" {word}" for word in launcher.words)
-    again = f"paceline demo --resume {files.run_id} --steps {options.steps}{out}{on}"
+    out = [] if options.out == Path("runs") else ["--out", str(options.out)]
+    words = ["--resume", files.run_id, "--steps", str(options.steps), *out, *launcher.words]
+    again = shlex.join(["paceline", "demo", *words])
     with owner.owned(files.directory, owner.SUPERVISOR):
         run_files.configure_run(files, options)
         playing = Play(files, [files.config], (), again, launcher)

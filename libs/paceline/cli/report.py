@@ -1,11 +1,10 @@
-"""Writes the results of a run, and rewrites and compares reports: `paceline report`."""
+"""Writes the results of a run: `paceline report`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from rich.table import Table
 
 from paceline.cli import access, run_files
 from paceline.config import ServiceConfig, load_config
-from paceline.errors import FailedPrecondition, InvalidInput
+from paceline.errors import FailedPrecondition
 from paceline.local import owner, patience, services, supervisor
 from paceline.local.redis import launcher, resolved
-from paceline.report import audit, compare, html, journal
+from paceline.report import audit, html, journal
 from paceline.report.charts import duration
 from paceline.report.samples import newest_samples, read_samples, write_samples
 from paceline.report.spans import read_report, read_spans
@@ -77,21 +76,15 @@ def _tokenizer(settings: Mapping[str, Any]) -> Path:
 def print_results(summary: Summary, files: run_files.RunFiles, console: Console) -> None:
     """Prints the main figures and the paths of summary and report."""
     table = Table("", "start", "end", title=f"run {summary['run_id']}", title_justify="left")
-    table.add_row(
-        "reward (10 steps)", _number(summary["reward_first"]), _number(summary["reward_last"])
-    )
-    table.add_row(
-        "held-out accuracy", _number(summary["accuracy_first"]), _number(summary["accuracy_last"])
-    )
-    if widest := summary.get("pass_name"):
-        table.add_row(
-            f"held-out {widest}", _number(summary["pass_first"]), _number(summary["pass_last"])
-        )
-    table.add_row(
-        "acceptance length",
-        _number(summary["accept_len_first"], 2),
-        _number(summary["accept_len_last"], 2),
-    )
+    for label, key, digits in (
+        ("reward (10 steps)", "reward", 3),
+        ("held-out accuracy", "accuracy", 3),
+        (f"held-out {summary.get('pass_name')}", "pass", 3),
+        ("acceptance length", "accept_len", 2),
+    ):
+        if key != "pass" or summary.get("pass_name"):
+            ends = (summary[f"{key}_first"], summary[f"{key}_last"])
+            table.add_row(label, *(_number(value, digits) for value in ends))
     console.print(table)
     console.print(
         f"{summary['steps']} steps in {duration(summary['wall_s'])}; "
@@ -118,55 +111,18 @@ def _number(value: Any, digits: int = 3) -> str:
 _REDIS_S = 60.0
 
 
-async def report_runs(
-    runs: Sequence[str], settings: Sequence[Path], page: Path, console: Console
-) -> int:
-    """Writes steps, summary and report of each run up to now, whether active or ended.
+async def report_run(run: str | None, settings: Sequence[Path], console: Console) -> int:
+    """Writes steps, summary and report of a run up to now, whether active or ended.
 
-    For several runs it also writes a comparison page. `settings`: settings of one run, instead of
-    its name.
-
-    Raises NotFound for an unknown run, Unavailable if its Redis cannot be read, DataLoss if it has
-    not begun. Raises InvalidInput for more runs than the page has colors.
+    `settings`: settings of the run, instead of its name. Raises NotFound for an unknown run,
+    Unavailable if its Redis cannot be read, DataLoss if it has not begun.
     """
-    if len(runs) > compare.COLORS:
-        raise InvalidInput(
-            "too many runs for one page", seen=len(runs), allowed=f"1..{compare.COLORS}"
-        )
-    places = [access.directory_of(run, []) for run in runs] or [access.directory_of(None, settings)]
-    found = [await _written(place) for place in places]
-    if len(found) == 1:
-        print_results(found[0][1], found[0][0], console)
-        return 0
-    named = {
-        name: compare.ComparedRun(summary, journal.read_history(files.directory / JOURNAL))
-        for name, (files, summary) in zip(_names(runs, found), found, strict=True)
-    }
-    write_whole(page, compare.comparison(named))
-    table = Table("", *named)
-    for row in compare.figures(named):
-        table.add_row(*row)
-    console.print(table)
-    console.print(f"side by side: {page}", highlight=False, markup=False, soft_wrap=True)
-    return 0
-
-
-def _names(runs: Sequence[str], found: Sequence[tuple[run_files.RunFiles, Summary]]) -> list[str]:
-    """Ids of the runs if unique, otherwise the differing parts of their directories."""
-    ids = [files.run_id for files, _ in found]
-    if len(set(ids)) == len(ids):
-        return ids
-    parts = [files.directory.parts for files, _ in found]
-    differing = [len(set(at)) > 1 for at in zip(*parts, strict=False)]
-    names = ["/".join(compress(one, differing)) for one in parts]
-    return names if len(set(names)) == len(names) else list(runs)
-
-
-async def _written(directory: Path) -> tuple[run_files.RunFiles, Summary]:
+    directory = access.directory_of(run, settings)
     config = load_config(ServiceConfig, "local", [directory / "config.toml"])
     files = run_files.files_of(config)
     ledger = await _read(config, files)
-    return files, write_results(files, ledger, _known_pids(files))
+    print_results(write_results(files, ledger, _known_pids(files)), files, console)
+    return 0
 
 
 async def _read(config: ServiceConfig, files: run_files.RunFiles) -> LedgerCount:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 
+ITEM = {"float32": 4, "bfloat16": 2}
 FLOAT = 4
 """Bytes of a trained number."""
 INT8 = 1 + FLOAT / 256
@@ -30,10 +32,8 @@ class ServicePlan:
 
     service: str
     devices: int
-    parts: Mapping[str, int]
-    """Bytes by content."""
-    stays: int
-    """Bytes that remain while another service uses the device."""
+    parts: Mapping[str, int]  # bytes by content
+    stays: int = 0  # bytes that remain while another service uses the device
 
     @property
     def total(self) -> int:
@@ -41,64 +41,38 @@ class ServicePlan:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        return f"{self.service} {self.devices} x {shown(self.total)}"
+        return f"{self.service} {self.devices} x {format_size(self.total)}"
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """Memory of the services that share a run's devices."""
+def check_gpus(sharing: Sequence[Sequence[ServicePlan]], device_bytes: int) -> str:
+    """A sentence with the largest peak on a GPU of that size.
 
-    engine: ServicePlan
-    policy: ServicePlan
-    drafter: ServicePlan
-    apart: bool = False  # the policy has separate devices
-
-    @property
-    def services(self) -> tuple[ServicePlan, ...]:
-        """The services in the order of the data."""
-        return self.engine, self.policy, self.drafter
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """Bytes on a shared GPU during the turn of each service."""
-        workers = (self.engine, self.drafter)
-        together = (workers, (self.policy,)) if self.apart else (self.services,)
-        return {
-            plan.service: plan.total - plan.stays + sum(one.stays + LIBRARIES for one in sharing)
-            for sharing in together
-            for plan in sharing
-        }
-
-    def turns(self, device_bytes: int) -> str:
-        """A sentence with the largest peak on a GPU of that size."""
-        service, most = max(self.peaks.items(), key=lambda turn: turn[1])
-        return f"memory of a GPU: at most {shown(most)} of {shown(device_bytes)}, for {service}"
-
-    def check(self, device_bytes: int) -> None:
-        """Raises ConfigError if the peak of a service exceeds a device."""
-        service, most = max(self.peaks.items(), key=lambda turn: turn[1])
-        if most > device_bytes:
-            raise ConfigError(
-                f"a GPU is too small for the turn of {service}: "
-                + ", ".join(map(str, self.services)),
-                seen=f"{shown(most)}",
-                allowed=f"{shown(device_bytes)}, with another model, more GPUs, memory_saver, "
-                "a smaller memory_fraction, reshard_after_forward, recompute_activations, "
-                "compute_dtype=bfloat16, optimizer.moments=int8, offload, fewer head_rows or "
-                "shorter sequences",
-            )
-
-
-def together(services: Sequence[ServicePlan], ram: int) -> str:
-    """A sentence with the memory of all services on a machine without GPUs."""
-    needed = sum(one.devices * one.total for one in services)
-    verdict = "memory may run short" if needed > ram else "memory"
-    return f"{verdict}: {shown(needed)} of {shown(ram)} ({', '.join(map(str, services))})"
+    `sharing`: groups of services that take turns on the same GPUs. Raises ConfigError if a peak
+    exceeds a GPU.
+    """
+    peaks = {
+        one.service: one.total - one.stays + sum(other.stays + LIBRARIES for other in group)
+        for group in sharing
+        for one in group
+    }
+    service, most = max(peaks.items(), key=lambda turn: turn[1])
+    if most > device_bytes:
+        plans = ", ".join(str(one) for group in sharing for one in group)
+        raise ConfigError(
+            f"a GPU is too small for the turn of {service}: {plans}",
+            seen=format_size(most),
+            allowed=f"{format_size(device_bytes)}, with another model, more GPUs, memory_saver, "
+            "a smaller memory_fraction, reshard_after_forward, recompute_activations, "
+            "compute_dtype=bfloat16, optimizer.moments=int8, offload, fewer head_rows or "
+            "shorter sequences",
+        )
+    sizes = f"{format_size(most)} of {format_size(device_bytes)}"
+    return f"memory of a GPU: at most {sizes}, for {service}"
 
 
 def parameters(model: ModelConfig) -> int:
     """Weights of a model: matrices and embeddings; norms and biases are negligible."""
-    layer = layer_parameters(model) + gate_parameters(model)
+    layer = layer_parameters(model) + model.hidden_size * model.experts
     return embedding_parameters(model) + model.num_layers * layer
 
 
@@ -131,33 +105,26 @@ def layer_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (heads + 3 * inner)
 
 
-def gate_parameters(model: ModelConfig) -> int:
-    """Weights of the router that selects a layer's experts."""
-    return model.hidden_size * model.experts
-
-
 def embedded_plan(
     model: ModelConfig,
     *,
     workers: int,
-    running: int,
-    kept: int,
+    sequences: int,
     tokens: int,
     item: int,
     states: int,
     drafter: bool,
-    saver: bool,
     matrix_item: int = 0,
 ) -> ServicePlan:
     """Memory of the embedded engine's workers.
 
-    Each worker holds `running` sequences of `tokens` tokens, `kept` sequences of the same length,
-    and `states` hidden states per token. Its drafter has one layer of the model's size. `item`:
-    bytes per number; `matrix_item`: bytes per number in layer matrices, if not 0.
+    Each worker holds `sequences` of `tokens` tokens, running or kept, and `states` hidden states
+    per token. Its drafter has one layer of the model's size. `item`: bytes per number;
+    `matrix_item`: bytes per number in layer matrices, if not 0.
     """
-    matrices, cells = model.num_layers * layer_parameters(model), (running + kept) * tokens
+    matrices, cells = model.num_layers * layer_parameters(model), sequences * tokens
     one = layer_parameters(replace(model, experts=0, experts_per_token=0))
-    own = one + 2 * model.hidden_size**2 + running * tokens * model.kv_width
+    own = one + 2 * model.hidden_size**2 + cells * model.kv_width
     parts = {
         "weights": item * embedding_parameters(model) + (matrix_item or item) * matrices,
         "keys and values": item * cells * model.num_layers * model.kv_width,
@@ -165,8 +132,7 @@ def embedded_plan(
         "token ids": TOKEN_ID * cells,
         "drafter": item * own if drafter else 0,
     }
-    remain = ("token ids", "drafter") if saver else parts
-    return ServicePlan("gateway", workers, parts, sum(parts[name] for name in remain))
+    return ServicePlan("gateway", workers, parts)
 
 
 def sglang_plan(
@@ -177,13 +143,13 @@ def sglang_plan(
     """
     # Each GPU has the same share of experts, whole or split. Only the routers are whole on each
     # GPU.
-    gates = model.num_layers * gate_parameters(model)
-    weights = item * ((parameters(model) - gates) // tensor_parallel + gates)
+    routers = model.num_layers * model.hidden_size * model.experts
+    weights = item * ((parameters(model) - routers) // tensor_parallel + routers)
     if weights >= pool:
         raise ConfigError(
             "gateway.engine.sglang.memory_fraction leaves no room for keys and values",
-            seen=f"{shown(pool)} of a GPU",
-            allowed=f"more than the weights, {shown(weights)}",
+            seen=f"{format_size(pool)} of a GPU",
+            allowed=f"more than the weights, {format_size(weights)}",
         )
     parts = {"weights": weights, "keys and values": pool - weights}
     return ServicePlan("gateway", workers * tensor_parallel, parts, 0 if saver else pool)
@@ -199,81 +165,53 @@ def layer_activations(model: ModelConfig) -> int:
     return 8 * model.hidden_size + model.kv_width + 4 * inner
 
 
-@dataclass(frozen=True, slots=True)
-class PolicySizes:
-    """The settings of the policy trainer that determine its memory."""
-
-    reshard: bool = False
-    recompute: bool = False
-    item: int = FLOAT
-    """Bytes of a number in computations."""
-    head_rows: int = 1024
-    """Tokens per block of logits."""
-    critic: bool = False
-    reference: bool = False
-    adapters: int = 0
-    """Trained adapter weights; 0: the model's weights are trained."""
-    moment: float = FLOAT
-    """Bytes of a moment, including its share of a block's scale."""
-    offload: bool = False
-    """Whether weights and moments leave the device between steps."""
-
-
-def policy_plan(
-    model: ModelConfig, *, ranks: int, tokens: int, settings: PolicySizes
-) -> ServicePlan:
-    """Memory of FSDP2 over `ranks` with float32 storage and forwards of `tokens` tokens.
+def policy_plan(model: ModelConfig, policy: Any, ranks: int, tokens: int) -> ServicePlan:
+    """Memory of FSDP2 over `ranks` with float32 storage and forwards of `tokens` tokens, for the
+    settings of a policy trainer.
 
     Each rank holds its share, the gathered weights, and the activations for backward. The critic is
     a model without a head, trained without adapters. The reference is an untrained model; with
     adapters it is the policy without its adapters.
     """
-    count, layer = parameters(model), layer_parameters(model)
-    share = -(-FLOAT * count // ranks)
-    trained = -(-FLOAT * settings.adapters // ranks) if settings.adapters else share
-    moments = 2 * settings.moment / FLOAT  # moments per trained number
+    count, layer, layers = parameters(model), layer_parameters(model), model.num_layers
+    item, low_rank = ITEM[policy.compute_dtype], policy.adapters
+    adapters = adapter_parameters(model, low_rank.rank, low_rank.targets)
+    share = _share(count, ranks)
+    trained = _share(adapters, ranks) if adapters else share
+    moments = 2 * INT8 / FLOAT if policy.optimizer.moments == "int8" else 2  # per trained number
     kept = layer_activations(model)  # with recompute: of one layer, plus all layer inputs
-    layers = model.num_layers
-    read = kept + layers * model.hidden_size if settings.recompute else kept * layers
+    read = kept + layers * model.hidden_size if policy.recompute_activations else kept * layers
+    rows = min(tokens, policy.rows_of_logits(model.vocab_size))
     parts = {
-        "weights": share + (trained if settings.adapters else 0),
+        "weights": share + (trained if adapters else 0),
         "gradients": trained,
         "optimizer": round(moments * trained),
-        "gathered": _gathered(model, ranks, settings),
-        "activations": settings.item * tokens * read,
-        "logits": LOGITS * FLOAT * min(tokens, settings.head_rows) * model.vocab_size,
+        "gathered": 0,
+        "activations": item * tokens * read,
+        "logits": LOGITS * FLOAT * rows * model.vocab_size,
     }
     stays = parts["weights"] + parts["optimizer"]
-    whole = settings.item * count if not settings.reshard and _gathers(ranks, settings) else 0
-    if settings.critic:
+    gathers, resharded = ranks > 1 or item != FLOAT, policy.reshard_after_forward
+    if gathers:  # resharded: the layer, the next layer, and the unit of embedding and head
+        ends = embedding_parameters(model)
+        weights, gradients = (ends + 2 * layer, ends + layer) if resharded else (count, count)
+        summed = min(gradients, adapters or gradients)
+        parts["gathered"] = item * (weights + adapters) + FLOAT * summed
+    whole = item * count if gathers and not resharded else 0
+    if policy.algorithm.name == "ppo":
         decoder = layers * layer + model.vocab_size * model.hidden_size
-        own = -(-FLOAT * decoder // ranks)
+        own = _share(decoder, ranks)
         parts["critic"] = round((2 + moments) * own) + whole * decoder // count
         stays += round((1 + moments) * own)
-    if settings.reference and not settings.adapters:
+    if policy.algorithm.kl.coefficient > 0 and not adapters:
         parts["reference"] = share + whole
         stays += share
-    return ServicePlan("policy_trainer", ranks, parts, 0 if settings.offload else stays)
+    return ServicePlan("policy_trainer", ranks, parts, 0 if policy.offload else stays)
 
 
-def _gathers(ranks: int, settings: PolicySizes) -> bool:
-    """Whether a rank computes with a gathered or converted copy of its shards."""
-    return ranks > 1 or settings.item != FLOAT
-
-
-def _gathered(model: ModelConfig, ranks: int, settings: PolicySizes) -> int:
-    """Bytes of gathered weights and of gradients, which are summed in float32.
-
-    With reshard, only some weights are gathered: the current layer, the next layer, and the unit of
-    embedding and head.
-    """
-    if not _gathers(ranks, settings):
-        return 0
-    count, layer = parameters(model), layer_parameters(model)
-    ends = embedding_parameters(model)
-    weights, gradients = (ends + 2 * layer, ends + layer) if settings.reshard else (count, count)
-    gradients = min(gradients, settings.adapters or gradients)
-    return settings.item * (weights + settings.adapters) + FLOAT * gradients
+def _share(numbers: int, ranks: int) -> int:
+    """Bytes of a rank's share of trained numbers, rounded up."""
+    return -(-FLOAT * numbers // ranks)
 
 
 def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:
@@ -292,33 +230,7 @@ def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:
         "activations": FLOAT * tokens * layer_activations(model),
         "logits": LOGITS * FLOAT * tokens * model.vocab_size,
     }
-    return ServicePlan("drafter_trainer", ranks, parts, 0)
-
-
-def policy_ranks(wanted: int, slots: int, *, cores: int, gpus: int) -> int:
-    """Number of policy trainer ranks, one per leased slot.
-
-    With GPUs it is the minimum of slots and GPUs; on CPU at most two.
-
-    Raises ConfigError if `wanted` exceeds the slots.
-    """
-    if wanted > slots:
-        raise ConfigError(
-            "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
-            seen=f"{wanted} ranks",
-            allowed=f"0 to {slots}, the slots that it is leased",
-        )
-    return wanted or min(slots, gpus or min(2, cores))
-
-
-def check_slots_per_worker(slots_per_worker: int, tensor_parallel: int) -> None:
-    """Raises ConfigError if a worker's slots differ from its GPUs."""
-    if slots_per_worker != tensor_parallel:
-        raise ConfigError(
-            "coordinator.slots_per_worker is not the number of GPUs of a worker",
-            seen=slots_per_worker,
-            allowed=f"{tensor_parallel} (gateway.engine.sglang.tensor_parallel_size)",
-        )
+    return ServicePlan("drafter_trainer", ranks, parts)
 
 
 def check_experts(model: ModelConfig, tensor_parallel: int, expert_parallel: int) -> None:
@@ -340,6 +252,6 @@ def check_experts(model: ModelConfig, tensor_parallel: int, expert_parallel: int
         )
 
 
-def shown(size: int) -> str:
+def format_size(size: int) -> str:
     """Formats a size as MiB."""
     return f"{size / 2**20:,.0f} MiB"

@@ -24,14 +24,14 @@ WORK = {
 """Spans of work that needs a slot -> its holder."""
 
 
-def trespasses(entries: Sequence[Entry], spans: Iterable[SpanRecord | None]) -> dict[str, int]:
+def trespasses(entries: Sequence[Entry], spans: Iterable[SpanRecord]) -> dict[str, int]:
     """By holder, pieces of work during which another holder had one of its slots: stretches of
     engine rounds, optimiser steps, and the drafter's micro-steps. All 0 in a correct run.
     """
     leases = _Leases(entries)
     found = dict.fromkeys(WORK.values(), 0)
     for span in spans:
-        if span is not None and span.name in WORK:
+        if span.name in WORK:
             found[WORK[span.name]] += leases.trespassed(span)
     return found
 

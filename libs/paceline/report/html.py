@@ -4,16 +4,19 @@ page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from paceline.report import charts, journal, slots, tables
-from paceline.report.figures import Chart, run_charts
-from paceline.report.samples import ShownSample, samples_note, samples_section
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from paceline.report import charts, figures, journal, slots, tables
+from paceline.report.samples import ShownSample
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import Summary
 
+_FOLDER = Path(__file__).parent
 _HOLDERS = {
     "engine": ("rollout engine", "c0"),
     "policy": ("policy step", "c1"),
@@ -27,7 +30,31 @@ _SERVICES = {
     "drafter_trainer": "c2",
 }
 _ZOOM_STEPS = 3
-_WATERFALL_ROWS = 32
+_TRACE_ROWS = 32
+_MARKUP = Environment(
+    loader=FileSystemLoader(_FOLDER),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+
+
+def show_value(value: Any) -> str:
+    """A value of the summary as text; counts by name without the counts of 0."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, dict):
+        shown = (
+            f"{name.replace('_', ' ')} {show_value(one)}" for name, one in value.items() if one
+        )
+        return ", ".join(shown) or "none"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return charts.number(value) if isinstance(value, float) else str(value)
+
+
+_MARKUP.filters.update(duration=charts.duration, figure=tables.figure, words=show_value)
 
 
 def render(
@@ -38,23 +65,16 @@ def render(
 ) -> str:
     """The page; it loads nothing from outside."""
     shown = content(summary, history, spans, samples)
-    return whole_page(f"Paceline run {summary['run_id']}", f"<main>{shown}</main>")
+    head = f"<style>{read_asset('style.css')}</style>"
+    body = f"<main>{shown}</main><script>{read_asset('tips.js')}</script>"
+    return document(f"Paceline run {summary['run_id']}", head, body)
 
 
-def whole_page(title: str, body: str) -> str:
-    """A page including style and script; `body` is markup."""
-    style, script = f"<style>{style_sheet()}</style>", f"<script>{tips_script()}</script>"
-    return document(title, style, body + script)
-
-
-def style_sheet() -> str:
-    """Colours and layout of the pages."""
-    return Path(__file__).with_name("style.css").read_text(encoding="utf-8")
-
-
-def tips_script() -> str:
-    """A script for the end of a page that shows the values under a pointer or a finger."""
-    return Path(__file__).with_name("tips.js").read_text(encoding="utf-8")
+def read_asset(name: str) -> str:
+    """style.css, the colours and layout of the pages; or tips.js, a script for the end of a page
+    that shows the values under a pointer or a finger.
+    """
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def document(title: str, head: str, body: str) -> str:
@@ -75,12 +95,7 @@ def content(
 ) -> str:
     """All sections about a run, as markup."""
     left_out = f"; {spans.left_out:,} callers left out" if spans.left_out else ""
-    wide = (
-        (
-            "Slots",
-            "holder of each slot, over the whole run and in a few steps",
-            _slot_section(history),
-        ),
+    parts = (
         (
             "Exactness audit by path",
             "tokens scored again by the trainer in the policy version that drew them",
@@ -88,8 +103,7 @@ def content(
         ),
         (
             "Acceptance by drafter version and arm",
-            "rollouts of the steps that a version served, newest version first, and the gate's "
-            "projection for a chain of as many drafts",
+            "rollouts of the steps that a version served, newest version first",
             tables.acceptance_table(history),
         ),
         (
@@ -97,90 +111,45 @@ def content(
             "newest decisions: candidate against the drafter that served",
             tables.gate_table(history.gate),
         ),
-        ("Samples", samples_note(samples), samples_section(samples)),
         (
             "Latency between services",
             "gRPC: as the caller measures it, streams to their end; Redis: from append to read. "
-            f"{charts.number(spans.spans)} spans read{left_out}",
+            f"{spans.spans:,} spans read{left_out}",
             tables.latency_table(spans.edges),
         ),
-        (
-            "One RL step as a trace",
-            "from task to optimiser step to drafter step",
-            _trace_section(spans.trace),
-        ),
-        ("Counts and provenance", "trajectories by fate, from Redis", tables.counts_table(summary)),
     )
-    seconds, machine = charts.duration(summary["wall_s"]), escape(summary["machine"])
-    return (
-        f"<h1>Run {escape(summary['run_id'])}</h1>"
-        f'<p class="note">{summary["steps"]} RL steps in {seconds} on {machine}</p>'
-        f'<div class="tiles">{_tiles(summary)}</div>'
-        f'<div class="grid">{cards(run_charts(history))}</div>{cards(wide, "card wide-card")}'
+    return _MARKUP.get_template("run.html").render(
+        summary=summary,
+        charts=[(one, one.draw(history)) for one in figures.CHARTS],
+        tables=parts,
+        holders=_HOLDERS.values(),
+        timelines=_timelines(history),
+        samples=samples,
+        services=[(name.replace("_", " "), color) for name, color in _SERVICES.items()],
+        trace=_draw_trace(spans.trace),
     )
 
 
-def cards(parts: Iterable[Chart], kind: str = "card") -> str:
-    """Parts of a page: title, note, and a body in markup."""
-    return "".join(
-        f'<section class="{kind}"><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>'
-        f"{body}</section>"
-        for title, note, body in parts
-    )
-
-
-def _tiles(summary: Summary) -> str:
-    idle, lost = charts.duration(summary["idle_slot_s"]), summary["trajectories_lost"]
-    tiles = (
-        (_change(summary, "accuracy", 2), "held-out accuracy, start to end"),
-        (_change(summary, "reward", 2), "reward, first and last 10 steps"),
-        (_change(summary, "accept_len", 2), "acceptance length, fixed probe"),
-        (tables.figure(summary["tokens_per_s"], 0), "rollout tokens per second"),
-        (
-            charts.duration(summary["drafter_train_slot_s"]),
-            f"of slot time trained the drafter; {idle} stayed idle",
-        ),
-        (str(lost), f"of {summary['trajectories_published']:,} trajectories lost"),
-    )
-    return "".join(
-        f'<div class="tile{" bad" if lost and value == str(lost) else ""}"><b>{value}</b>'
-        f"<span>{escape(words)}</span></div>"
-        for value, words in tiles
-    )
-
-
-def _change(summary: Summary, name: str, digits: int) -> str:
-    first, last = summary[f"{name}_first"], summary[f"{name}_last"]
-    return f"<small>{tables.figure(first, digits)} →</small> {tables.figure(last, digits)}"
-
-
-def _slot_section(history: journal.RunHistory) -> str:
-    """The whole run's slot timeline, and a zoom on some steps."""
+def _timelines(history: journal.RunHistory) -> list[tuple[str, str]]:
+    """The slots over the whole run, and in a few steps: (title, drawing)."""
     if not history.intervals:
-        return charts.empty("no slot was ever leased")
-    rows = [f"slot {i}" for i in range(history.slots)]
-    bars = [_bar(one) for one in history.intervals]
-    start_s, end_s = history.intervals[0].start_s, history.ended_s
-    name = "slots over the whole run"
-    shown = charts.legend(list(_HOLDERS.values())) + charts.timeline(
-        rows, bars, start_s, end_s, titles=False, label=name
-    )
-    if windows := _zoom(history):
+        return []
+    bars = []
+    for one in history.intervals:
+        name, color = _HOLDERS.get(one.holder, (one.holder, "c5"))
+        title = f"slot {one.slot}: {name}, {charts.duration(one.seconds)}, step {one.step + 1}"
+        bars.append(charts.Bar(one.slot, one.start_s, one.end_s, color, title))
+    spans = [("Whole run", history.intervals[0].start_s, history.ended_s)]
+    if windows := _chosen_windows(history):
         first, last = windows[0], windows[-1]
-        zoomed = charts.timeline(
-            rows, bars, first.start_s, last.end_s, titles=True, label="slots in some steps"
-        )
-        shown += f"<h3>Steps {first.step + 1} to {last.step + 1}</h3>{zoomed}"
-    return shown
+        spans.append((f"Steps {first.step + 1} to {last.step + 1}", first.start_s, last.end_s))
+    rows = [f"slot {i}" for i in range(history.slots)]
+    return [
+        (title, charts.timeline(rows, bars, *ends, f"slots: {title}")) for title, *ends in spans
+    ]
 
 
-def _bar(one: slots.SlotInterval) -> charts.Bar:
-    name, color = _HOLDERS.get(one.holder, (one.holder, "c5"))
-    title = f"{name}, {charts.duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
-    return charts.Bar(one.slot, one.start_s, one.end_s, color, title, name)
-
-
-def _zoom(history: journal.RunHistory) -> Sequence[slots.StepWindow]:
+def _chosen_windows(history: journal.RunHistory) -> Sequence[slots.StepWindow]:
     """A few adjacent steps in the later half, in which the drafter held slots longest."""
     held = {record.step: record.drafter_slot_s for record in history.records}
     windows, half = history.windows, len(history.windows) // 2
@@ -191,31 +160,30 @@ def _zoom(history: journal.RunHistory) -> Sequence[slots.StepWindow]:
     return windows[best : best + _ZOOM_STEPS]
 
 
-def _trace_section(trace: Sequence[SpanRecord]) -> str:
-    """One trace from task to optimiser step to drafter step. The longest of many equal spans
-    represents all.
-    """
-    rows = waterfall_rows(trace)
+def _draw_trace(trace: Sequence[SpanRecord]) -> str:
+    """One trace from task to optimiser step to drafter step; empty without a span."""
+    rows = trace_rows(trace)
     if not rows:
-        return charts.empty("no trace was written")
-    origin, labels, bars = min(span.start_ns for span, _, _ in rows), [], []
+        return ""
+    start, labels, bars = min(span.start_ns for span, _, _ in rows), [], []
     for i, (span, count, depth) in enumerate(rows):
         many = f" ×{count}" if count > 1 else ""
-        labels.append(f"{'  ' * depth}{span.name}{many}  ·  {span.service}")
-        began_s, ended_s = (span.start_ns - origin) / 1e9, (span.end_ns - origin) / 1e9
-        title = ", ".join(f"{key}={value}" for key, value in list(span.attributes.items())[:8])
-        bars.append(charts.Bar(i, began_s, ended_s, _SERVICES.get(span.service, "c5"), title))
-    named = [(name.replace("_", " "), color) for name, color in _SERVICES.items()]
-    return charts.legend(named) + charts.waterfall(labels, bars, label="one RL step as a trace")
+        labels.append(f"{'  ' * depth}{span.name}{many} · {charts.duration(span.duration_s)}")
+        more = [f"{key}={value}" for key, value in list(span.attributes.items())[:8]]
+        ends = (span.start_ns - start) / 1e9, (span.end_ns - start) / 1e9
+        color = _SERVICES.get(span.service, "c5")
+        bars.append(charts.Bar(i, *ends, color, ", ".join([span.service, *more])))
+    end_s = max(bar.end for bar in bars)
+    return charts.timeline(labels, bars, 0.0, end_s, "one RL step as a trace", left=330)
 
 
-def waterfall_rows(trace: Sequence[SpanRecord]) -> list[tuple[SpanRecord, int, int]]:
+def trace_rows(trace: Sequence[SpanRecord]) -> list[tuple[SpanRecord, int, int]]:
     """(span, number of represented spans, depth below the root) in the order of their start."""
     groups: dict[tuple[str, str], list[SpanRecord]] = {}
     for span in trace:
         groups.setdefault((span.service, span.name), []).append(span)
     chosen = [(max(one, key=lambda span: span.duration_s), len(one)) for one in groups.values()]
-    longest = sorted(chosen, key=lambda pair: -pair[0].duration_s)[:_WATERFALL_ROWS]
+    longest = sorted(chosen, key=lambda pair: -pair[0].duration_s)[:_TRACE_ROWS]
     parents = {span.span_id: span.parent_id for span in trace}
     return [
         (span, count, _depth(span.span_id, parents))

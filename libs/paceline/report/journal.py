@@ -27,13 +27,13 @@ from paceline.whole_files import write_whole
 
 ACCURACY, PROBE = "accuracy", "accept_length_probe"
 PASSED_AT = "pass@"
-_RULINGS = 40
+_DECISIONS = 20
 PAUSED = "paused"
 """Phase of a run that an operator has paused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class Decision:
     """A decision of the drafter's gate."""
 
     step: int  # of the decision
@@ -62,11 +62,9 @@ class RunHistory:
     first_steps_s: list[float] = field(default_factory=list)
     # of the drafter's gate, by kind of decision
     decisions: Counter[str] = field(default_factory=Counter)
-    gate: deque[Ruling] = field(default_factory=lambda: deque(maxlen=_RULINGS))  # in order
+    gate: deque[Decision] = field(default_factory=lambda: deque(maxlen=_DECISIONS))  # in order
     beyond: dict[str, dict[str, float]] = field(default_factory=dict)
     """Paths named by the audit, in order, and the audit's figures of each; "step" is its time."""
-    promoted: dict[int, Ruling] = field(default_factory=dict)
-    """By drafter version, the decision that promoted it."""
 
     @property
     def slots(self) -> int:
@@ -198,7 +196,5 @@ class _Reader:
         else:
             decision, details = str(data.get("decision", "promoted")), data.get("details", {})
             run.decisions[decision] += 1
-            ruling = Ruling(step, decision, int(data.get("drafter_version", 0)), details)
-            run.gate.append(ruling)
-            if event == "GatePromoted":
-                run.promoted[ruling.drafter_version] = ruling
+            version = int(data.get("drafter_version", 0))
+            run.gate.append(Decision(step, decision, version, details))

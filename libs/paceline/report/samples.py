@@ -8,7 +8,6 @@ import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,24 @@ class ShownSample:
     prompt: str
     tokens: tuple[ShownToken, ...]
     left_out: int = 0  # tokens after the shown ones
+
+    def parts(self) -> list[tuple[str, str, str]]:
+        """Tokens of equal look as one part: (CSS classes, title, text)."""
+        return [_part(looks, arm, list(of)) for (looks, arm), of in groupby(self.tokens, key=_look)]
+
+
+def _look(token: ShownToken) -> tuple[str, str]:
+    """CSS classes and arm of a token."""
+    _, logprob, arm, accepted = token
+    if logprob is None:
+        return "prompt", ""
+    shade = sum(-logprob >= bound for bound in _SHADES)
+    return f"s{shade}{' accepted' if accepted else ''}", arm
+
+
+def _part(looks: str, arm: str, tokens: Sequence[ShownToken]) -> tuple[str, str, str]:
+    logprobs = " ".join(f"{logprob:.2f}" for _, logprob, *_ in tokens if logprob is not None)
+    return looks, f"{logprobs} {arm}".strip(), "".join(text for text, *_ in tokens)
 
 
 async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[ShownSample]:
@@ -112,54 +129,6 @@ def read_samples(path: Path) -> list[ShownSample]:
         return [from_object(ShownSample, json.loads(line)) for line in lines]
     except ValueError as error:
         raise DataLoss(f"{path} does not hold samples", seen=str(error)) from error
-
-
-def samples_note(samples: Sequence[ShownSample]) -> str:
-    """The meaning of the colours."""
-    if not samples:
-        return "prompt and response, token by token"
-    return (
-        "the darker a token, the less likely the policy held it; underlined: a draft that was "
-        "accepted; log-probs and arm on hover and tap"
-    )
-
-
-def samples_section(samples: Sequence[ShownSample]) -> str:
-    """Each sample in a collapsible section, the first one open."""
-    if not samples:
-        return '<p class="empty">Redis holds no trajectory of the run</p>'
-    return "".join(_sample(one, opened=i == 0) for i, one in enumerate(samples))
-
-
-def _sample(one: ShownSample, *, opened: bool) -> str:
-    reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
-    head = f"{one.task_id} · step {one.step + 1} · p{one.policy_version} · {reward}"
-    more = f" … {one.left_out} more tokens" if one.left_out else ""
-    said = "".join(_run(kind, list(tokens)) for kind, tokens in groupby(one.tokens, key=_kind))
-    prompt = f'<span class="prompt">{escape(one.prompt)}</span>'
-    return (
-        f"<details{' open' if opened else ''}><summary>{escape(head)}</summary>"
-        f'<p class="said">{prompt}{said}{more}</p></details>'
-    )
-
-
-def _kind(token: ShownToken) -> tuple[str, str, bool]:
-    """Tokens of equal look form one element: shade, arm, whether they were accepted drafts."""
-    _, logprob, arm, accepted = token
-    if logprob is None:
-        return "prompt", "", False
-    shade = sum(-logprob >= bound for bound in _SHADES)
-    return f"s{shade}", arm, accepted
-
-
-def _run(kind: tuple[str, str, bool], tokens: Sequence[ShownToken]) -> str:
-    shade, arm, drafted = kind
-    text = escape("".join(one for one, *_ in tokens))
-    if shade == "prompt":
-        return f'<span class="prompt">{text}</span>'
-    told = " ".join(f"{logprob:.2f}" for _, logprob, *_ in tokens if logprob is not None)
-    looks, title = shade + " accepted" * drafted, escape(f"{told} {arm}")
-    return f'<span class="{looks}" title="{title}">{text}</span>'
 
 
 def _decoded(fields: dict[bytes, bytes]) -> Trajectory | None:

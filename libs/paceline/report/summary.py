@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.report import figures, journal, machine, slots, solved
+from paceline.report import journal, machine, slots, solved
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
 from paceline.streams.journal import IdleCause, SlotUse
@@ -17,6 +17,11 @@ Summary = dict[str, Any]
 WINDOW = 10
 """Number of steps that count as first and as last."""
 
+_MISMATCH = (
+    *("behavior_gap", "behavior_gap_max", "behavior_k3"),
+    *("effective_sample_size", "clip_fraction", "masked_fraction"),
+)
+"""Figures of the distance between sampler and trainer, and of its effect on token weights."""
 _SERVICES = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
 
 
@@ -95,7 +100,7 @@ def _mismatch(records: Sequence[StepRecord]) -> dict[str, float | None]:
     """Means over the steps that measured a figure; None if no step did."""
     return {
         name: mean([one.policy[name] for one in records if name in one.policy])
-        for name in figures.MISMATCH
+        for name in _MISMATCH
     }
 
 

@@ -17,24 +17,8 @@
     return said;
   }
 
-  // All bars of a holder are one path, in which the one under the pointer is looked up.
-  function bar(svg, path, event) {
-    const [left, seconds, height] = svg.dataset.scale.split(" ").map(Number);
-    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-    for (const [, x, y, width] of path.getAttribute("d").matchAll(/M([\d.]+) (\d+)h([\d.]+)/g)) {
-      if (at.y < +y || at.y > +y + height || at.x < x - 0.1 || at.x > +x + +width + 0.1) continue;
-      const row = svg.querySelectorAll("text[text-anchor=end]")[Math.floor(y / height)].textContent;
-      const digits = Math.max(0, Math.min(3, Math.ceil(-Math.log10(seconds))));
-      const [from, took] = [(x - left) * seconds, width * seconds].map((one) => one.toFixed(digits));
-      return `${row}: ${titled(path)}\nfrom ${from} s on, for ${took} s`;
-    }
-    return titled(path);
-  }
-
   function show(event) {
-    const one = event.target;
-    const timeline = one instanceof SVGPathElement && one.closest("svg[data-scale]");
-    const said = !(one instanceof Element) ? "" : timeline && titled(one) ? bar(timeline, one, event) : titled(one);
+    const said = event.target instanceof Element ? titled(event.target) : "";
     tip.hidden = !said;
     tip.textContent = said;
     const { width, height } = tip.getBoundingClientRect(), above = event.clientY - height - 14;

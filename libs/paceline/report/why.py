@@ -1,54 +1,46 @@
-"""Explains the duration of a step or any trace of a run: its critical path from the span files,
-beside the run's median step.
+"""Explains the duration of a step: its critical path from the span files, beside other steps.
+
+The critical path is the work that the end of the step waited for, at each moment. The walk starts
+at the end. Of the child spans, the one that ended last was waited for until its end. Before its
+start, the walk continues with the child that had ended by then. Time without a child on the path
+is the span's own.
+
+Children that overlap a waited one, or outlive their parent, delayed nothing. A child may outlive
+its parent by SLACK_NS, since the end of a call can reach its caller before the server has recorded
+it. If a gap remains in which such a child ran, the gap counts as waiting for it. Examples are a
+stream closed after its last answer was used, and decode rounds of alternating arms.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 from paceline.errors import NotFound
-from paceline.report.critical_path import (
-    CALLER,
-    PathPiece,
-    critical_path,
-    merged_pieces,
-    tree_of,
-)
-from paceline.report.run_traces import EndedStep, alike, ended_steps, load, spread, trace_of
-from paceline.report.spans import SpanRecord
+from paceline.report.spans import SpanRecord, read_spans
 from paceline.telemetry import names
 
-_STEP_DIGITS = 9
-_ID_DIGITS = 8
+SLACK_NS = 10_000_000
+_PEERS = 15
+"""Maximum number of compared steps."""
+_SPANS = 20_000
+"""Maximum number of spans of a step."""
 _SLOWER = 1.1
 """A step slower than this multiple of the median is slow."""
-_TOLD = {
-    names.SESSION_ID: "session",
-    names.WORKER: "worker",
-    names.POLICY_VERSION: "policy version",
-    names.GEN_AI_OUTPUT_TOKENS: "tokens said",
-    names.TRAJECTORIES: "trajectories",
-    names.BYTES: "bytes",
-    names.HTTP_ROUTE: "route",
-}
-"""Attributes that distinguish spans of one name, and their labels."""
-_INHERITED = (names.SESSION_ID, names.WORKER, names.GEN_AI_OUTPUT_TOKENS)
+Spent = Counter[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class PathShare:
-    """Time on the critical path in one edge, or in one kind of span within it."""
+class Part(NamedTuple):
+    """Time on the critical path in one kind of span."""
 
-    edge: str
-    name: str  # of the span; empty: the whole edge
+    edge: str  # the surrounding call or stream: "coordinator → gateway RolloutService.RunTasks"
+    name: str  # of the span
     seconds: float
-    share: float  # of the trace
-    median_s: float | None  # of the compared traces; None without any
+    median_s: float | None  # of the compared steps; None without any
 
     @property
     def more_s(self) -> float:
@@ -58,162 +50,148 @@ class PathShare:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The parts of one trace's time."""
+    """The parts of one step's time."""
 
-    title: str  # "step 5", "trace 0af76519"
-    trace_id: str
+    step: int
     seconds: float
-    median_s: float | None  # of the compared traces
-    peers: int  # number of compared traces
-    edges: tuple[PathShare, ...]  # longest first
-    parts: tuple[PathShare, ...]  # longest first
-    path: tuple[PathPiece, ...]  # from start to end, with adjacent pieces of a kind merged
-    culprit: str
+    median_s: float | None  # of the compared steps; None without any
+    peers: int  # number of compared steps
+    parts: Sequence[Part]  # longest first
 
-    def as_json(self) -> dict[str, Any]:
-        """For programs, with times in seconds; times of the path count from the trace's start."""
-        start = self.path[0].start_ns
-        return {
-            "what": self.title,
-            "trace_id": self.trace_id,
-            "seconds": self.seconds,
-            "median_s": self.median_s,
-            "compared_with": self.peers,
-            "culprit": self.culprit,
-            "edges": [_share_json(one) for one in self.edges],
-            "parts": [_share_json(one) for one in self.parts],
-            "path": [
-                {
-                    "at_s": (one.start_ns - start) / 1e9,
-                    "seconds": one.seconds,
-                    "edge": one.edge,
-                    "service": one.span.service,
-                    "span": one.span.name,
-                    "span_id": one.span.span_id,
-                    "about": about(one),
-                }
-                for one in self.path
-            ],
-        }
+    @property
+    def cause(self) -> str:
+        """One sentence: the cause of a slow step, or the largest part of another step."""
+        begin = f"step {self.step} took {self.seconds:.2f} s"
+        if self.median_s is not None and self.seconds > _SLOWER * self.median_s:
+            part = max(self.parts, key=lambda one: one.more_s)
+            return (
+                f"{begin}, {self.seconds - self.median_s:.2f} s more than the median, and "
+                f"{part.more_s:.2f} s more of it went to {part.name} ({part.edge})"
+            )
+        usual = "" if self.median_s is None else f" (median {self.median_s:.2f} s)"
+        part = self.parts[0]
+        share = part.seconds / self.seconds
+        return f"{begin}{usual}, and {share:.0%} of it went to {part.name} ({part.edge})"
 
 
-def explain(directory: Path, which: str = "") -> Explanation:
-    """Explains a step by number, or a trace by the beginning of its id; "" is the slowest step.
+def explain(directory: Path, step: int | None = None) -> Explanation:
+    """Explains the last attempt of a step; None: of the slowest step.
 
-    Raises NotFound if no span file has it, InvalidInput for neither form.
+    Raises NotFound if no span file has it.
     """
-    if not which or (which.isdecimal() and len(which) <= _STEP_DIGITS):
-        steps = ended_steps(directory)
-        chosen = _chosen_step(steps, which)
-        others = spread([one.trace_id for one in steps if one is not chosen])
-        found = load(directory, [chosen.trace_id, *others])
-        return _explained(f"step {chosen.number}", chosen.trace_id, found)
-    trace = trace_of(directory, which)
-    found = load(directory, [trace])
-    root, _ = tree_of(found[trace])
-    if root.name == names.STEP:
-        return explain(directory, str(root.attributes[names.RL_STEP]))
-    if root.name != CALLER:
-        found |= load(directory, alike(directory, root))
-    return _explained(f"trace {trace[:_ID_DIGITS]}", trace, found)
-
-
-def about(piece: PathPiece) -> dict[str, Any]:
-    """Named attributes of a piece: of its span, and inherited from the spans above it."""
-    known: dict[str, Any] = {}
-    for span in piece.above:
-        known |= {key: value for key, value in span.attributes.items() if key in _INHERITED}
-    known |= piece.span.attributes
-    return {called: known[key] for key, called in _TOLD.items() if key in known}
-
-
-def _explained(title: str, trace_id: str, found: Mapping[str, Sequence[SpanRecord]]) -> Explanation:
-    paths = {trace: critical_path(*tree_of(spans)) for trace, spans in found.items()}
-    path = paths.pop(trace_id)
-    seconds, peers = _seconds(path), list(paths.values())
-    median_s = median(map(_seconds, peers)) if peers else None
-    edges = _shares(path, peers, by_name=False)
-    parts = _shares(path, peers, by_name=True)
-    culprit = _culprit(title, seconds, median_s, parts, path)
-    merged = tuple(merged_pieces(path))
-    return Explanation(
-        title, trace_id, seconds, median_s, len(peers), edges, parts, merged, culprit
-    )
-
-
-def _shares(
-    path: Sequence[PathPiece], peers: Sequence[Sequence[PathPiece]], *, by_name: bool
-) -> tuple[PathShare, ...]:
-    own, whole = _by_key(path, by_name=by_name), _seconds(path)
-    others = [_by_key(one, by_name=by_name) for one in peers]
-    found = [
-        PathShare(
-            *key,
-            spent,
-            spent / whole if whole else 0.0,
-            median(one.get(key, 0.0) for one in others) if others else None,
+    numbers, seconds = dict[str, int](), Counter[str]()
+    for span in read_spans(directory, [f'"{names.STEP}"']):
+        if span.name == names.STEP:
+            numbers[span.trace_id] = int(span.attributes.get(names.RL_STEP, -1))
+            seconds[span.trace_id] += span.end_ns - span.start_ns
+    if not numbers:
+        raise NotFound(
+            "no step of the run has a span",
+            seen=directory,
+            allowed="a run with telemetry.spans_dir after its first step",
         )
-        for key, spent in own.items()
-    ]
-    return tuple(sorted(found, key=lambda one: -one.seconds))
-
-
-def _by_key(path: Iterable[PathPiece], *, by_name: bool) -> dict[tuple[str, str], float]:
-    spent: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for piece in path:
-        spent[piece.edge, piece.span.name if by_name else ""] += piece.seconds
-    return dict(spent)
-
-
-def _culprit(
-    title: str,
-    seconds: float,
-    median_s: float | None,
-    parts: Sequence[PathShare],
-    path: Sequence[PathPiece],
-) -> str:
-    """One sentence: the cause of a slow trace, or the parts of one that is not slow."""
-    slow = median_s is not None and seconds > _SLOWER * median_s
-    part = max(parts, key=lambda one: one.more_s) if slow else parts[0]
-    longest = max(
-        (one for one in path if one.key == (part.edge, part.name)), key=lambda one: one.seconds
-    )
-    told = ", ".join(f"{key} {value}" for key, value in about(longest).items())
-    what = f"{part.name} in {longest.span.service}"
-    aside = f"longest piece {longest.seconds:.2f} s{f': {told}' if told else ''}"
-    if slow and median_s is not None:
-        return (
-            f"{title} took {seconds:.2f} s, {seconds - median_s:.2f} s more than the median, and "
-            f"{max(part.more_s, 0.0):.2f} s more of it went to {what} ({aside})"
-        )
-    usual = "" if median_s is None else f", {_beside(seconds, median_s)}"
-    return f"{title} took {seconds:.2f} s{usual}, and {part.share:.0%} of it is {what} ({aside})"
-
-
-def _chosen_step(steps: Sequence[EndedStep], which: str) -> EndedStep:
-    """The last attempt of the step with that number; without a number, the slowest step."""
-    if not steps:
-        raise NotFound("no step of the run has ended, or it keeps no spans", seen="no span of one")
-    if not which:
-        return max(steps, key=lambda one: one.seconds)
-    wanted = [one for one in steps if one.number == int(which)]
+    wanted = [trace for trace, number in numbers.items() if step in (None, number)]
     if not wanted:
-        allowed = f"{steps[0].number} to {steps[-1].number}"
-        raise NotFound("no such step has ended", seen=which, allowed=allowed)
-    return wanted[-1]
+        allowed = f"{min(numbers.values())} to {max(numbers.values())}"
+        raise NotFound("no such step has ended", seen=step, allowed=allowed)
+    chosen = max(wanted, key=lambda trace: seconds[trace]) if step is None else wanted[-1]
+    others = sorted(numbers.keys() - {chosen}, key=lambda trace: numbers[trace])
+    peers = others[:: -(-len(others) // _PEERS) or 1]
+    paths = {
+        trace: critical_path(spans) for trace, spans in _load(directory, {chosen, *peers}).items()
+    }
+    return _compared(numbers[chosen], paths.pop(chosen), list(paths.values()))
 
 
-def _beside(seconds: float, median_s: float) -> str:
-    """Wording for a trace that is not slow."""
-    if seconds * _SLOWER < median_s:
-        return f"{median_s - seconds:.2f} s less than the median"
-    return f"as long as others (median {median_s:.2f} s)"
+def _compared(step: int, path: Spent, peers: Sequence[Spent]) -> Explanation:
+    def median_s(values: Iterable[float]) -> float | None:
+        return median(values) / 1e9 if peers else None
+
+    parts = [
+        Part(*key, spent_ns / 1e9, median_s(one[key] for one in peers))
+        for key, spent_ns in path.most_common()
+    ]
+    whole = median_s(one.total() for one in peers)
+    return Explanation(step, path.total() / 1e9, whole, len(peers), parts)
 
 
-def _seconds(path: Iterable[PathPiece]) -> float:
-    return sum(piece.seconds for piece in path)
+def _load(directory: Path, traces: Collection[str]) -> Mapping[str, Sequence[SpanRecord]]:
+    found: dict[str, list[SpanRecord]] = {trace: [] for trace in traces}
+    for span in read_spans(directory, list(traces)):
+        kept = found.get(span.trace_id)
+        if kept is not None and len(kept) < _SPANS:
+            kept.append(span)
+    return found
 
 
-def _share_json(one: PathShare) -> dict[str, Any]:
-    found = {"edge": one.edge, "seconds": one.seconds, "share": one.share, "median_s": one.median_s}
-    return found | ({"span": one.name} if one.name else {})
+def critical_path(spans: Iterable[SpanRecord]) -> Spent:
+    """Nanoseconds of a step on its critical path, by edge and name of the span.
+
+    Several step spans without a parent are one root, since a restarted coordinator begins another.
+    Children of a lost parent are attached to the root.
+    """
+    known = {one.span_id: one for one in spans}
+    tops = [one for one in known.values() if one.name == names.STEP]
+    root = min(tops, key=lambda one: one.start_ns)
+    below: defaultdict[str, list[SpanRecord]] = defaultdict(list)
+    for one in known.values():
+        if one is not root:
+            below[one.parent_id if one.parent_id in known else root.span_id].append(one)
+    end_ns = max(one.end_ns for one in tops)
+    walk = _Walk(below)
+    walk.cover(replace(root, end_ns=end_ns), root.service, root.start_ns, end_ns)
+    return walk.spent_ns
+
+
+class _Walk:
+    """The walk from the end of a step to its start."""
+
+    def __init__(self, below: Mapping[str, Sequence[SpanRecord]]) -> None:
+        self._below = below  # spans by the id of their parent
+        self.spent_ns: Spent = Counter()
+
+    def cover(self, span: SpanRecord, edge: str, start_ns: int, end_ns: int) -> None:
+        """Counts the span's work between these times."""
+        inner, cursor = self._below.get(span.span_id, ()), end_ns
+        for child in sorted(inner, key=lambda one: one.end_ns, reverse=True):
+            begin, end = max(child.start_ns, start_ns), min(child.end_ns, cursor)
+            served = (span.kind, child.kind) == ("client", "server")
+            if end <= begin or (child.end_ns > cursor + SLACK_NS and not served):
+                continue
+            self._fill(span, edge, end, cursor)
+            self.cover(child, self._edge(child) or edge, begin, end)
+            cursor = begin
+        self._fill(span, edge, start_ns, cursor)
+
+    def _fill(self, span: SpanRecord, edge: str, start_ns: int, end_ns: int) -> None:
+        """Counts the time between two waited spans: of the child that ran there longest, otherwise
+        the span's own time.
+        """
+
+        def part(child: SpanRecord) -> tuple[int, int]:
+            return max(child.start_ns, start_ns), min(child.end_ns, end_ns)
+
+        if end_ns <= start_ns:
+            return
+        inner = self._below.get(span.span_id, ()) if end_ns - start_ns > SLACK_NS else ()
+        child = max(inner, key=lambda one: part(one)[1] - part(one)[0], default=None)
+        begin, end = part(child) if child is not None else (0, 0)
+        if child is None or end - begin <= SLACK_NS:
+            self.spent_ns[edge, span.name] += end_ns - start_ns
+            return
+        self._fill(span, edge, end, end_ns)
+        self.cover(child, self._edge(child) or edge, begin, end)
+        self._fill(span, edge, start_ns, begin)
+
+    def _edge(self, span: SpanRecord) -> str:
+        """The edge between services that begins with this span; empty if none begins."""
+        match span.kind:
+            case "client":
+                inner = self._below.get(span.span_id, ())
+                served = [one.service for one in inner if one.kind == "server"]
+                return f"{span.service} → {served[0] if served else 'a peer'} {span.name}"
+            case "producer":
+                return f"{span.service} → redis {span.name}"
+            case "consumer":
+                return f"redis → {span.service} {span.name}"
+        return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli.live import JsonView, RunView, step_line
+from paceline.cli.live import RunView, step_line
 from paceline.config import ServiceConfig
 from paceline.local.launch import ChildEvent
 from paceline.v1 import coordinator_pb2 as pb
@@ -49,15 +49,15 @@ def shown(*, terminal: bool, width: int = 110) -> str:
     console = Console(width=width, file=output, force_terminal=terminal)
     view = RunView("demo-0-1", 10, console)
     with view:
-        view.event(ChildEvent("redis", "healthy", 1))
-        view.started(ServiceConfig())
-        view.event(ChildEvent("gateway", "started", 2))
+        view.show_event(ChildEvent("redis", "healthy", 1))
+        view.show_services(ServiceConfig())
+        view.show_event(ChildEvent("gateway", "started", 2))
         for step in (0, 2, 1):
             view.state.take_fact(finished(step))
         view.state.take_fact(slot_fact(0, pb.HOLDER_DRAFTER))
-        view.event(ChildEvent("gateway", "died", 2, "was killed by SIGKILL"))
-        view.event(ChildEvent("gateway", "impaired", 2, "engine worker [1] died"))
-        view.event(ChildEvent("gateway", "recovered", 2, "engine worker [1]"))
+        view.show_event(ChildEvent("gateway", "died", 2, "was killed by SIGKILL"))
+        view.show_event(ChildEvent("gateway", "impaired", 2, "engine worker [1] died"))
+        view.show_event(ChildEvent("gateway", "recovered", 2, "engine worker [1]"))
         view.refresh()
     return output.getvalue()
 
@@ -77,7 +77,7 @@ def test_a_pipe_gets_plain_lines_alone() -> None:
     assert "everything serves" in lines[1]
     assert lines[2].startswith("  paceline page ")
     assert lines[3].startswith("  curl http://127.0.0.1:")
-    assert len(lines) == 11
+    assert len(lines) == 10
 
 
 @pytest.mark.parametrize("width", [60, 110, 200])
@@ -134,26 +134,26 @@ def test_of_several_samples_a_step_shows_accuracy_and_the_widest_pass() -> None:
 def test_a_program_gets_an_object_a_line_on_standard_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    view = JsonView("demo-0-1", 10)
+    view = RunView("demo-0-1", 10, Console(), as_json=True)
     with view:
-        view.begin(Path("/runs/demo-0-1"), ["policy_trainer: 1 of 24 GiB"])
-        view.event(ChildEvent("redis", "healthy", 1))
-        view.started(ServiceConfig())
+        view.show_start(Path("/runs/demo-0-1"), ["policy_trainer: 1 of 24 GiB"])
+        view.show_event(ChildEvent("redis", "healthy", 1))
+        view.show_services(ServiceConfig())
         view.state.take_fact(finished(0))
         view.state.take_fact(pb.Fact(services_away=pb.ServicesAway(services=["gateway"])))
-        view.say("writing the report")
-        view.line("a line [in brackets]")
-        view.failed("no memory")
-        view.again("paceline demo --resume demo-0-1")
+        view.show_phase("writing the report")
+        view.show_line("a line [in brackets]")
+        view.show("failed", "[red]no memory[/]", message="no memory")
         view.refresh()
     said, errors = capsys.readouterr()
     assert errors == ""
     objects = [json.loads(line) for line in said.splitlines()]
     kinds = " ".join(one["kind"] for one in objects)
-    assert kinds == "run process serving step away phase line failed continue"
+    assert kinds == "run process serving step away phase line failed"
     assert all(one["at"] > 1e9 for one in objects)
     assert objects[0]["directory"] == "/runs/demo-0-1"
     assert (objects[1]["name"], objects[1]["pid"]) == ("redis", 1)
     assert objects[3]["reward_mean"] == 0.5
     assert objects[4]["services"] == ["gateway"]
     assert objects[6]["text"] == "a line [in brackets]"
+    assert objects[7]["message"] == "no memory"

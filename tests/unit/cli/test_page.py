@@ -11,15 +11,14 @@ import pytest
 from rich.console import Console
 from starlette.testclient import TestClient
 
-from paceline.cli.active import gateway_figures, read_figures
+from paceline.cli.active import read_figures
 from paceline.cli.page import COOKIE, LivePage, page_app, serve_page
 from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.patience import patient
-from paceline.report.html import tips_script
+from paceline.report.html import read_asset
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.progress_pb2 import Part
 from paceline.v1.trajectory_pb2 import CommandContext
 
 TOKEN = "right"
@@ -51,7 +50,7 @@ def test_the_printed_address_opens_the_page_and_leaves_the_token_in_a_cookie(
     assert client.get("/content").text == page.drawn
     script = client.get("/page.js").text
     assert 'poll("state"' in script
-    assert tips_script() in script
+    assert read_asset("tips.js") in script
     assert ".card" in client.get("/style.css").text
 
 
@@ -111,14 +110,6 @@ async def test_figures_are_read_at_most_every_two_seconds_for_all_browsers(
     assert found == [{"requests waiting": "1"}] * 3
     monkeypatch.setattr("paceline.cli.page._FIGURES_REST_S", 0.0)
     assert await page.figures() == {"requests waiting": "2"}
-
-
-def test_a_gateway_that_does_not_answer_has_no_figures() -> None:
-    """Not zero requests: its agents may be at work."""
-    away = Part(name="gateway", trouble="does not answer within 2 s")
-    assert gateway_figures([Part(name="coordinator", counts={"step": 1}), away]) == {}
-    found = gateway_figures([Part(name="gateway", counts={"requests_waiting": 3, "offers": 0})])
-    assert (found["requests running"], found["requests waiting"]) == ("0", "3")
 
 
 @pytest.mark.slow

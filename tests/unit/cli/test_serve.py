@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import plan
 from paceline.cli.main import app
-from paceline.local import memory_plan
-
-MODEL = Path(__file__).parents[3] / "examples/demo/policy_start"
 
 
 @pytest.fixture
@@ -57,23 +53,4 @@ def test_an_unknown_service_is_refused_with_those_there_are(started: list[list[s
     done = CliRunner().invoke(app, ["serve", "trainer"])
     assert done.exit_code == 2
     assert "drafter-trainer" in done.output
-    assert started == []
-
-
-def test_the_memory_of_a_service_is_checked_before_it_starts(started: list[list[str]]) -> None:
-    words = ["gateway", "--model", str(MODEL), "engine.workers=2"]
-    done = CliRunner().invoke(app, ["serve", *words, "engine.max_batch=100000000"])
-    assert "memory may run short: " in done.output
-    assert "(gateway 2 x " in done.output
-    assert len(started) == 1
-
-
-def test_a_gpu_that_is_too_small_for_a_service_is_refused(
-    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "gpu_bytes", lambda: [memory_plan.LIBRARIES + 1])
-    words = ["policy-trainer", f"model={MODEL}", "device=cuda"]
-    done = CliRunner().invoke(app, ["serve", *words])
-    assert done.exit_code == 2
-    assert "a GPU is too small for policy_trainer" in done.output
     assert started == []

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.access import coordinator_of
-from paceline.cli.active import show_status
+from paceline.cli.active import read_figures, show_status
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig
 from paceline.events import FactPublisher
@@ -192,3 +192,14 @@ async def test_status_shows_phase_slots_and_the_last_step(
     assert any("drafter" in line and "7" in line for line in lines)
     assert lines[-2:-1] == ["gateway: offers 2, open groups 1"]
     assert lines[-1].startswith("last: step 3/9")
+
+
+async def test_the_pages_figures_come_from_the_coordinator(
+    run: tuple[ServiceConfig, Finished, FactPublisher],
+) -> None:
+    config, _, _ = run
+    assert await read_figures(config) == {
+        "serving": "p0.d0",
+        "promoted": "none",
+        "gateway": "offers 2, open groups 1",
+    }

@@ -17,7 +17,7 @@ from paceline.cli import plan
 from paceline.cli.plan import plan_run
 from paceline.errors import ConfigError
 from paceline.local import memory_plan
-from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
+from paceline.local.memory_plan import ServicePlan
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.in_place import ServedModel, storages
 from paceline.models.profiles import PROFILES, ROUNDED
@@ -47,18 +47,24 @@ def test_parameters_follow_from_the_shape() -> None:
     assert memory_plan.parameters(QWEN_7B) == pytest.approx(7.62e9, rel=0.001)
 
 
-def run_plan(*, ranks: int, saver: bool) -> RunPlan:
+def check(gib: int, *, ranks: int, saver: bool) -> str:
+    """What the plan of an engine, a policy and a drafter on the same GPUs says."""
     engine = memory_plan.sglang_plan(
         QWEN_7B, workers=4, tensor_parallel=2, item=2, pool=32 * GIB, saver=saver
     )
     drafter = memory_plan.drafter_plan(QWEN_7B, ranks=8, tokens=1024)
-    return RunPlan(engine, policy_plan(ranks=ranks, reshard=True), drafter)
+    policy = policy_plan(ranks=ranks, reshard_after_forward=True)
+    return memory_plan.check_gpus([[engine, policy, drafter]], gib * GIB)
 
 
 def policy_plan(*, ranks: int = 8, tokens: int = 512, **settings: Any) -> ServicePlan:
-    return memory_plan.policy_plan(
-        QWEN_7B, ranks=ranks, tokens=tokens, settings=PolicySizes(**settings)
-    )
+    defaults = {"reshard_after_forward": False, "recompute_activations": False, "head_rows": 1024}
+    config = PolicyTrainerConfig.model_validate({**defaults, **settings})
+    return memory_plan.policy_plan(QWEN_7B, config, ranks, tokens)
+
+
+PPO = {"algorithm": {"name": "ppo"}}
+REFERENCE = {"algorithm": {"kl": {"coefficient": 0.1}}}
 
 
 def test_a_plan_counts_every_byte_of_a_rank() -> None:
@@ -74,27 +80,38 @@ def test_a_plan_counts_every_byte_of_a_rank() -> None:
     assert policy_plan(ranks=1).parts["gathered"] == 0
     layer = memory_plan.layer_parameters(QWEN_7B)
     units = 2 * (2 * 152_064 * 3584) + 3 * layer
-    assert policy_plan(reshard=True).parts["gathered"] == 4 * units
+    assert policy_plan(reshard_after_forward=True).parts["gathered"] == 4 * units
     inputs = 28 * 3584 + memory_plan.layer_activations(QWEN_7B)
-    assert policy_plan(tokens=100, recompute=True).parts["activations"] == 4 * 100 * inputs
+    recomputed = policy_plan(tokens=100, recompute_activations=True)
+    assert recomputed.parts["activations"] == 4 * 100 * inputs
     assert policy_plan(tokens=5000).parts["logits"] == 4 * 4 * 1024 * 152_064
-    half = policy_plan(tokens=100, ranks=1, item=2)
+    half = policy_plan(tokens=100, ranks=1, compute_dtype="bfloat16")
     assert half.parts["gathered"] == (2 + 4) * 8 * share // 4
     assert half.parts["activations"] == policy_plan(tokens=100).parts["activations"] // 2
-    beside = policy_plan(critic=True, reference=True, reshard=True).parts
+
+
+def test_critic_reference_adapters_and_small_moments_are_counted() -> None:
+    share = 4 * memory_plan.parameters(QWEN_7B) // 8
     headless = share - 4 * 152_064 * 3584 // 8
-    assert beside["reference"] == share
-    assert beside["critic"] == pytest.approx(4 * headless, abs=64)
-    few = policy_plan(critic=False, reference=True, adapters=8_000, reshard=True).parts
-    assert (few["weights"], few["gradients"], few["optimizer"]) == (share + 4_000, 4_000, 8_000)
-    assert few["gathered"] == 4 * (2 * (152_064 * 3584) + 2 * layer + 2 * 8_000)
+    resharded = {"reshard_after_forward": True}
+    assert policy_plan(**REFERENCE, **resharded).parts["reference"] == share
+    critic = policy_plan(**PPO, **resharded).parts["critic"]
+    assert critic == pytest.approx(4 * headless, abs=64)
+    adapters = {"rank": 4, "targets": ["q_proj"]}
+    few = policy_plan(adapters=adapters, **REFERENCE, **resharded).parts
+    numbers = memory_plan.adapter_parameters(QWEN_7B, 4, ["q_proj"])
+    trained = 4 * numbers // 8
+    assert (few["weights"], few["gradients"]) == (share + trained, trained)
+    assert few["optimizer"] == 2 * trained
+    layer = memory_plan.layer_parameters(QWEN_7B)
+    assert few["gathered"] == 4 * (2 * (152_064 * 3584) + 2 * layer + 2 * numbers)
     assert "reference" not in few
-    small = policy_plan(moment=memory_plan.INT8, critic=True, reshard=True)
+    small = policy_plan(optimizer={"moments": "int8"}, **PPO, **resharded)
     assert small.parts["optimizer"] == pytest.approx(2 * share * (1 + 4 / 256) / 4, abs=64)
     assert small.parts["critic"] == pytest.approx(headless * (2 + (1 + 4 / 256) / 2), abs=64)
     kept = small.parts["weights"] + small.parts["optimizer"]
     assert small.stays == pytest.approx(kept + headless * (1 + (1 + 4 / 256) / 2), abs=64)
-    assert policy_plan(offload=True, critic=True, reference=True).stays == 0
+    assert policy_plan(offload=True, **PPO).stays == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -130,18 +147,17 @@ def kept_bytes(directory: Path, *, recompute: bool) -> int:
 
 
 def test_what_shares_a_gpu_fits_when_the_engine_gives_its_memory_back() -> None:
-    run_plan(ranks=8, saver=True).check(80 * GIB)
-    peaks = run_plan(ranks=8, saver=True).peaks
-    kept = run_plan(ranks=8, saver=False).peaks
-    assert kept["policy_trainer"] - peaks["policy_trainer"] == 32 * GIB
-    assert kept["gateway"] == peaks["gateway"]
+    assert check(80, ranks=8, saver=True).endswith(" of 81,920 MiB, for gateway")
+    with pytest.raises(ConfigError, match="too small for the turn of policy_trainer"):
+        check(64, ranks=8, saver=False)
+    check(64, ranks=8, saver=True)
 
 
 def test_a_plan_that_cannot_fit_a_gpu_is_refused_with_whose_turn_and_both_sizes() -> None:
     with pytest.raises(ConfigError, match=r"too small for the turn of gateway: .*seen: [\d,]+ MiB"):
-        run_plan(ranks=2, saver=True).check(64 * GIB)
+        check(64, ranks=2, saver=True)
     with pytest.raises(ConfigError, match=r"allowed: 40,960 MiB, with another model"):
-        run_plan(ranks=8, saver=False).check(40 * GIB)
+        check(40, ranks=8, saver=False)
 
 
 def test_weights_that_leave_no_room_for_keys_and_values_are_refused() -> None:
@@ -149,16 +165,6 @@ def test_weights_that_leave_no_room_for_keys_and_values_are_refused() -> None:
         memory_plan.sglang_plan(
             QWEN_7B, workers=1, tensor_parallel=1, item=2, pool=8 * GIB, saver=True
         )
-
-
-@pytest.mark.parametrize(
-    ("wanted", "slots", "cores", "gpus", "ranks"),
-    [(0, 8, 96, 8, 8), (4, 8, 96, 8, 4), (0, 2, 16, 1, 1), (0, 16, 16, 0, 2), (0, 1, 2, 0, 1)],
-)
-def test_the_policy_has_a_rank_a_slot_and_a_gpu(
-    wanted: int, slots: int, cores: int, gpus: int, ranks: int
-) -> None:
-    assert memory_plan.policy_ranks(wanted, slots, cores=cores, gpus=gpus) == ranks
 
 
 def planned(*overrides: str) -> plan.Checked:
@@ -209,7 +215,11 @@ def test_the_gpus_of_a_machine_are_those_that_may_be_seen(
     visible: str | None, gib: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '0, GPU-a, {80 << 10}'; echo '1, GPU-b, {40 << 10}'\n")
+    tool.write_text(
+        "#!/bin/sh\n"
+        f'case "$3" in "") echo {80 << 10}; echo {40 << 10} ;; --id=1) echo {40 << 10} ;;\n'
+        f"--id=GPU-a,1) echo {80 << 10}; echo {40 << 10} ;; *) exit 6 ;; esac\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -363,9 +373,14 @@ def test_half_of_the_eight_gpus_carry_the_policy_where_it_has_its_own(tmp_path: 
     assert found.overrides == ["policy_trainer.ranks=4", "policy_trainer.max_staleness=2"]
     rows = PolicyTrainerConfig().rows_of_logits(152_064)
     alone = policy_plan(
-        ranks=4, tokens=10_240, reshard=True, recompute=True, item=2, head_rows=rows
+        ranks=4,
+        tokens=10_240,
+        reshard_after_forward=True,
+        recompute_activations=True,
+        compute_dtype="bfloat16",
+        head_rows=rows,
     )
-    whole = memory_plan.shown(alone.total + memory_plan.LIBRARIES)
+    whole = memory_plan.format_size(alone.total + memory_plan.LIBRARIES)
     with pytest.raises(ConfigError, match=rf"turn of policy_trainer.*seen: {whole}"):
         plan_run(files, [f"gateway.model={tmp_path}"], [40 * GIB] * 8)
 
@@ -389,10 +404,7 @@ def test_the_slowest_services_own_deadline_is_waited_for() -> None:
     assert planned("policy_trainer.start_deadline_s=700").start_s == 700
 
 
-@pytest.mark.parametrize("saver", [False, True])
-def test_the_plan_of_an_embedded_worker_is_what_its_slots_hold(
-    tmp_path: Path, *, saver: bool
-) -> None:
+def test_the_plan_of_an_embedded_worker_is_what_its_slots_hold(tmp_path: Path) -> None:
     """All of it is allocated once: 3 sequences and 2 kept ones of 20 tokens, each with 3 states."""
     save_random(tmp_path, "llama")
     config = read_config(tmp_path)
@@ -401,13 +413,11 @@ def test_the_plan_of_an_embedded_worker_is_what_its_slots_hold(
     planned_for = memory_plan.embedded_plan(
         config,
         workers=2,
-        running=3,
-        kept=2,
+        sequences=5,
         tokens=20,
         item=4,
         states=3,
         drafter=True,
-        saver=saver,
     )
     slots = {
         "keys and values": store.kv.data.nbytes,
@@ -415,8 +425,6 @@ def test_the_plan_of_an_embedded_worker_is_what_its_slots_hold(
         "token ids": store.token_ids.nbytes,
     }
     assert {name: planned_for.parts[name] for name in slots} == slots
-    freed = store.release() + planned_for.parts["weights"]
-    assert planned_for.stays == planned_for.total - (freed if saver else 0)
 
 
 @pytest.mark.parametrize("profile", ROUNDED)
@@ -433,13 +441,11 @@ def test_the_plan_of_a_profile_is_what_its_engine_keeps_but_for_norms_and_scales
     planned_for = memory_plan.embedded_plan(
         config,
         workers=1,
-        running=1,
-        kept=0,
+        sequences=1,
         tokens=1,
         item=4,
         states=0,
         drafter=False,
-        saver=False,
         matrix_item=1,
     )
     assert planned_for.parts["weights"] == sum(kept.values()) - small

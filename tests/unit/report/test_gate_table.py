@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.report.journal import Ruling
+from paceline.report.journal import Decision
 from paceline.report.tables import gate_table
 
 FIGURES = {
@@ -16,17 +16,13 @@ FIGURES = {
 
 
 def test_the_newest_decision_stands_first_with_candidate_against_serving() -> None:
-    rulings = [Ruling(n, "kept", n, FIGURES) for n in range(30)]
-    rulings.append(Ruling(30, "promoted", 31, FIGURES))
-    table = gate_table(rulings)
-    first = table[table.index("<tbody>") :]
-    assert first.startswith(
-        "<tbody><tr><td>31</td><td>promoted</td><td>d31</td><td>eagle</td>"
-        '<td class="n">2.50 : 2.25</td>'
-    )
-    assert table.count("<tr>") == 1 + 20
+    decisions = [Decision(n, "kept", n, FIGURES) for n in range(30)]
+    decisions.append(Decision(30, "promoted", 31, FIGURES))
+    table = gate_table(decisions)
+    assert table.rows[0][:5] == (31, "promoted", "d31", "eagle", "2.50 : 2.25")
+    assert len(table.rows) == 20
 
 
 def test_a_decision_without_figures_has_dashes() -> None:
-    assert "– : –" in gate_table([Ruling(0, "refused", 1, {})])
-    assert "not judged" in gate_table([])
+    assert "– : –" in gate_table([Decision(0, "refused", 1, {})]).rows[0]
+    assert "not judged" in gate_table([]).empty

@@ -17,7 +17,7 @@ from paceline.report.charts import (
     ticks,
     timeline,
 )
-from paceline.report.html import render, waterfall_rows
+from paceline.report.html import render, show_value, trace_rows
 from paceline.report.journal import RunHistory
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import summarize
@@ -56,7 +56,7 @@ def test_the_page_is_well_formed_and_has_every_section(
     parser = Balance()
     parser.feed(text)
     assert parser.open == []
-    assert parser.seen.count("svg") == 12 + 2 + 1  # charts, timelines, waterfall
+    assert parser.seen.count("svg") == 12 + 2 + 1  # charts, timelines, trace
     for title in (
         "Reward and held-out accuracy",
         "Parts of the reward",
@@ -90,15 +90,17 @@ def test_text_of_the_run_cannot_become_markup(history: RunHistory, spans: SpanRe
 def test_a_run_that_measured_nothing_still_has_a_page(history: RunHistory) -> None:
     bare = RunHistory(served=history.served[:1], began_s=5.0, ended_s=6.0, phase="evaluate")
     summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
-    assert render(summary, bare, SpanReport()).count("nothing was measured") >= 5
+    text = render(summary, bare, SpanReport())
+    assert "Not measured in this run: Reward and held-out accuracy; " in text
+    assert "<svg" not in text
 
 
-def test_the_waterfall_shows_the_longest_of_many_equal_spans(spans: SpanReport) -> None:
-    rows = {span.name: (span, count) for span, count, _ in waterfall_rows(spans.trace)}
+def test_the_trace_shows_the_longest_of_many_equal_spans(spans: SpanReport) -> None:
+    rows = {span.name: (span, count) for span, count, _ in trace_rows(spans.trace)}
     session, count = rows["rollout.session"]
     assert count == 100
     assert session.duration_s == pytest.approx((400 + 9 * 100 - 11) / 1e3)
-    depths = {span.name: depth for span, _, depth in waterfall_rows(spans.trace)}
+    depths = {span.name: depth for span, _, depth in trace_rows(spans.trace)}
     assert (depths["step"], depths["policy.optimizer_step"], depths["drafter.micro_step"]) == (
         0,
         1,
@@ -125,14 +127,13 @@ def test_a_line_spans_its_frame_and_breaks_at_a_gap() -> None:
     )
     path = re.search(r'class="line c0" d="([^"]+)"', drawn)
     assert path is not None
-    assert path.group(1) == "M46.0 176.0L213.3 10.0M548.0 93.0"
-    assert re.findall(r'<circle class="dot c0" cx="([^"]+)" cy="([^"]+)"', drawn) == [
-        ("548.0", "93.0")
-    ], "a measurement between two gaps would not be seen otherwise"
+    assert path.group(1) == "M46.0 176.0h0L213.3 10.0M548.0 93.0h0"
 
 
 def test_columns_add_up_to_the_height_of_the_whole() -> None:
-    drawn = stacked_columns(["a", "b"], [(1.0, [0.25, 0.75])], colors=["c0", "c1"], y_label="y")
+    drawn = stacked_columns(
+        [Series("a", [(1.0, 0.25)], "c0"), Series("b", [(1.0, 0.75)], "c1")], y_label="y"
+    )
     tops = [float(y) for y in re.findall(r"M[\d.]+ ([\d.]+)h", drawn)]
     bottoms = [float(y) for y in re.findall(r"V([\d.]+)h", drawn)]
     assert bottoms[0] == 176.0
@@ -142,20 +143,23 @@ def test_columns_add_up_to_the_height_of_the_whole() -> None:
 
 def test_a_timeline_cuts_bars_at_its_window() -> None:
     bars = [Bar(0, 0.0, 10.0, "c0"), Bar(1, 20.0, 30.0, "c1")]
-    drawn = timeline(["a", "b"], bars, 5.0, 15.0, titles=True, label="slots")
+    drawn = timeline(["a", "b"], bars, 5.0, 15.0, "slots")
     widths = [
-        float(w)
-        for w in re.findall(r'<rect class="fill c\d" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', drawn)
+        float(w) for w in re.findall(r'<path class="fill c\d" d="M[\d.]+ \d+h([\d.]+)v', drawn)
     ]
     assert widths == [pytest.approx((1140 - 62 - 12) / 2)]
 
 
-def test_a_timeline_without_titles_names_each_colour_once_and_its_scale() -> None:
-    bars = [Bar(0, at, at + 1.0, "c0", "5 s", "idle <") for at in range(50)]
-    drawn = timeline(["a"], bars, 0.0, 106.6, titles=False, label="slots")
-    assert re.findall("<title>([^<]*)</title>", drawn) == ["idle &lt;"]
-    assert 'data-scale="62 0.1 22"' in drawn
-    assert "data-scale" not in timeline(["a"], bars, 0.0, 50.0, titles=True, label="slots")
+def test_each_bar_has_its_title_and_very_many_bars_of_a_colour_are_one_path() -> None:
+    few = [Bar(0, at, at + 1.0, "c0", f"bar <{at}>") for at in range(50)]
+    assert "<title>bar &lt;7&gt;</title>" in timeline(["a"], few, 0.0, 50.0, "slots")
+    many = [Bar(0, at, at + 1.0, "c0", f"bar {at}") for at in range(2001)]
+    assert timeline(["a"], many, 0.0, 2001.0, "slots").count("<title>") == 1
+
+
+def test_a_value_of_the_summary_is_shown_as_text() -> None:
+    assert show_value({"too_few": 1.5, "commit": 0.0}) == "too few 1.5"
+    assert [show_value(one) for one in (None, {}, 1234)] == ["not measured", "none", "1,234"]
 
 
 @pytest.mark.parametrize(

@@ -77,19 +77,6 @@ def test_what_a_journal_tells_twice_counts_once(
     assert again.served == history.served
 
 
-def test_the_decision_by_which_a_drafter_came_to_serve_is_kept_behind_many_others(
-    tmp_path: Path, synthetic: ModuleType
-) -> None:
-    first, *others = synthetic.entries(60)  # the gate keeps one in every step
-    details = {"kind": "eagle", "survival": [0.5]}
-    promoted = {"event": "GatePromoted", "data": {"drafter_version": 3, "details": details}}
-    lines = [first, {**first, **promoted}, *others]
-    (tmp_path / "journal.jsonl").write_bytes(b"".join(pack_entry(line) + b"\n" for line in lines))
-    history = read_history(tmp_path / "journal.jsonl")
-    assert "promoted" not in {one.decision for one in history.gate}
-    assert {version: one.figures for version, one in history.promoted.items()} == {3: details}
-
-
 def test_an_amended_record_replaces_the_first(tmp_path: Path, synthetic: ModuleType) -> None:
     entries = list(synthetic.entries(1))
     closing = next(entry for entry in entries if entry.get("record"))

@@ -11,15 +11,18 @@ import pytest
 import redis.asyncio
 
 from paceline.errors import DataLoss
+from paceline.report.html import content
+from paceline.report.journal import RunHistory
 from paceline.report.samples import (
     SHOWN,
     ShownSample,
     newest_samples,
     read_samples,
-    samples_section,
     write_samples,
 )
-from paceline.streams import RedisStream, encode_trajectory, run_key
+from paceline.report.spans import SpanReport
+from paceline.report.summary import summarize
+from paceline.streams import LedgerCount, RedisStream, encode_trajectory, run_key
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start" / "tokenizer.json"
@@ -42,13 +45,20 @@ SAMPLE = ShownSample(
 
 
 def test_tokens_are_shaded_by_log_prob_and_accepted_drafts_underlined() -> None:
-    shown = samples_section([SAMPLE])
+    assert SAMPLE.parts() == [
+        ("s0", "-0.01 off", "<b>"),
+        ("s3 accepted", f"-3.00 -2.50 {ARM}", "44"),
+        ("s3", f"-2.50 {ARM}", "8"),
+        ("prompt", "", "tool"),
+    ]
+
+
+def test_text_of_a_sample_cannot_become_markup(history: RunHistory) -> None:
+    summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    shown = content(summary, history, SpanReport(), [SAMPLE]).split("<h2>Samples</h2>")[1]
     assert '<span class="s0" title="-0.01 off">&lt;b&gt;</span>' in shown
-    assert f'<span class="s3 accepted" title="-3.00 -2.50 {ARM}">44</span>' in shown
-    assert f'<span class="s3" title="-2.50 {ARM}">8</span>' in shown
-    assert '<span class="prompt">tool</span>' in shown
+    assert '<span class="prompt">tool</span> … 7 more tokens' in shown
     assert "t&lt;1&gt; · step 4 · p4 · reward 0.5" in shown
-    assert "7 more tokens" in shown
     assert "<b>" not in shown
 
 

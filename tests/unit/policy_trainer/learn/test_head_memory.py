@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer.held import Held
 from unit.policy_trainer.sharded_step import trajectories
 
-from paceline.local.memory_plan import LOGITS, PolicySizes, policy_plan
+from paceline.local.memory_plan import LOGITS, policy_plan
 from paceline.models.config import read_config
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig, rows_of_head
@@ -47,9 +47,8 @@ def test_a_step_holds_one_chunk_of_logits_and_no_more_than_is_planned(
     with Held() as held:
         learner.step(batch)
     chunk = 4 * HEAD_ROWS * VOCABULARY
-    plan = policy_plan(
-        read_config(tmp_path), ranks=1, tokens=tokens, settings=PolicySizes(head_rows=HEAD_ROWS)
-    )
+    settings = PolicyTrainerConfig(head_rows=HEAD_ROWS)
+    plan = policy_plan(read_config(tmp_path), settings, ranks=1, tokens=tokens)
     whole = plan.parts["gradients"] + plan.parts["optimizer"]
     assert chunk < held.most <= LOGITS * chunk + whole + plan.parts["activations"]
 
