@@ -173,7 +173,7 @@ sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE
 vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator
 (mlp_speculator).
 
-arctic: LSTM speculator of either method, for Snowflake's ArcticInference plugin of vLLM (method
+arctic: LSTM speculator, for Snowflake's ArcticInference plugin of vLLM (method
 arctic).
 
 native: every kind, for `paceline serve gateway --drafter DIR` and `paceline drafter train --from

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import errors
-from paceline.ranks.messages import Impaired, ProgressReport, Save
+from paceline.ranks.messages import Impaired, ProgressReport, Save, Saved
 from paceline.services.policy_trainer import messages, metrics, publish, rank_zero
 from paceline.services.policy_trainer.audit import audit_figures, judged
 from paceline.services.policy_trainer.batches import batcher, records
@@ -317,7 +317,7 @@ class PolicyTrainer:
         self._writer.kept = best.policy_version
         if self.zero:
             path = self._writer.path(best.policy_version)
-            self.zero.tell(messages.Kept(command.command_id, str(path), best.policy_version))
+            self.zero.tell(Saved(command.command_id, str(path), best.policy_version))
 
     def settle(self) -> None:
         """Waits for the pending checkpoint, then acknowledges its groups."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -118,17 +118,12 @@ class RecurrentNet(DraftNet):
         self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
 
     @classmethod
-    def build(cls, target: ModelConfig, options: RecurrentOptions) -> Self:
-        """The network with these options; its weights are unspecified."""
-        return cls(target, options)
-
-    @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
         """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
         mean square.
         """
         assert isinstance(options, RecurrentOptions)
-        net, generator = cls.build(target, options), torch.Generator().manual_seed(seed)
+        net, generator = cls(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in net.parameters():
                 if parameter.dim() == 2:
@@ -147,7 +142,7 @@ class RecurrentNet(DraftNet):
                 seen=name,
                 allowed=", ".join(cls.kind.architectures),
             )
-        return cls.build(target, options.model_copy(update=cls.read_shape(raw, target)))
+        return cls(target, options.model_copy(update=cls.read_shape(raw, target)))
 
     @classmethod
     @abstractmethod
@@ -173,34 +168,6 @@ class RecurrentNet(DraftNet):
         """Adds the heads of the drafts, `head.0` and so on."""
         heads = (Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
         self.add_module("head", nn.ModuleList(heads))
-
-    def add_matrices(self, tied: bool, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        """Adds embedding, projection, norm and head of each draft, wrapped by `wrap`."""
-        drafts = self.options.n_predict
-        inputs = [self.target.hidden_size] + [self.width] * (
-            (min(2, drafts) if tied else drafts) - 1
-        )
-        apart = range(1 if tied else drafts)
-        self.emb = nn.ModuleList(
-            wrap(nn.Embedding(self.target.vocab_size, self.width)) for _ in apart
-        )
-        self.proj = nn.ModuleList(wrap(Linear(size, self.width, bias=False)) for size in inputs)
-        self.ln = nn.ModuleList(wrap(BiasedNorm(self.width)) for _ in apart)
-        self.add_heads(len(apart))
-
-    def matrices_by_step(self, tied: bool, place: str) -> list[StepWeights]:
-        """Weights of `add_matrices`; `place`: name of a module in its wrapping."""
-        last = len(self.proj) - 1
-        return [
-            StepWeights(
-                self.get_parameter(f"proj.{min(step, last)}{place}.weight"),
-                (self.get_parameter(f"emb.{own}{place}.weight"),),
-                (self.norm_pair(f"ln.{own}{place}"),),
-                self.get_parameter(f"head.{own}.weight"),
-            )
-            for step in range(self.options.n_predict)
-            for own in (0 if tied else step,)
-        ]
 
     def norm_pair(self, name: str) -> NormPair:
         """Weight and bias of a norm."""
@@ -325,15 +292,6 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
 
     def bind(self, target: DecoderWeights) -> None:
         """No effect: it has its own embeddings and heads."""
-
-    def catch_up(self, batch: DraftBatch) -> None:
-        """No effect: no state of a sequence is kept."""
-
-    def free(self, slot: int) -> None:
-        """No effect: no state of a sequence is kept."""
-
-    def move(self, source: int, destination: int, length: int) -> None:
-        """No effect: no state of a sequence is kept."""
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """The most likely chain or tree, at most n_predict levels; see Speculator.propose."""

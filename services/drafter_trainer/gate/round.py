@@ -9,12 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from paceline.services.drafter_trainer import messages as m
-from paceline.services.drafter_trainer.gate.comparison import (
-    Chain,
-    Judgement,
-    MeasuredCosts,
-    judge,
-)
+from paceline.services.drafter_trainer.gate import comparison
 from paceline.services.drafter_trainer.gate.evaluate import GateJob
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
@@ -36,6 +31,10 @@ class DrafterState:
         return self.net.kind.name
 
 
+Judgements = list[list[comparison.Judgement]]
+"""By candidate and rival."""
+
+
 @dataclass(frozen=True, slots=True)
 class GateRound:
     """`rivals` are the serving drafter, after a rollback the one rolled back, and a promoted one
@@ -49,7 +48,9 @@ class GateRound:
     rivals: tuple[DrafterState, ...]
     steps: int  # optimiser steps behind the drafter in training
 
-    def judgements(self, costs: MeasuredCosts) -> tuple[list[list[Judgement]], bool]:
+    def judgements(
+        self, costs: comparison.MeasuredCosts
+    ) -> tuple[list[list[comparison.Judgement]], bool]:
         """Each candidate against each rival by the measurements so far, and whether the costs are
         measured.
         """
@@ -57,19 +58,22 @@ class GateRound:
         drafters = (*self.rivals, *self.candidates)
         size_groups, known = costs.size_groups({one.kind for one in drafters})
         chains = [
-            Chain(one.kind, measured.accepted[index], size_groups[one.kind])
+            comparison.Chain(one.kind, measured.accepted[index], size_groups[one.kind])
             for index, one in enumerate(drafters)
         ]
         rivals, candidates = chains[: len(self.rivals)], chains[len(self.rivals) :]
-        found = [[judge(one, rival, measured.groups) for rival in rivals] for one in candidates]
+        found = [
+            [comparison.judge(one, rival, measured.groups) for rival in rivals]
+            for one in candidates
+        ]
         return found, known
 
-    def serving_alone(self, costs: MeasuredCosts) -> tuple[Judgement, bool]:
+    def serving_alone(self, costs: comparison.MeasuredCosts) -> tuple[comparison.Judgement, bool]:
         """The serving drafter against itself, and whether the costs are measured."""
         measured, kind = self.job.measured(), self.rivals[0].kind
         size_groups, known = costs.size_groups({kind})
-        chain = Chain(kind, measured.accepted[0], size_groups[kind])
-        return judge(chain, chain, measured.groups), known
+        chain = comparison.Chain(kind, measured.accepted[0], size_groups[kind])
+        return comparison.judge(chain, chain, measured.groups), known
 
 
 def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureSample]:
@@ -82,13 +86,15 @@ def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureS
 
 log = get_logger("drafter_trainer")
 
-_FIGURES = {field.name for field in fields(m.Judged)} & {field.name for field in fields(Judgement)}
+_FIGURES = {field.name for field in fields(m.Judged)} & {
+    field.name for field in fields(comparison.Judgement)
+}
 
 
 def judged(
     kind: str,
     version: int,
-    judgement: Judgement,
+    judgement: comparison.Judgement,
     head: PolicyHead,
 ) -> m.Judged:
     """The record of a kept candidate."""
@@ -104,7 +110,7 @@ def judged(
     )
 
 
-def reopened(kind: str, version: int, itself: Judgement, head: PolicyHead) -> m.Judged:
+def reopened(kind: str, version: int, itself: comparison.Judgement, head: PolicyHead) -> m.Judged:
     """The record of a serving drafter that has fallen while training was frozen."""
     return m.Judged(
         epoch=0,

@@ -46,15 +46,12 @@ def train(**given: Any) -> None:
         given["options"] = parse_options(given["options"] or [])
         given["model"] = model_directory(str(given["model"]), _print)
         code = asyncio.run(follow(OfflineConfig.model_validate(given)))
-    except ValidationError as error:
-        first = error.errors()[0]
-        _print(
-            f"paceline drafter train: {_flag(str(first['loc'][0]))}: {first['msg']}; "
-            f"seen: {first['input']}"
-        )
-        raise typer.Exit(2) from error
-    except PacelineError as error:
-        _print(f"paceline drafter train: {error}")
+    except (ValidationError, PacelineError) as error:
+        text = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            text = f"{_flag(str(first['loc'][0]))}: {first['msg']}; seen: {first['input']}"
+        _print(f"paceline drafter train: {text}")
         raise typer.Exit(2) from error
     raise typer.Exit(code)
 
@@ -117,11 +114,15 @@ async def follow(config: OfflineConfig) -> int:
         log_dir=config.out / "logs",
         config=config,
     )
-    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        _print("saving; the same command goes on from there")
+        group.signal(signal.SIGTERM)
+
     async with group:
         await group.start(patient(START_DEADLINE_S))
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _stop, group)
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         while True:
             _, payload = await group.receive(SILENCE_DEADLINE_S)
             message = json.loads(payload)
@@ -143,16 +144,9 @@ def line_of(message: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name} {_shown(one)}" for name, one in value.items())
     if isinstance(value, list):
         return " ".join(map(_shown, value))
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _stop(group: RankGroup) -> None:
-    _print("saving; the same command goes on from there")
-    group.signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -60,12 +60,8 @@ class OfflineConfig(Config):
     """Steps of linear warm-up."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the model: float32 | bfloat16."""
-    regenerate: bool = False
-    """Train on the model's own answers to the prompts."""
-    max_tokens: int = Field(default=256, ge=2)
-    """Maximum tokens of such an answer."""
     temperature: Temperature = 1.0
-    """Temperature of such answers and of evaluations; 0 is greedy."""
+    """Temperature of the model in evaluations; 0 is greedy."""
     heldout_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of sequences for evaluation."""
     eval_every: int = Field(default=200, ge=1)
@@ -79,7 +75,7 @@ class OfflineConfig(Config):
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads per rank."""
     seed: int = Field(default=0, ge=0)
-    """Seed of weights, order, windows and answers."""
+    """Seed of weights, order and windows."""
     resume: bool = True
     """Continue the run in OUT."""
 

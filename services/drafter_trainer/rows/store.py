@@ -36,7 +36,7 @@ class RowStore:
     """
 
     def __init__(
-        self, config: BufferConfig, heads: PolicyHeads, seed: int, *, batch_bytes: int
+        self, config: BufferConfig, heads: PolicyHeads, seed: int, batch_bytes: int
     ) -> None:
         """`batch_bytes`: most bytes of captured states in a row."""
         self._config, self.heads, self._batch_bytes = config, heads, batch_bytes

@@ -8,14 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.services.policy_trainer.algorithm_settings import PpoConfig, ReinforceConfig
-from paceline.services.policy_trainer.algorithms import base, grpo
-from paceline.services.policy_trainer.algorithms.advantages import (
-    at_last_tokens,
-    generalized_advantages,
-    group_relative,
-    normalized,
-    returns_to_go,
-)
+from paceline.services.policy_trainer.algorithms import advantages, base, grpo
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +25,14 @@ class Ppo(grpo.Clipped):
 
     def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantage of each token."""
-        return normalized(self.estimates(batch))
+        return advantages.normalized(self.estimates(batch))
 
     def estimates(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages before normalisation. Advantage plus value of a token is the return that the
         critic learns.
         """
-        return generalized_advantages(
-            at_last_tokens(batch.rewards, batch.owners) - batch.penalties,
+        return advantages.generalized_advantages(
+            advantages.at_last_tokens(batch.rewards, batch.owners) - batch.penalties,
             batch.values,
             batch.owners,
             gamma=self.settings.gamma,
@@ -59,6 +52,8 @@ class ReinforcePlusPlus(grpo.Clipped):
         """Advantages; 0 if all tokens of the batch would have the same."""
         rewards = batch.rewards
         if self.settings.name == "reinforce_plus_plus_baseline":
-            rewards = group_relative(rewards, batch.groups, batch.weights, normalize_std=False)
-        earned = at_last_tokens(rewards, batch.owners) - batch.penalties
-        return normalized(returns_to_go(earned, batch.owners))
+            rewards = advantages.group_relative(
+                rewards, batch.groups, batch.weights, normalize_std=False
+            )
+        earned = advantages.at_last_tokens(rewards, batch.owners) - batch.penalties
+        return advantages.normalized(advantages.returns_to_go(earned, batch.owners))

@@ -16,17 +16,8 @@ from typing import Protocol
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.services.policy_trainer import messages, metrics
 from paceline.services.policy_trainer.algorithms.advantages import without_variance
+from paceline.services.policy_trainer.batches import groups as held_groups
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
-from paceline.services.policy_trainer.batches.groups import (
-    Batch,
-    GroupFilter,
-    HeldGroups,
-    HeldTrajectory,
-    Wanted,
-    batch_of,
-    close,
-    is_complete,
-)
 from paceline.services.policy_trainer.batches.records import StepRecord
 from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, names, span
@@ -61,7 +52,7 @@ class Batcher:
         *,
         max_staleness: int,
         max_pending: int = MAX_PENDING,
-        keeps: GroupFilter | None = None,
+        keeps: held_groups.GroupFilter | None = None,
     ) -> None:
         """`keeps`: a user's filter of groups; its answers are in the step's record."""
         self._stream = stream
@@ -69,7 +60,7 @@ class Batcher:
         self._max_staleness = max_staleness
         self._max_pending = max_pending
         self._keeps = keeps
-        self._held = HeldGroups()  # not yet in a batch
+        self._held = held_groups.HeldGroups()  # not yet in a batch
         self._trained: set[str] = set()  # entry ids in batches that are in no checkpoint yet
         self.dead_letters = 0
 
@@ -81,7 +72,7 @@ class Batcher:
         for entry in await self._stream.unacked(GROUP, CONSUMER):
             await self._admit(entry)
 
-    async def collect(self, wanted: Wanted) -> Batch:
+    async def collect(self, wanted: held_groups.Wanted) -> held_groups.Batch:
         """Waits until every wanted group has all its sessions complete, or until the deadline, and
         closes the groups. Everything in the stream by then counts, even if this process runs late.
 
@@ -90,7 +81,7 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wanted.deadline_s
-        while not is_complete(wanted, self._held):
+        while not held_groups.is_complete(wanted, self._held):
             remaining = max(end - loop.time(), 0.0)
             self._require_room()
             entries = await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining)
@@ -104,9 +95,9 @@ class Batcher:
             if not remaining and len(entries) < _READ_COUNT:
                 break
 
-        return close(wanted, self._held, self._max_staleness, self._keeps)
+        return held_groups.close(wanted, self._held, self._max_staleness, self._keeps)
 
-    def take(self, record: StepRecord) -> Batch:
+    def take(self, record: StepRecord) -> held_groups.Batch:
         """The batch of a recorded step again. Raises DataLoss when an entry is missing."""
         missing = [entry for entry in record.trained if entry not in self._held]
         if missing:
@@ -114,7 +105,7 @@ class Batcher:
                 f"step {record.step} cannot be replayed: entries of its batch are gone",
                 seen=missing[:4],
             )
-        return batch_of(record, [self._held[entry] for entry in record.trained])
+        return held_groups.batch_of(record, [self._held[entry] for entry in record.trained])
 
     async def settle(self, record: StepRecord) -> None:
         """Records and removes the dropped trajectories of a step, and frees the memory of its
@@ -148,7 +139,7 @@ class Batcher:
         if entry.id in self._trained:  # delivered again
             return
         try:
-            held = HeldTrajectory(
+            held = held_groups.HeldTrajectory(
                 entry.id,
                 decode_trajectory(entry.fields, entry.payload),
                 entry.fields.get("traceparent", ""),
@@ -193,7 +184,7 @@ class Collected:
     waited_s: float = 0.0  # seconds until its groups were closed
 
 
-def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Collected:
+def collected_of(batch: held_groups.Batch, audit_share: float, waited_s: float = 0.0) -> Collected:
     """The batch as tensors and figures; about `audit_share` of it is audited."""
     trajectories = batch.trajectories
     tensors = make_batch(trajectories, batch.record.policy_version, audit_share)
@@ -212,7 +203,7 @@ def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Col
     return Collected(batch.record, tensors, facts, batch.links, waited_s)
 
 
-def count_batch(batch: Batch) -> None:
+def count_batch(batch: held_groups.Batch) -> None:
     """Records the trained and dropped trajectories of a new batch as metrics."""
     for lag, count in batch.staleness.items():
         for _ in range(count):

@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import DataLoss
-from paceline.services.policy_trainer.algorithms import build_algorithm
-from paceline.services.policy_trainer.algorithms.base import (
-    Algorithm,
-    SessionBatch,
-    TokenBatch,
-    ValueAlgorithm,
-)
+from paceline.services.policy_trainer.algorithms import base, build_algorithm
 from paceline.services.policy_trainer.algorithms.losses import divergence
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
@@ -88,7 +82,7 @@ class Learner:
         self.mesh = mesh
         self.reference = reference
         self.critic = critic
-        self.algorithm: Algorithm = build_algorithm(config.algorithm)
+        self.algorithm: base.Algorithm = build_algorithm(config.algorithm)
         self.objective = PolicyObjective(config.algorithm, self.algorithm)
         self.packer = Packer(config, mesh, pair_cost(model))
         self.parts = StepParts()
@@ -175,13 +169,13 @@ class Learner:
         kl = self.config.algorithm.kl
         if kl.coefficient and kl.place == "reward" and proximal is not None:
             penalties = kl.coefficient * divergence(proximal, reference, kl.estimator)
-        sessions = SessionBatch(
+        sessions = base.SessionBatch(
             batch.rewards, batch.groups, batch.weights, batch.owners, penalties, values
         )
         advantages = self.algorithm.advantages(sessions)
         returns = nothing
         if self.critic:
-            returns = values + cast(ValueAlgorithm, self.algorithm).estimates(sessions)
+            returns = values + cast(base.ValueAlgorithm, self.algorithm).estimates(sessions)
         return StepStart(proximal, reference, values, advantages), returns
 
     @torch.no_grad()
@@ -279,11 +273,11 @@ class Learner:
 
     def _token_batch(
         self, batch: TrainBatch, micro: MicroBatch, known: StepStart, policy: Float[Tensor, " M"]
-    ) -> TokenBatch:
+    ) -> base.TokenBatch:
         at, device = micro.tokens.cpu(), policy.device
         proximal, behavior = known.proximal_logprobs, batch.behavior_logprobs[at].to(device)
         start = policy.detach() if proximal is None else proximal[at].to(device)
-        return TokenBatch(
+        return base.TokenBatch(
             policy_logprobs=policy,
             proximal_logprobs=behavior if self.config.algorithm.correction.bypass else start,
             behavior_logprobs=behavior,

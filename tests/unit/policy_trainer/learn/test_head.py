@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import cross_entropy
 
-from paceline.services.policy_trainer.algorithms.losses import token_entropy, token_logprobs
 from paceline.services.policy_trainer.learn.model import _Scores, head_logprobs
 
 
@@ -54,8 +53,10 @@ def test_scores_and_gradients_are_those_of_whole_logits(
         entropy_gradient=entropy_gradient,
     )
     whole = logits.clone().requires_grad_()
-    entropy = token_entropy(whole)
-    wanted = token_logprobs(whole, targets), entropy if entropy_gradient else entropy.detach()
+    scores = whole.log_softmax(-1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    own = scores.gather(-1, targets[:, None])[:, 0]
+    wanted = own, entropy if entropy_gradient else entropy.detach()
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one.double(), other, atol=1e-6)
     assert torch.allclose(gradient(ours, *found).double(), gradient(whole, *wanted), atol=1e-6)

@@ -44,8 +44,6 @@ LENGTH = 7
 SHAPES = {
     "gates": config_of("sum_lstm"),
     "an embedding for each gate": config_of("sum_lstm", tie_lstm_embs=False),
-    "matrices": config_of("sum_rnn"),
-    "a weight set for every draft": config_of("sum_rnn", tie_weights=False),
 }
 
 
@@ -105,17 +103,3 @@ def test_a_drafter_trains_all_its_weights(name: str) -> None:
         assert parameter.grad is not None
         # The first draft forgets nothing: there is no memory before it.
         assert float(parameter.grad.norm()) > 0 or key == "forget_proj.0.weight", key
-
-
-def test_without_a_method_a_drafter_is_one_of_stacks(tmp_path: Path) -> None:
-    config = SHAPES["matrices"]
-    read_net(config).save(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if key != "method"})
-    )
-    assert LstmNet.read(tmp_path, TARGET).config_json() == config
-
-
-def test_matrices_may_draft_once() -> None:
-    config = config_of("sum_rnn", n_predict=1)
-    check_chain(read_net(config), config)

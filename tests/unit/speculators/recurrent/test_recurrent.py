@@ -41,8 +41,6 @@ KINDS = {
     "mlp tied": {"tie_weights": True},
     "lstm": {"tie_lstm_embs": False},
     "lstm tied": {"tie_lstm_embs": True},
-    "lstm stacks": {"method": "sum_rnn", "tie_weights": False, "inner_dim": 12},
-    "lstm stacks tied": {"method": "sum_rnn"},
 }
 LENGTHS = (9, 14, 6, 21)
 
