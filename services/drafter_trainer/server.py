@@ -45,13 +45,13 @@ class HeadHooks:
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Sends the head to the ranks at once, since its rows may arrive before its commit."""
-        await self._ranks.tell(m.NewHead(version, str(path)))
+        await self._ranks.send_fact(m.NewHead(version, str(path)))
 
     async def on_commit(
         self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
     ) -> None:
         """Sends the serving set to the ranks, which compare the next candidate with it."""
-        await self._ranks.tell(m.Serving(versions.policy, versions.drafter))
+        await self._ranks.send_fact(m.Serving(versions.policy, versions.drafter))
 
     async def on_abort(self, target: int, version: int) -> None:
         """Does nothing: no rows refer to a head that never serves."""
@@ -184,9 +184,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
-        stopped_after_s = await self._ranks.preempt(
-            lease, context.time_remaining() or patient(driver.PREEMPT_S)
-        )
+        began, deadline_s = time.monotonic(), context.time_remaining() or patient(driver.PREEMPT_S)
+        await self._ranks.stop_lease(lease, deadline_s)
+        stopped_after_s = time.monotonic() - began
         metrics.PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
@@ -251,7 +251,7 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     check_model(Path(config.model))
     ranks, spool_dir = driver.DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
-    await _tell_spooled(spool, ranks)
+    await _send_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
     weights = WeightServicer(
         spool,
@@ -279,9 +279,9 @@ async def _progress(ranks: driver.DrafterDriver) -> GetProgressResponse:
     return GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
-async def _tell_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
+async def _send_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
     """After a restart, sends the spooled heads and the last serving set to the ranks."""
     for target, version in sorted(spool.spooled()):
-        await ranks.tell(m.NewHead(version, str(spool.path(target, version))))
+        await ranks.send_fact(m.NewHead(version, str(spool.path(target, version))))
     if spool.serving is not None:
-        await ranks.tell(m.Serving(spool.serving.policy, spool.serving.drafter))
+        await ranks.send_fact(m.Serving(spool.serving.policy, spool.serving.drafter))

@@ -20,7 +20,7 @@ from paceline.services.drafter_trainer.learn.membership import announce, hand_ou
 from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.store import PackedBatch, RowStore
 from paceline.speculators.packed import PackedRow
-from paceline.telemetry import link_current
+from paceline.telemetry import link_current, names, span
 
 MIN_MICRO_BATCH_TOKENS = 32
 DATA_WAIT_S = 0.05
@@ -101,7 +101,7 @@ class DrafterTrainer:
         self.rows.begin()
         untold = self.gate.begin(command)
         self._link.send(m.Attached(command.epoch, self._learner.members.size))
-        self._tell(untold)
+        self._send(untold)
         while (reason := self._stop_reason(activation)) is None:
             activation.slots = self.take_in(activation.epoch) or activation.slots
             self._report(activation)
@@ -144,10 +144,14 @@ class DrafterTrainer:
             slots = activation.slots[: len(rows)]
             version, kind = batch.head.policy_version, self._learner.kind
             traces = batch.traceparents
-            with metrics.micro_step_span(activation.epoch, slots, version, kind, traces) as record:
+            about = {names.EPOCH: activation.epoch, names.SLOTS: list(slots)}
+            about |= {names.POLICY_VERSION: version, names.DRAFTER: kind}
+            with span(names.DRAFTER_MICRO_STEP, about, links=sorted(traces)) as current:
                 row = hand_out(rows, self._learner.members)
                 result = self._learner.micro_step(row, batch.head)
-                record(result)
+                current.set_attribute(names.POSITIONS, result.positions)
+                current.set_attribute(names.LOSS, result.loss)
+                current.set_attribute(names.STEPPED, result.stepped)
 
         speed, known = activation.last_s / max(len(rows[0]), 1), self.seconds_per_token
         self.seconds_per_token = 0.8 * known + 0.2 * speed if known else speed
@@ -179,28 +183,27 @@ class DrafterTrainer:
         return max(MIN_MICRO_BATCH_TOKENS, min(fitting, most))
 
     def _advance_gate(self, activation: Activation) -> None:
-        with activation.timed(), metrics.gate_span(self.gate.next_version) as record:
+        about = {names.DRAFTER_VERSION: self.gate.next_version}
+        with activation.timed(), span(names.DRAFTER_GATE, about) as current:
             decisions = self.gate.advance(activation.epoch)
-            record(decisions)
-        self._tell(decisions)
+            for decision in decisions:
+                current.set_attribute(names.DECISION, decision.decision)
+                current.set_attribute(names.DRAFTER, decision.kind)
+        self._send(decisions)
 
-    def _tell(self, decisions: Iterable[m.Judged]) -> None:
+    def _send(self, decisions: Iterable[m.Judged]) -> None:
         for decision in decisions:
             metrics.record_decision(decision)
             self._link.send(decision)
 
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
+        shared = ("epoch", "steps", "micro_batches", "tokens", "busy_s", "first_step_s")
         return m.Stopped(
-            epoch=activation.epoch,
             reason=reason,
-            steps=activation.steps,
-            micro_batches=activation.micro_batches,
-            tokens=activation.tokens,
             loss=activation.loss_sum / max(activation.micro_batches, 1),
-            busy_s=activation.busy_s,
-            first_step_s=activation.first_step_s,
             total_steps=self._learner.total_steps,
             dropped=dict(self.rows.dropped + self.lost()),
+            **{name: getattr(activation, name) for name in shared},
         )
 
     def standing(self) -> m.Standing:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models import loading, products
+from paceline.models import products
 from paceline.models.config import ModelConfig, parse_config, read_count
 from paceline.models.inner_layers import check_inner_layers, dflash_inner_layers
 from paceline.speculators import kinds, layer_net, net, packed
@@ -249,20 +249,6 @@ class DflashNet(layer_net.LayerNet):
         return tuple(self.layers)
 
     # ---- checkpoints
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes; the names are the published ones."""
-        hidden = self.config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, len(self.inner) * hidden),
-            "hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,),
-        }
-        for index in range(self.depth):
-            prefix = f"layers.{index}."
-            shapes |= loading.layer_shapes(self.config, prefix)
-            shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        return shapes
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than

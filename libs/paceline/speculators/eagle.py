@@ -115,14 +115,6 @@ class EagleNet(layer_net.LayerNet):
         """See DraftNet.shards."""
         return (self.layers[0],)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes; the names are SGLang's."""
-        hidden = self.config.hidden_size
-        fc: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
-        if self.options.fc_bias:
-            fc["fc.bias"] = (hidden,)
-        return fc | loading.layer_shapes(self.config, "layers.0.")
-
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
         described = layer_net.layer_config_json(self.config, ARCHITECTURES[self.config.family])

@@ -219,22 +219,6 @@ class Eagle3Net(layer_net.LayerNet):
 
     # ---- checkpoints
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes; the names are those of SGLang's loader."""
-        hidden, shapes = self.config.hidden_size, loading.layer_shapes(self.config, "midlayer.")
-        for name in "qkv":
-            weight = f"midlayer.self_attn.{name}_proj.weight"
-            shapes[weight] = (shapes[weight][0], 2 * hidden)
-        return shapes | {
-            "fc.weight": (hidden, INNER_STATES * hidden),
-            "midlayer.input_layernorm.weight": (hidden,),
-            "midlayer.hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,),
-            "lm_head.weight": (len(self.d2t), hidden),
-            "d2t": (len(self.d2t),),
-            "t2d": (self.config.vocab_size,),
-        }
-
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than
         the layer that receives it.

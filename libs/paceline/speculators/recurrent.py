@@ -255,10 +255,6 @@ class RecurrentNet(DraftNet):
 
     # ---- checkpoints
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes."""
-        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-
     @abstractmethod
     def aliases(self) -> dict[str, str]:
         """Aliases of tied tensors -> their stored names."""

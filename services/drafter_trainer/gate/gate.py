@@ -245,14 +245,10 @@ class PublishGate:
         ]
         promoted, _, negative = max(ranks)
         drafter, judgement = now.candidates[-negative], found[-negative][0]
-        decision = self._complete(
-            replace(
-                round.judged(drafter.kind, drafter.version, judgement, head),
-                optimizer_steps=0 if drafter.net is self._first else now.steps,
-                over=self.serving.version,
-            ),
-            measured,
-            now,
+        decision = replace(
+            round.judged(drafter, judgement, now, costs_measured=measured),
+            optimizer_steps=0 if drafter.net is self._first else now.steps,
+            over=self.serving.version,
         )
         if promoted:
             decision = self._promote(drafter, decision)
@@ -290,15 +286,7 @@ class PublishGate:
             )
             return []
 
-        decision = round.reopened(self.serving.kind, self.serving.version, itself, head)
-        return [self._complete(decision, measured, now)]
-
-    def _complete(self, decision: m.Judged, measured: bool, now: round.GateRound) -> m.Judged:
-        return replace(
-            decision,
-            costs_measured=measured,
-            temperature=now.samples[-1].temperature,
-        )
+        return [round.reopened(self.serving, itself, now, costs_measured=measured)]
 
     def _rolled_back(self, taken_back: round.DrafterState) -> None:
         """Records a rollback after a fall of live acceptance.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.gate import comparison
 from paceline.services.drafter_trainer.gate.evaluate import GateJob
-from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.net import DraftNet
 from paceline.speculators.shift import conditional
@@ -92,38 +91,36 @@ _FIGURES = {field.name for field in fields(m.Judged)} & {
 
 
 def judged(
-    kind: str,
-    version: int,
-    judgement: comparison.Judgement,
-    head: PolicyHead,
+    drafter: DrafterState, judgement: comparison.Judgement, now: GateRound, *, costs_measured: bool
 ) -> m.Judged:
     """The record of a kept candidate."""
     return m.Judged(
         epoch=0,
         decision="kept",
-        kind=kind,
-        drafter_version=version,
-        policy_version=head.policy_version,
-        lm_head_hash=head.hash,
+        kind=drafter.kind,
+        drafter_version=drafter.version,
+        costs_measured=costs_measured,
+        policy_version=now.job.head.policy_version,
+        lm_head_hash=now.job.head.hash,
+        temperature=now.samples[-1].temperature,
         conditional=conditional(judgement.survival),
         **{name: getattr(judgement, name) for name in _FIGURES},
     )
 
 
-def reopened(kind: str, version: int, itself: comparison.Judgement, head: PolicyHead) -> m.Judged:
+def reopened(
+    serving: DrafterState, itself: comparison.Judgement, now: GateRound, *, costs_measured: bool
+) -> m.Judged:
     """The record of a serving drafter that has fallen while training was frozen."""
-    return m.Judged(
-        epoch=0,
+    return replace(
+        judged(serving, itself, now, costs_measured=costs_measured),
         decision="reopened",
-        kind=kind,
-        drafter_version=version,
-        serving=itself.serving,
+        candidate=0.0,
+        candidate_speedup=0.0,
         noise=itself.serving_noise,
-        serving_speedup=itself.serving_speedup,
-        policy_version=head.policy_version,
-        positions=itself.positions,
-        lm_head_hash=head.hash,
-        serving_survival=itself.serving_survival,
+        speedup_noise=0.0,
+        survival=(),
+        conditional=(),
     )
 
 

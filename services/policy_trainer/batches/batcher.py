@@ -11,7 +11,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.services.policy_trainer import messages, metrics
@@ -19,7 +18,7 @@ from paceline.services.policy_trainer.algorithms.advantages import without_varia
 from paceline.services.policy_trainer.batches import groups as held_groups
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
 from paceline.services.policy_trainer.batches.records import StepRecord
-from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
+from paceline.streams import Entry, Ledger, Stream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, names, span
 from paceline.trajectory import tokens_hash
 
@@ -32,23 +31,13 @@ _READ_COUNT = 256
 _log = get_logger(__name__)
 
 
-class Marks(Protocol):
-    """Store for the fate of branches; paceline.streams.Ledger implements it."""
-
-    async def mark_trained(self, keys: Sequence[str], step: int) -> None:
-        """Records that the step used these branches."""
-
-    async def mark_dropped(self, reasons: Mapping[str, str]) -> None:
-        """Records branches that are not trained: branch -> reason."""
-
-
 class Batcher:
     """Reader of one run's trajectory stream, the only consumer of group "policy"."""
 
     def __init__(
         self,
         stream: Stream,
-        marks: Marks,
+        marks: Ledger,
         *,
         max_staleness: int,
         max_pending: int = MAX_PENDING,

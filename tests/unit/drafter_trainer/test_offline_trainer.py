@@ -153,7 +153,9 @@ def test_a_run_with_other_settings_or_ranks_does_not_continue_the_old_run(world:
     run(world, steps=2)
     with pytest.raises(ConfigError, match="another window; --no-resume or another --out"):
         run(world, window=16)
-    with pytest.raises(ConfigError, match="another rows_per_step .*--ranks.*; seen: 2; allowed: 1"):
+    with pytest.raises(
+        ConfigError, match=r"another rows_per_step .*--ranks.*; seen: 2; allowed: 1"
+    ):
         run(world, ranks=2)
     told = run(world, window=16, resume=False, steps=1)
     assert [message["step"] for message in of(told, "trained")] == [1]
