@@ -22,15 +22,11 @@ from torch import Tensor
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import ModelConfig, architecture, read_config, read_config_json
 from paceline.models.loading import DTYPES, read_tensors
-from paceline.speculators.dflash import ARCHITECTURE as DFLASH
+from paceline.speculators import dflash, eagle, eagle3, lstm, mlp
 from paceline.speculators.dflash import DflashNet
-from paceline.speculators.eagle import ARCHITECTURES as EAGLE
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle3 import ARCHITECTURE as EAGLE3
 from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.kinds import SPECULATORS, find_kind, kind_of_checkpoint
-from paceline.speculators.lstm import ARCHITECTURE as LSTM
-from paceline.speculators.mlp import ARCHITECTURE as MLP
 from paceline.speculators.net import DraftNet, net_of
 from paceline.speculators.recurrent import RecurrentNet
 
@@ -156,12 +152,12 @@ Mapper = Callable[[Any, dict[str, Any], dict[str, Tensor]], Exported]
 
 FORMATS: dict[str, dict[Format, Mapper]] = {
     # Stock SGLang has EAGLE modules for these two families, vLLM for Llama only.
-    EAGLE["llama"]: {Format.SGLANG: _eagle_sglang, Format.VLLM: _eagle_vllm},
-    EAGLE["qwen2"]: {Format.SGLANG: _eagle_sglang},
-    EAGLE3: {Format.SGLANG: _eagle3_sglang, Format.VLLM: _eagle3_vllm},
-    DFLASH: {Format.SGLANG: _dflash_sglang},
-    MLP: {Format.VLLM: _mlp_vllm},
-    LSTM: {Format.ARCTIC: _lstm_arctic},
+    eagle.ARCHITECTURES["llama"]: {Format.SGLANG: _eagle_sglang, Format.VLLM: _eagle_vllm},
+    eagle.ARCHITECTURES["qwen2"]: {Format.SGLANG: _eagle_sglang},
+    eagle3.ARCHITECTURE: {Format.SGLANG: _eagle3_sglang, Format.VLLM: _eagle3_vllm},
+    dflash.ARCHITECTURE: {Format.SGLANG: _dflash_sglang},
+    mlp.ARCHITECTURE: {Format.VLLM: _mlp_vllm},
+    lstm.ARCHITECTURE: {Format.ARCTIC: _lstm_arctic},
 }
 """Architecture in a native config.json -> its further formats. A new kind is one line."""
 

@@ -23,10 +23,7 @@ from paceline.services.drafter_trainer.gate.publish import Promoter, PushOutcome
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
-from paceline.v1 import drafter_pb2_grpc
-from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
-from paceline.v1.progress_pb2 import GetProgressResponse
-from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1 import drafter_pb2_grpc, engine_pb2, progress_pb2, trajectory_pb2
 from paceline.weights import SERVICE_NAME as WEIGHT_SERVICE
 from paceline.weights import Spool, WeightServicer, add_weight_service
 
@@ -106,7 +103,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             metrics.SLOT_TIME.record(lease.slot_s)
 
     async def _news(
-        self, lease: driver.Lease, context: CommandContext
+        self, lease: driver.Lease, context: trajectory_pb2.CommandContext
     ) -> AsyncGenerator[pb.ActivateResponse]:
         """Yields the ranks' news and the results of pushes as they arrive, up to Detached."""
         self._promoter.start_again(context)
@@ -257,7 +254,7 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         spool,
         guard,
         HeadHooks(ranks),
-        targets=(WEIGHT_TARGET_POLICY_HEAD,),
+        targets=(engine_pb2.WEIGHT_TARGET_POLICY_HEAD,),
         handover=config.run.handover_dir("drafter_trainer"),
     )
     server = Server(config.addresses.drafter_trainer, config.security)
@@ -273,10 +270,10 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         await servicer.close()
 
 
-async def _progress(ranks: driver.DrafterDriver) -> GetProgressResponse:
+async def _progress(ranks: driver.DrafterDriver) -> progress_pb2.GetProgressResponse:
     at = ranks.standing
     counts = {"optimiser_steps": at.total_steps, "samples_waiting": at.buffer_samples}
-    return GetProgressResponse(parts=ranks.watched.parts(counts))
+    return progress_pb2.GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
 async def _send_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:

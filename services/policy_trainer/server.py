@@ -23,9 +23,8 @@ from paceline.services.policy_trainer.algorithms import check_algorithm
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
+from paceline.v1 import progress_pb2, trajectory_pb2
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
-from paceline.v1.progress_pb2 import GetProgressResponse
-from paceline.v1.trajectory_pb2 import CommandContext
 
 _log = get_logger(__name__)
 
@@ -174,7 +173,7 @@ class PolicyServicer(PolicyServiceServicer):
             rank_pids=pids,
         )
 
-    def _sender(self, context: CommandContext) -> m.Sender:
+    def _sender(self, context: trajectory_pb2.CommandContext) -> m.Sender:
         check_run(context, self._config.run.id)
         self._guard.check(context, Track.LEARNER)
         proof = context.lease_proof
@@ -208,10 +207,10 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     await stopping
 
 
-async def _progress(ranks: PolicyDriver) -> GetProgressResponse:
+async def _progress(ranks: PolicyDriver) -> progress_pb2.GetProgressResponse:
     done = ranks.progress
     counts = {"step": max(0, done.step), "trained": done.trajectories_trained}
-    return GetProgressResponse(parts=ranks.watched.parts(counts))
+    return progress_pb2.GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
 async def _save_final(ranks: PolicyDriver) -> None:

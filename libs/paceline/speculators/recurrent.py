@@ -27,8 +27,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
-from paceline.models.config import ModelConfig, architecture
-from paceline.models.decoder import DecoderWeights
+from paceline.models import config, decoder
 from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.losses import Targets, target_losses
@@ -105,7 +104,7 @@ class RecurrentNet(DraftNet):
 
     Options: ClassVar[type[Config]] = RecurrentOptions
 
-    def __init__(self, target: ModelConfig, options: RecurrentOptions) -> None:
+    def __init__(self, target: config.ModelConfig, options: RecurrentOptions) -> None:
         super().__init__()
         # In these checkpoints `head` is a list of the drafter's own heads. The target's head is
         # therefore stored as target_head.
@@ -118,7 +117,7 @@ class RecurrentNet(DraftNet):
         self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
 
     @classmethod
-    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: config.ModelConfig, options: Config, seed: int) -> Self:
         """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
         mean square.
         """
@@ -131,12 +130,12 @@ class RecurrentNet(DraftNet):
         return net
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+    def parse(cls, raw: Mapping[str, Any], target: config.ModelConfig, options: Config) -> Self:
         """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
         options'.
         """
         assert isinstance(options, RecurrentOptions)
-        if (name := architecture(raw)) not in cls.kind.architectures:
+        if (name := config.architecture(raw)) not in cls.kind.architectures:
             raise InvalidInput(
                 f"architectures is no {cls.kind.name} drafter",
                 seen=name,
@@ -146,7 +145,7 @@ class RecurrentNet(DraftNet):
 
     @classmethod
     @abstractmethod
-    def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+    def read_shape(cls, raw: Mapping[str, Any], target: config.ModelConfig) -> dict[str, Any]:
         """Options that a config.json fixes. Raises InvalidInput with the key that does
         not match.
         """
@@ -286,7 +285,7 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
         self._net = copy.deepcopy(net).requires_grad_(False).to(self._device, self._dtype)
         self._weights = self._net.step_weights()
 
-    def bind(self, target: DecoderWeights) -> None:
+    def bind(self, target: decoder.DecoderWeights) -> None:
         """No effect: it has its own embeddings and heads."""
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from paceline.services.drafter_trainer import messages as m
-from paceline.services.drafter_trainer.gate import comparison
-from paceline.services.drafter_trainer.gate.evaluate import GateJob
+from paceline.services.drafter_trainer.gate import comparison, evaluate
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.net import DraftNet
 from paceline.speculators.shift import conditional
@@ -41,7 +40,7 @@ class GateRound:
     fallen. While training is frozen there are none.
     """
 
-    job: GateJob
+    job: evaluate.GateJob
     samples: tuple[FeatureSample, ...]  # rows of the judgement
     candidates: tuple[DrafterState, ...]
     rivals: tuple[DrafterState, ...]

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.local.hub import model_directory
-from paceline.local.patience import patient
+from paceline.local import hub, patience
 from paceline.ranks.group import RankGroup
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
 
@@ -44,7 +43,7 @@ def train(**given: Any) -> None:
     """See HELP."""
     try:
         given["options"] = parse_options(given["options"] or [])
-        given["model"] = model_directory(str(given["model"]), _print)
+        given["model"] = hub.model_directory(str(given["model"]), _print)
         code = asyncio.run(follow(OfflineConfig.model_validate(given)))
     except (ValidationError, PacelineError) as error:
         text = str(error)
@@ -120,7 +119,7 @@ async def follow(config: OfflineConfig) -> int:
         group.signal(signal.SIGTERM)
 
     async with group:
-        await group.start(patient(START_DEADLINE_S))
+        await group.start(patience.patient(START_DEADLINE_S))
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
         while True:
