@@ -19,8 +19,7 @@ from paceline.ranks import group, messages
 from paceline.services.drafter_trainer import learn, metrics, rows, trainer
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.link import TrainerLink, activation_span
+from paceline.services.drafter_trainer.gate.round import Candidates
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training import checkpoints as states
@@ -43,7 +42,7 @@ class Rank:
         self._config = config
         self._target = read_config(Path(config.model))
         self.rank = ranks.rank
-        self.link = TrainerLink(ranks)
+        self.link = trainer.TrainerLink(ranks)
         self.rows = rows.store.RowStore(
             config.buffer,
             learn.heads.PolicyHeads(),
@@ -101,12 +100,12 @@ class Rank:
             log.error("checkpoint is damaged", fault=fault)
             if self.rank == 0:
                 metrics.CHECKPOINTS_DAMAGED.record()
-                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is taken"))
+                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is loaded"))
         while not self.link.stopping:
             self._feed.check()
             match self.link.wait_turn(IDLE_S):
                 case m.Activate() as command:
-                    with activation_span(command):
+                    with trainer.activation_span(command):
                         self.activate(command)
                 case m.Join() as command:  # a rank that does not train, or a late Join
                     if self._join(command, running=False) and self.learner.members.takes_part:

@@ -134,15 +134,6 @@ class DraftNet(nn.Module, ABC):
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """Logits [N, V] of draft step + 1, -inf for tokens that it cannot draft."""
 
-    def chain_logits(self, row: packed.PackedRow, steps: int) -> list[Tensor]:
-        """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens that it cannot
-        draft; see chain_states.
-        """
-        chain: dict[int, list[Tensor]] = {}
-        for step, _, states in self.chain_states(row, steps):
-            chain.setdefault(step, []).append(self.draft_logits(step, states))
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in chain.values()]
-
     def bind(self, embed: Tensor, head: Tensor) -> None:
         """Uses the target's embed_tokens [V, H] and lm_head [V, H] by reference."""
         self.embed, self.head = embed.detach(), head.detach()

@@ -12,7 +12,6 @@ from typing import Any
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate import comparison, evaluate, freeze, round
-from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import announce
@@ -31,7 +30,7 @@ class PublishGate:
         config: DrafterTrainerConfig,
         learner: DrafterLearner,
         rows: RowStore,
-        candidates: Candidates,
+        candidates: round.Candidates,
     ) -> None:
         self._config, self._settings = config, config.gate
         self._learner = learner

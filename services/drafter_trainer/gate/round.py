@@ -1,19 +1,26 @@
-"""One round of judgements: the compared drafters, their rows, and the records of decisions."""
+"""One round of judgements: the compared drafters, their rows, the records of decisions, and the
+promoted drafters on disk.
+"""
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 
+from paceline.errors import DataLoss
+from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.gate import comparison, evaluate
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
-from paceline.speculators.net import DraftNet
-from paceline.speculators.shift import conditional
+from paceline.speculators import kinds, shift
+from paceline.speculators.net import DraftNet, read_drafter
 from paceline.telemetry import get_logger
+from paceline.whole_files import check_hashes, write_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +109,7 @@ def judged(
         policy_version=now.job.head.policy_version,
         lm_head_hash=now.job.head.hash,
         temperature=now.samples[-1].temperature,
-        conditional=conditional(judgement.survival),
+        conditional=shift.conditional(judgement.survival),
         **{name: getattr(judgement, name) for name in _FIGURES},
     )
 
@@ -137,3 +144,55 @@ def log_decision(decision: m.Judged) -> None:
         speedups=(decision.candidate_speedup, decision.serving_speedup, decision.speedup_noise),
         positions=decision.positions,
     )
+
+
+KEPT = 4
+
+
+class Candidates:
+    """`<directory>/drafter-<version>`: the newest KEPT versions, the serving version and its
+    predecessor.
+    """
+
+    def __init__(
+        self, directory: Path, target: ModelConfig, own: Sequence[kinds.SpeculatorKind] = ()
+    ) -> None:
+        """`own`: a user's kinds outside the table of speculators."""
+        self._directory, self._target, self._own = directory, target, tuple(own)
+        self._needed: list[int] = []
+
+    def path(self, version: int) -> Path:
+        """Directory of a version."""
+        return self._directory / f"drafter-{version}"
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions on disk, oldest first."""
+        found = self._directory.glob("drafter-*/model.safetensors")
+        return sorted(int(file.parent.name.removeprefix("drafter-")) for file in found)
+
+    def save(self, version: int, net: DraftNet) -> Path:
+        """Writes a version, and removes old versions."""
+        path = self.path(version)
+        net.save(path)
+        write_hashes(path)
+        for old in self.versions[:-KEPT]:
+            if old not in self._needed:
+                shutil.rmtree(self.path(old))
+        return path
+
+    def load(self, version: int) -> DraftNet | None:
+        """The drafter of a version, ready for inference; None if it is absent or damaged."""
+        if version not in self.versions:
+            return None
+        try:
+            check_hashes(self.path(version))
+        except DataLoss as error:
+            log.error("drafter is damaged", drafter_version=version, error=str(error))
+            return None
+        return read_drafter(self.path(version), self._target, self._own).eval()
+
+    def serves(self, version: int) -> None:
+        """Keeps this version and its predecessor in service."""
+        if version not in self._needed[-1:]:
+            self._needed = [*self._needed[-1:], version]

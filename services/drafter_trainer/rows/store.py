@@ -35,11 +35,9 @@ class RowStore:
     trains.
     """
 
-    def __init__(
-        self, config: BufferConfig, heads: PolicyHeads, seed: int, batch_bytes: int
-    ) -> None:
+    def __init__(self, config: BufferConfig, seed: int, batch_bytes: int) -> None:
         """`batch_bytes`: most bytes of captured states in a row."""
-        self._config, self.heads, self._batch_bytes = config, heads, batch_bytes
+        self._config, self.heads, self._batch_bytes = config, PolicyHeads(), batch_bytes
         self._buffer = FeatureBuffer(config, seed)
         self._changed = threading.Condition(threading.RLock())
         self._ready: deque[PackedBatch] = deque()

@@ -25,10 +25,6 @@ OnLoad = Callable[[int, int], None]
 """Called with the model bytes that this rank has read, and the bytes of the whole model."""
 
 
-def loads_silently(read: int, of: int) -> None:
-    """Reports nothing."""
-
-
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
     """Forms the mesh of all ranks, each on its device. Raises ConfigError for more
     ranks than GPUs.
@@ -58,7 +54,7 @@ def _kind_of(device: str) -> str:
 
 
 def shard(
-    model: M, mesh: DeviceMesh, config: PolicyTrainerConfig, on_load: OnLoad = loads_silently
+    model: M, mesh: DeviceMesh, config: PolicyTrainerConfig, on_load: OnLoad = lambda read, of: None
 ) -> M:
     """Loads each decoder layer, then the rest, from the start policy. Each unit is sharded over the
     mesh in place before the next one is loaded (FSDP2, arXiv 2304.11277).
@@ -88,7 +84,7 @@ def shard(
 
 
 def build_learner(
-    config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad = loads_silently
+    config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad = lambda read, of: None
 ) -> learner.Learner:
     """Builds the learner, with the start policy as reference and a critic if they are needed.
     Collective.

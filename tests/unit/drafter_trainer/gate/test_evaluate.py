@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
+from unit.drafter_trainer.samples import HASH, TARGET, chain_logits, sample, toy_policy
 
 from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.evaluate import (
@@ -73,7 +73,7 @@ def chain_matches(net: Any, row: PackedRow, head: PolicyHead, steps: int) -> tor
     """
     net.bind(head.embed_tokens, head.lm_head)
     matches = []
-    for step, logits in enumerate(net.chain_logits(row, steps)):
+    for step, logits in enumerate(chain_logits(net, row, steps)):
         there, inside = row.ahead(step)
         matches.append((logits.argmax(-1) == row.draft_tokens[there]) & inside)
     return torch.stack(matches, dim=1)[row.valid]
@@ -254,10 +254,6 @@ class TableNet:
 
     def draft_logits(self, step: int, states: torch.Tensor) -> torch.Tensor:
         return self.table[states]
-
-    def chain_logits(self, row: PackedRow, steps: int) -> list[torch.Tensor]:
-        chain = self.chain_states(row, steps)
-        return [self.draft_logits(step, states) for step, _, states in chain]
 
 
 SYMBOLS, DEPTH, HEAT = 3, 3, 0.7

@@ -7,7 +7,6 @@ import pytest
 from unit.drafter_trainer.samples import HASH, HIDDEN, PROMPT, sample, toy_policy
 
 from paceline.services.drafter_trainer.config import BufferConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHeads
 from paceline.services.drafter_trainer.rows.store import READY, PackedBatch, RowStore
 
 LENGTH, COUNT = 24, 40
@@ -15,7 +14,7 @@ POSITION_BYTES = 4 * 2 * HIDDEN  # the state that is read and the one that is le
 
 
 def store(ranks: int = 1, tokens: int = 64, *, batch_bytes: int = 1 << 20) -> RowStore:
-    made = RowStore(BufferConfig(), PolicyHeads(), 0, batch_bytes=batch_bytes)
+    made = RowStore(BufferConfig(), 0, batch_bytes=batch_bytes)
     made.shape = lambda: (ranks, tokens)
     made.add_head(toy_policy().policy_head())
     return made

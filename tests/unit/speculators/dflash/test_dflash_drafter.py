@@ -13,6 +13,7 @@ import pytest
 import torch
 from random_models import save_random
 from torch import Tensor
+from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import LAYERS, row_of
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
@@ -70,7 +71,7 @@ def predicted(net: DflashNet, batch: DraftBatch, row: int) -> Tensor:
     # The state of token n - 1 is not known to the drafter: no prediction may depend on it.
     states = torch.cat((batch.hidden[slot, : n - 1], torch.full((1, 5 * H), 7.0)))
     one = row_of(states, tokens, hidden=H)
-    return torch.stack([logits[n - 2] for logits in net.chain_logits(one, BLOCK - 1)])
+    return torch.stack([logits[n - 2] for logits in chain_logits(net, one, BLOCK - 1)])
 
 
 def best(net: DflashNet, batch: DraftBatch, steps: int) -> list[list[int]]:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample, toy_policy
+from unit.drafter_trainer.samples import (
+    HIDDEN,
+    TARGET,
+    VOCABULARY,
+    chain_logits,
+    sample,
+    toy_policy,
+)
 from unit.speculators.recurrent.arctic_method import Published, declared_shapes
 
 from paceline.services.drafter_trainer.rows.sample import pack
@@ -68,7 +75,7 @@ def check_chain(net: LstmNet, config: dict[str, Any]) -> None:
     published = Published(config, rough_tensors(config))
     row = pack([one], window=512)
     with torch.no_grad():
-        chain = net.double().chain_logits(replace(row, states=row.states.double()), heads)
+        chain = chain_logits(net.double(), replace(row, states=row.states.double()), heads)
     for t in range(LENGTH - 2 - heads):
         expected = published.logits(one.hidden[t], one.token_ids[t + 1 : t + 1 + heads].tolist())
         for got, logits in zip(chain, expected, strict=True):
