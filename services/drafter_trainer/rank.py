@@ -16,10 +16,12 @@ from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.ranks import group, messages
-from paceline.services.drafter_trainer import learn, metrics, rows, trainer
 from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer import metrics, trainer
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.round import Candidates
+from paceline.services.drafter_trainer.learn import heads, learner, membership
+from paceline.services.drafter_trainer.rows import feed, store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training import checkpoints as states
@@ -43,21 +45,16 @@ class Rank:
         self._target = read_config(Path(config.model))
         self.rank = ranks.rank
         self.link = trainer.TrainerLink(ranks)
-        self.rows = rows.store.RowStore(
-            config.buffer,
-            learn.heads.PolicyHeads(),
-            config.run.seed,
-            batch_bytes=config.micro_batch_bytes,
-        )
-        self.rows.add_head(learn.heads.load_policy_head(Path(config.model), 0))
-        net = learn.learner.initial_net(config, self._target)
+        self.rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
+        self.rows.add_head(heads.load_policy_head(Path(config.model), 0))
+        net = learner.initial_net(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(checkpoints / "drafter-candidates", self._target, [net.kind])
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, net)
         self._whole = net.twin()
-        self.membership = learn.membership.Membership(config.device)
-        self.learner = learn.learner.DrafterLearner(
+        self.membership = membership.Membership(config.device)
+        self.learner = learner.DrafterLearner(
             net,
             config.optimizer,
             micro_batches=config.micro_batches_per_step,
@@ -74,7 +71,7 @@ class Rank:
         if config.resume:
             self._resume(checkpoints / "drafter")
         self.link.on_command = self.obey
-        self._feed = rows.feed.RowFeed(self._open_stream, self._target, self.rows.add)
+        self._feed = feed.RowFeed(self._open_stream, self._target, self.rows.add)
         self.trainer.lost = lambda: self._feed.dropped
         if self.rank == 0:
             self._feed.start()
@@ -151,7 +148,7 @@ class Rank:
             return None
         command = self.link.next_turn(0)
         assert isinstance(command, m.Join)
-        learn.membership.announce("join", self.learner.members)
+        membership.announce("join", self.learner.members)
         self._join(command, running=True)
         size = self.learner.members.size
         self.link.send(m.SlotsJoined(epoch, len(command.slots), size))
@@ -181,7 +178,7 @@ class Rank:
     def _follow(self) -> None:
         """Takes part in every collective that rank 0 announces."""
         while True:
-            match learn.membership.receive(self.learner.members):
+            match membership.receive(self.learner.members):
                 case "stop":
                     return
                 case "wait":
@@ -199,7 +196,7 @@ class Rank:
                 case PackedRow() as row:
                     self.learner.micro_step(row, self._head(row.lm_head_hash))
 
-    def _head(self, wanted: str) -> learn.heads.PolicyHead:
+    def _head(self, wanted: str) -> heads.PolicyHead:
         """The head that rank 0 trains with. The parent sends it to all ranks, but this rank may not
         have read it yet.
         """
@@ -226,7 +223,7 @@ class Rank:
         its rows then count as stale.
         """
         try:
-            head = learn.heads.read_spooled_head(path, policy_version, self._target)
+            head = heads.read_spooled_head(path, policy_version, self._target)
         except (OSError, PacelineError) as error:
             log.error("policy head cannot be used", policy_version=policy_version, error=str(error))
             return
@@ -246,7 +243,7 @@ class Rank:
         """
         due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
         if due and not self._writer.busy:
-            learn.membership.announce("save", self.learner.members)
+            membership.announce("save", self.learner.members)
             self.save()
 
     def save(self, *, always: bool = False) -> int:

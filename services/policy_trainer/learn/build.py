@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paceline.errors import ConfigError
-from paceline.services.policy_trainer import algorithm_settings, algorithms, learn
+from paceline.services.policy_trainer import algorithm_settings, algorithms
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn import learner, loading, weights
+from paceline.services.policy_trainer.learn import model as models
 from paceline.services.policy_trainer.learn.critic import Critic
 from paceline.training.process import join_ranks
 
-M = TypeVar("M", learn.model.PolicyModel, learn.model.ValueModel)
+M = TypeVar("M", models.PolicyModel, models.ValueModel)
 OnLoad = Callable[[int, int], None]
 """Called with the model bytes that this rank has read, and the bytes of the whole model."""
 
@@ -97,7 +98,7 @@ def build_learner(
     check_head(config, mesh.device_type)
     needs = algorithms.build_algorithm(config.algorithm).needs()
     policy = _policy(config, mesh, on_load, frozen=False)
-    reference: learn.model.PolicyModel | weights.StartPolicy | None = None
+    reference: models.PolicyModel | weights.StartPolicy | None = None
     if needs.reference:
         adapted = config.adapters.rank > 0
         reference = (
@@ -109,8 +110,8 @@ def build_learner(
 
 def _policy(
     config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad, *, frozen: bool
-) -> learn.model.PolicyModel:
-    model = learn.model.policy_on_meta(
+) -> models.PolicyModel:
+    model = models.policy_on_meta(
         Path(config.model),
         recompute=config.recompute_activations and not frozen,
         chunk_rows=config.head_rows,
@@ -129,7 +130,7 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> C
         raise ConfigError(
             "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
         )
-    model = learn.model.critic_on_meta(Path(config.model), attention=config.attention)
+    model = models.critic_on_meta(Path(config.model), attention=config.attention)
     return Critic(config, settings, shard(model, mesh, config, on_load), mesh)
 
 

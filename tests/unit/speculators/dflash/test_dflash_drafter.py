@@ -17,9 +17,9 @@ from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import LAYERS, row_of
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
+from paceline.models import decoder
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
-from paceline.speculators import dflash_drafter
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.dflash_drafter import DflashDrafter
@@ -117,7 +117,7 @@ def test_all_drafts_of_a_round_take_one_forward_of_each_layer_and_context_is_com
     weights = target_of(tmp_path)
     drafter = served(weights, rough_net(weights), tmp_path / "drafter")
     batch, forwards, fed = known_batch(), [], []
-    forward, feed = dflash_drafter.layer_forward, drafter._feed
+    forward, feed = decoder.layer_forward, drafter._feed
 
     def noted(*args: Any) -> Tensor:
         forwards.append(len(args[2]))
@@ -129,7 +129,7 @@ def test_all_drafts_of_a_round_take_one_forward_of_each_layer_and_context_is_com
         fed.append(rows)
         return feed(given, slots, lengths, rows)
 
-    monkeypatch.setattr(dflash_drafter, "layer_forward", noted)
+    monkeypatch.setattr(decoder, "layer_forward", noted)
     monkeypatch.setattr(drafter, "_feed", noted_feed)
     for lengths in ([8, 8], [10, 10], [13, 11], [13, 11]):
         drafter.propose(replace(batch, lengths=lengths), DraftShape(BLOCK - 1))

@@ -76,7 +76,7 @@ def test_a_read_checkpoint_predicts_what_the_saved_one_did(
 
 def test_a_file_holds_the_names_and_dtypes_that_sglang_reads(tmp_path: Path) -> None:
     net = rough_net(draft_vocab_size=21)
-    net.save(tmp_path, torch.bfloat16)
+    net.to(torch.bfloat16).save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == SGLANG_NAMES
     assert tensors["d2t"].dtype == torch.int64
