@@ -87,7 +87,6 @@ class DrafterDriver:
         self._facts: dict[str, m.NewHead | m.Serving] = {}
         self.lease: Lease | None = None
         self.standing = m.Standing()
-        self.saving = m.Saving(0, 0.0)  # the newest checkpoint
 
     @property
     def epoch(self) -> int:
@@ -213,8 +212,6 @@ class DrafterDriver:
         match message:
             case m.Standing():
                 self.standing = message
-            case m.Saving():
-                self.saving = message
             case messages.Saved():
                 pass  # WatchedRanks returns it to the caller
             case m.SlotsJoined(epoch) | m.Stopped(epoch) if lease is None or lease.epoch != epoch:

@@ -262,8 +262,8 @@ class Rank:
         if number:
             self._writer.write(self.trainer.state(), number, members.writing)
             self._saved_steps, self._saved_at = steps, time.monotonic()
-            if self.rank == 0:
-                self.link.send(m.Saving(steps, self._saved_at - began))
+            self.trainer.checkpoint = (steps, self._saved_at - began)
+            self.report()
 
         return number
 

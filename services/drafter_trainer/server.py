@@ -196,8 +196,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             **asdict(standing),
             active_epoch=self._ranks.epoch,
             rank_pids=self._ranks.watched.pids,
-            checkpoint_steps=self._ranks.saving.total_steps,
-            checkpoint_stall_s=self._ranks.saving.stall_s,
         )
 
     async def SaveDrafterCheckpoint(

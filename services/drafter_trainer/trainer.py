@@ -170,6 +170,7 @@ class DrafterTrainer:
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
         # between two micro-batches: the new slots if slots were added to the lease, else None
         self.take_in: Callable[[int], Sequence[int] | None] = lambda epoch: None
+        self.checkpoint = (0, 0.0)  # steps of the newest checkpoint, and seconds of its pause
         self.lost: Callable[[], Counter[str]] = Counter  # entries without rows, by reason
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
@@ -304,6 +305,8 @@ class DrafterTrainer:
             lm_head_hashes=list(self.rows.heads.hashes),
             serving_version=self.gate.serving.version,
             frozen=self.gate.frozen,
+            checkpoint_steps=self.checkpoint[0],
+            checkpoint_stall_s=self.checkpoint[1],
         )
 
     def state(self) -> dict[str, Any]:

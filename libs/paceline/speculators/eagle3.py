@@ -255,17 +255,17 @@ class Eagle3Net(layer_net.LayerNet):
         drafting targets. `correct` and `alpha` are of the first draft, with tokens outside the
         draft vocabulary as misses.
         """
-        teacher = teacher_of(row.next_states, self.head, self.t2d)
-        taught = row.valid & teacher.drafted
+        log_p, drafted = teacher_of(row.next_states, self.head, self.t2d)
+        taught = row.valid & drafted
         loss, terms = row.next_states.new_zeros(()), {}
         for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
             counted = inside & taught[there]
-            logits, log_p = self.logits(features[counted]), teacher.log_p[there[counted]]
-            losses, alpha = draft_losses(logits, log_p)
+            logits, wanted = self.logits(features[counted]), log_p[there[counted]]
+            losses, alpha = draft_losses(logits, wanted)
             loss = loss + self.options.ttt_decay**step * losses.sum()
             terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
-                terms["correct"] = (logits.argmax(-1) == log_p.argmax(-1)).sum()
+                terms["correct"] = (logits.argmax(-1) == wanted.argmax(-1)).sum()
                 terms["alpha"] = alpha.sum()
 
         return Objective(loss, row.valid.sum(), terms)

@@ -18,7 +18,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -38,13 +38,6 @@ from paceline.speculators.packed import PackedRow
 NORM_EPS = 1e-6
 
 
-class NormPair(NamedTuple):
-    """Weight and bias of a norm, [D]."""
-
-    weight: Tensor
-    bias: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class StepWeights:
     """Weights of one draft. A cell has G gates."""
@@ -53,8 +46,8 @@ class StepWeights:
     """[G D, H] for the first draft, [G D, D] for later drafts."""
     embeds: tuple[Tensor, ...]
     """[V, D] for each gate, or a single table for all gates."""
-    norms: tuple[NormPair, ...]
-    """The cell's norms."""
+    norms: tuple[tuple[Tensor, Tensor], ...]
+    """Weight and bias [D] of the cell's norms."""
     head: Tensor
     """[V, D]"""
 
@@ -168,9 +161,9 @@ class RecurrentNet(DraftNet):
         heads = (Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
         self.add_module("head", nn.ModuleList(heads))
 
-    def norm_pair(self, name: str) -> NormPair:
+    def norm_pair(self, name: str) -> tuple[Tensor, Tensor]:
         """Weight and bias of a norm."""
-        return NormPair(self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias"))
+        return self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias")
 
     # ---- the cell
 

@@ -59,26 +59,23 @@ class GateRound:
         """Each candidate against each rival by the measurements so far, and whether the costs are
         measured.
         """
-        measured = self.job.measured()
+        accepted, groups = self.job.measured()
         drafters = (*self.rivals, *self.candidates)
         size_groups, known = costs.size_groups({one.kind for one in drafters})
         chains = [
-            comparison.Chain(one.kind, measured.accepted[index], size_groups[one.kind])
+            comparison.Chain(one.kind, accepted[index], size_groups[one.kind])
             for index, one in enumerate(drafters)
         ]
         rivals, candidates = chains[: len(self.rivals)], chains[len(self.rivals) :]
-        found = [
-            [comparison.judge(one, rival, measured.groups) for rival in rivals]
-            for one in candidates
-        ]
+        found = [[comparison.judge(one, rival, groups) for rival in rivals] for one in candidates]
         return found, known
 
     def serving_alone(self, costs: comparison.MeasuredCosts) -> tuple[comparison.Judgement, bool]:
         """The serving drafter against itself, and whether the costs are measured."""
-        measured, kind = self.job.measured(), self.rivals[0].kind
+        (accepted, groups), kind = self.job.measured(), self.rivals[0].kind
         size_groups, known = costs.size_groups({kind})
-        chain = comparison.Chain(kind, measured.accepted[0], size_groups[kind])
-        return comparison.judge(chain, chain, measured.groups), known
+        chain = comparison.Chain(kind, accepted[0], size_groups[kind])
+        return comparison.judge(chain, chain, groups), known
 
 
 def judged_parts(samples: Sequence[FeatureSample], window: int) -> list[FeatureSample]:
