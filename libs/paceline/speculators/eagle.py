@@ -34,13 +34,12 @@ ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 class EagleOptions(Config):
     """Settings of an EAGLE drafter."""
 
-    fc_bias: bool = Field(
-        default=False, description="a bias behind the fusion of embedding and state"
-    )
-    feature_weight: float = Field(default=1.0, ge=0, description="weight of SmoothL1 on features")
-    token_weight: float = Field(
-        default=0.1, ge=0, description="weight of the soft cross-entropy on tokens"
-    )
+    fc_bias: bool = False
+    """A bias behind the fusion of embedding and state."""
+    feature_weight: float = Field(default=1.0, ge=0)
+    """Weight of SmoothL1 on features."""
+    token_weight: float = Field(default=0.1, ge=0)
+    """Weight of the soft cross-entropy on tokens."""
 
 
 class EagleLayer(nn.Module):

@@ -74,26 +74,16 @@ def parse_eagle3(
 class Eagle3Options(Config):
     """Settings of an EAGLE-3 drafter."""
 
-    inner_layers: tuple[int, ...] = Field(
-        default=(),
-        description="three decoder layers of the target whose inputs are read; none: 2, L/2 and "
-        "L-3",
-    )
-    draft_vocab_size: int | None = Field(
-        default=None,
-        ge=0,
-        description="tokens it can draft, once their frequencies are known; none or 0: all",
-    )
-    norm_before_residual: bool = Field(
-        default=False,
-        description="the layer's residual is the normed state; SGLang knows false only",
-    )
-    ttt_steps: int = Field(
-        default=7, ge=1, le=7, description="steps of a draft chain that are trained"
-    )
-    ttt_decay: float = Field(
-        default=0.8, gt=0, le=1, description="weight of a step, relative to the one before"
-    )
+    inner_layers: tuple[int, ...] = ()
+    """Three decoder layers of the target whose inputs are read; none: 2, L/2 and L-3."""
+    draft_vocab_size: int | None = Field(default=None, ge=0)
+    """Tokens it can draft, once their frequencies are known; none or 0: all."""
+    norm_before_residual: bool = False
+    """The layer's residual is the normed state; SGLang knows false only."""
+    ttt_steps: int = Field(default=7, ge=1, le=7)
+    """Steps of a draft chain that are trained."""
+    ttt_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of a step, relative to the one before."""
 
 
 class Eagle3Layer(nn.Module):

@@ -41,11 +41,12 @@ KIND = kinds.SPECULATORS["lstm"]
 class LstmOptions(recurrent.RecurrentOptions):
     """Settings of an LSTM drafter."""
 
-    n_predict: int = Field(default=5, ge=2, description="drafts at most")
-    tie_weights: Literal[True] = Field(
-        default=True, description="all drafts share their weights, but the first's projection"
-    )
-    tie_lstm_embs: bool = Field(default=True, description="all gates share one embedding")
+    n_predict: int = Field(default=5, ge=2)
+    """Drafts at most."""
+    tie_weights: Literal[True] = True
+    """All drafts share their weights, but the first's projection."""
+    tie_lstm_embs: bool = True
+    """All gates share one embedding."""
 
 
 class LstmNet(recurrent.RecurrentNet):

@@ -75,21 +75,16 @@ State = tuple[Tensor, ...]
 class RecurrentOptions(Config):
     """Settings of a recurrent drafter."""
 
-    n_predict: int = Field(default=5, ge=1, description="drafts at most, one head for each")
-    inner_dim: int = Field(
-        default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size"
-    )
-    tie_weights: bool = Field(
-        default=False,
-        description="all drafts share embedding, norm and head, all but the first their projection",
-    )
-    scale_input: bool = Field(
-        default=True, description="divide the target's state by its root mean square and by √2"
-    )
-    targets: Targets = Field(
-        default="drawn",
-        description="what a head learns: the policy's token, or the distribution it was drawn from",
-    )
+    n_predict: int = Field(default=5, ge=1)
+    """Drafts at most, one head for each."""
+    inner_dim: int = Field(default=0, ge=0)
+    """Width D of state and embeddings; 0: the target's hidden size."""
+    tie_weights: bool = False
+    """All drafts share embedding, norm and head, all but the first their projection."""
+    scale_input: bool = True
+    """Divide the target's state by its root mean square and by √2."""
+    targets: Targets = "drawn"
+    """What a head learns: the policy's token, or the distribution it was drawn from."""
 
 
 class RecurrentNet(DraftNet):

@@ -129,18 +129,11 @@ def reopened(
 
 def log_decision(decision: m.Judged) -> None:
     """Logs one line with the main numbers."""
-    log.info(
-        "gate",
-        decision=decision.decision,
-        drafter=decision.kind,
-        drafter_version=decision.drafter_version,
-        policy_version=decision.policy_version,
-        candidate=decision.candidate,
-        serving=decision.serving,
-        noise=decision.noise,
-        speedups=(decision.candidate_speedup, decision.serving_speedup, decision.speedup_noise),
-        positions=decision.positions,
+    figures = (
+        *("decision", "kind", "drafter_version", "policy_version", "candidate", "serving"),
+        *("noise", "candidate_speedup", "serving_speedup", "speedup_noise", "positions"),
     )
+    log.info("gate", **{name: getattr(decision, name) for name in figures})
 
 
 KEPT = 4

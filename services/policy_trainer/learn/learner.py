@@ -234,32 +234,19 @@ class Learner:
     def _accumulate(
         self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
     ) -> float:
-        """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks.
+        """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks."""
 
-        Ranks average their gradients, so each rank's part is scaled by the number of ranks. The
-        result is the gradient of the whole mini-batch, for any number of ranks and any split.
-        """
-        self.optimizer.forget()
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
-        micro_batches = list(self.packer.micro_batches(batch, part.members))
-        for number, micro in enumerate(micro_batches, 1):
-            self.on_micro_batch(number, len(micro_batches))
-            # Without a sync every rank accumulates whole gradients.
-            last = number == len(micro_batches)
-            self.model.set_requires_gradient_sync(last or self.config.reshard_after_forward)  # type: ignore[operator]
+        def losses_of(micro: MicroBatch) -> Tensor:
             policy, entropy = self.model(micro, entropy_gradient=self.objective.has_entropy)
             if known.proximal_logprobs is None:
                 self._measure(batch, micro, policy, entropy, figures)
             tokens = self._token_batch(batch, micro, known, policy)
             losses, metrics = self.objective.losses(tokens, entropy)
             figures.add(metrics)
-            at = micro.tokens.cpu()
-            loss = (losses * part.token_weights[at].to(losses.device)).sum()
-            (loss * self.mesh.size()).backward()
-            total += loss.detach()
+            return losses
 
-        dist.all_reduce(total)
-        return float(total)
+        self.optimizer.forget()
+        return self.packer.accumulate(self.model, batch, part, losses_of, self.on_micro_batch)
 
     def _move(self, loss: float) -> float:
         """Clips by the global norm and steps. Returns the norm before clipping, NaN if the loss
