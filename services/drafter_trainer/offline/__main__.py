@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import json
 import signal
-import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from paceline.config.load import value_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import hub, patience
 from paceline.ranks.group import RankGroup
@@ -88,16 +88,11 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Parses `key=value` pairs; a value is a TOML value, else text. Raises ConfigError for a pair
     without a key.
     """
-    options: dict[str, Any] = {}
-    for text in texts:
-        key, equals, raw = text.partition("=")
+    pairs = [text.partition("=") for text in texts]
+    for key, equals, _ in pairs:
         if not equals or not key:
-            raise ConfigError("an option of the speculator is KEY=VALUE", seen=text)
-        try:
-            options[key] = tomllib.loads(f"value = {raw}")["value"]
-        except tomllib.TOMLDecodeError:
-            options[key] = raw
-    return options
+            raise ConfigError("an option of the speculator is KEY=VALUE", seen=key)
+    return {key: value_of(raw) for key, _, raw in pairs}
 
 
 async def follow(config: OfflineConfig) -> int:
