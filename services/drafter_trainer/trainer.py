@@ -220,9 +220,11 @@ class DrafterTrainer:
             return "max_steps"
         if self.gate.frozen and not self.gate.judging and not self.gate.due():
             return "frozen"
-        if not self.rows.usable:
+        with self.rows.locked() as buffer:
+            usable, tokens = buffer.tokens_of(self.rows.heads.hashes), buffer.tokens
+        if not usable:
             return None if time.monotonic() < activation.data_until else "no_data"
-        return "epochs" if activation.tokens >= self._config.max_epochs * self.rows.tokens else None
+        return "epochs" if activation.tokens >= self._config.max_epochs * tokens else None
 
     def _train(self, activation: Activation, batch: PackedBatch) -> None:
         """Trains one micro-batch."""
@@ -286,22 +288,26 @@ class DrafterTrainer:
 
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
         shared = ("epoch", "steps", "micro_batches", "tokens", "busy_s", "first_step_s")
+        with self.rows.locked() as buffer:
+            dropped = buffer.dropped + self.lost()
         return m.Stopped(
             reason=reason,
             loss=activation.loss_sum / max(activation.micro_batches, 1),
             total_steps=self._learner.total_steps,
-            dropped=dict(self.rows.dropped + self.lost()),
+            dropped=dict(dropped),
             **{name: getattr(activation, name) for name in shared},
         )
 
     def standing(self) -> m.Standing:
         """The trainer's progress."""
+        with self.rows.locked() as buffer:
+            samples, nbytes = len(buffer), buffer.nbytes
         return m.Standing(
             drafter_version=self.gate.next_version - 1,
             total_steps=self._learner.total_steps,
             total_tokens=self._learner.total_tokens,
-            buffer_samples=len(self.rows),
-            buffer_bytes=self.rows.nbytes,
+            buffer_samples=samples,
+            buffer_bytes=nbytes,
             lm_head_hashes=list(self.rows.heads.hashes),
             serving_version=self.gate.serving.version,
             frozen=self.gate.frozen,

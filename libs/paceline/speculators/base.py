@@ -25,8 +25,6 @@ class CaptureSpec:
     """Ascending: i is the residual stream that enters decoder layer i, before any norm."""
     last: bool = True
     """The state after the final norm, the input of lm_head."""
-    convention: str = "post_norm"
-    """The final norm has been applied to `last`."""
 
     @property
     def layers(self) -> str:

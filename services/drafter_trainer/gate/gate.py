@@ -137,7 +137,8 @@ class PublishGate:
         decisions = [] if now.candidates else self._check_drift(now)
         self._round = None if self.frozen else self._looked_back(now)
         if self._round is None:
-            self._rows.release(now.samples)
+            with self._rows.locked() as buffer:
+                buffer.release(now.samples)
             decisions = self._decide(now) if now.candidates else decisions
         for decision in decisions:
             round.log_decision(decision)
@@ -191,11 +192,13 @@ class PublishGate:
     # --- a round ----------------------------------------------------------------------------------
 
     def _fresh(self) -> list[FeatureSample]:
-        if self.frozen:  # looks are steps apart, and a step keeps few groups for judging
-            return self._rows.newest(self._settings.samples)
-        return self._rows.fresh(
-            self._settings.min_positions, self._settings.min_groups, self._settings.samples
-        )
+        settings, known = self._settings, self._rows.heads.hashes
+        with self._rows.locked() as buffer:
+            if self.frozen:  # looks are steps apart, and a step keeps few groups for judging
+                found = buffer.newest(known)
+            else:
+                found = buffer.fresh(known, settings.min_positions, settings.min_groups)
+        return found[-settings.samples :]
 
     def _enough(self, samples: list[FeatureSample]) -> bool:
         return (

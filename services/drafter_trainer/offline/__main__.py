@@ -60,7 +60,7 @@ def _print(text: str) -> None:
 
 
 def _flag(name: str) -> str:
-    return "--from" if name == "start" else f"--{name.replace('_', '-')}"
+    return {"start": "--from", "kind": "--optimizer"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -78,7 +78,13 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     )
 
 
-_parameters = [_parameter(name, field) for name, field in OfflineConfig.model_fields.items()]
+_parameters = [
+    _parameter(name, field)
+    for name, field in sorted(
+        OfflineConfig.model_fields.items(), key=lambda one: not one[1].is_required()
+    )
+    if name not in ("betas", "weight_decay")
+]
 train.__dict__["__signature__"] = inspect.Signature(_parameters)
 train.__annotations__ = {one.name: one.annotation for one in _parameters}  # typer reads both
 app.command(help=HELP)(train)

@@ -26,11 +26,10 @@ from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
-from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
 from paceline.services.drafter_trainer.learn import heads, learner, membership
 from paceline.services.drafter_trainer.offline import data
-from paceline.services.drafter_trainer.offline.config import FIXED, OPTIMIZER, OfflineConfig
+from paceline.services.drafter_trainer.offline.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators import base, shift
 from paceline.speculators.net import DraftNet, trained_net
@@ -71,11 +70,8 @@ class OfflineRun:
             "data": data.fingerprint(samples),
         }
         self._whole = net.twin()
-        optimizer = DrafterOptimizerConfig(
-            kind=config.optimizer, **config.model_dump(include=OPTIMIZER)
-        )
         self._learner = learner.DrafterLearner(
-            net, optimizer, micro_batches=config.rows_per_step, members=self._members
+            net, config, micro_batches=config.rows_per_step, members=self._members
         )
         rows = sum(1 for _ in rows_of(self._train, config, config.epochs))
         self.steps = config.steps or -(-rows // config.rows_per_step)

@@ -254,8 +254,8 @@ def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
     once = learner(model_dir, mesh)
     twice = learner(model_dir, mesh, algorithm=GrpoConfig(passes=2, clip_low=0, clip_high=0))
     first, second = once.step(batch(0)), twice.step(batch(0))
-    assert once.optimizer.rates == pytest.approx([1e-3 / 3])
-    assert twice.optimizer.rates == pytest.approx([2e-3 / 3])
+    for one, rate in ((once, 1e-3 / 3), (twice, 2e-3 / 3)):
+        assert [float(group["lr"]) for group in one.optimizer._groups()] == pytest.approx([rate])
     assert first.figures["clip_fraction"] == 0.0
     assert 0.1 < second.figures["clip_fraction"] < 0.5
     weights = whole(once.published())
