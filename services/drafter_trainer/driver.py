@@ -80,21 +80,20 @@ class DrafterDriver:
             service="drafter_trainer",
             start_deadline_s=START_S,
             on_start=self._started,
-            on_message=self._take,
+            on_message=self._receive,
             on_lost=self._lost,
         )
         # sent again to restarted ranks
         self._facts: dict[str, m.NewHead | m.Serving] = {}
         self.lease: Lease | None = None
         self.standing = m.Standing()
-        self.saving = m.Saving(0, 0.0)  # the newest checkpoint
 
     @property
     def epoch(self) -> int:
         """Epoch of the running activation; 0 when idle."""
         return self.lease.epoch if self.lease else 0
 
-    async def tell(self, fact: m.NewHead | m.Serving) -> None:
+    async def send_fact(self, fact: m.NewHead | m.Serving) -> None:
         """Sends a fact to the ranks, and keeps it for ranks that start later."""
         key = f"head {fact.policy_version}" if isinstance(fact, m.NewHead) else "serving"
         self._facts.pop(key, None)
@@ -105,7 +104,7 @@ class DrafterDriver:
             try:
                 self.watched.send(fact)
             except group.RankLost as error:  # later ranks receive it at their start
-                log.warning("a lost rank was not told", error=str(error))
+                log.warning("a lost rank receives no fact", error=str(error))
 
     async def begin(self, command: m.Activate, deadline_s: float) -> Lease:
         """Starts an activation; an activation of an older epoch is stopped first.
@@ -160,12 +159,6 @@ class DrafterDriver:
             raise FailedPrecondition(_NO_ACTIVATION, seen=epoch, allowed=f"{self.epoch}")
         return lease.joins[number].result()
 
-    async def preempt(self, lease: Lease, deadline_s: float) -> float:
-        """Preempts a lease; returns the seconds until its slots were free."""
-        started = time.monotonic()
-        await self.stop_lease(lease, deadline_s)
-        return time.monotonic() - started
-
     async def stop_lease(self, lease: Lease, deadline_s: float | None = None) -> None:
         """Stops a lease and returns when its slots are free. The stop continues if the caller is
         cancelled.
@@ -210,35 +203,25 @@ class DrafterDriver:
 
     async def _started(self) -> None:
         """Sends the lasting facts to restarted ranks, without heads that have left the spool."""
-        sent: list[m.NewHead | m.Serving] = []
-        while missing := [fact for fact in self.lasting_facts() if fact not in sent]:
-            self.watched.send(missing[0])
-            sent.append(missing[0])
+        self._facts = {key: fact for key, fact in self._facts.items() if _is_kept(fact)}
+        for fact in self._facts.values():
+            self.watched.send(fact)
 
-    def lasting_facts(self) -> list[m.NewHead | m.Serving]:
-        """The facts that restarted ranks need; heads that have left the spool are dropped."""
-        for key, fact in [*self._facts.items()]:
-            if isinstance(fact, m.NewHead) and not Path(fact.path).is_dir():
-                del self._facts[key]
-        return [*self._facts.values()]
-
-    def _take(self, message: m.Message) -> None:
+    def _receive(self, message: m.Message) -> None:
+        lease = self.lease
         match message:
             case m.Standing():
                 self.standing = message
-            case m.Saving():
-                self.saving = message
-            case m.SlotsJoined(epoch):
-                if self.lease is not None and self.lease.epoch == epoch:
-                    self.lease.joined(message)
             case messages.Saved():
                 pass  # WatchedRanks returns it to the caller
-            case m.Stopped(epoch):
-                if self.lease is not None and self.lease.epoch == epoch:
-                    self._end(self.lease, message)
-            case _:
-                if self.lease is not None:
-                    self.lease.news.put_nowait(message)
+            case m.SlotsJoined(epoch) | m.Stopped(epoch) if lease is None or lease.epoch != epoch:
+                pass  # of a lease that is over
+            case m.SlotsJoined() if lease is not None:
+                lease.joined(message)
+            case m.Stopped() if lease is not None:
+                self._end(lease, message)
+            case _ if lease is not None:
+                lease.news.put_nowait(message)
 
     def _lost(self, error: PacelineError) -> None:
         if self.lease is not None and self.lease.sent:
@@ -252,3 +235,7 @@ class DrafterDriver:
 
     def _nothing_done(self, lease: Lease) -> m.Stopped:
         return m.Stopped(lease.epoch, "preempted", total_steps=self.standing.total_steps)
+
+
+def _is_kept(fact: m.NewHead | m.Serving) -> bool:
+    return isinstance(fact, m.Serving) or Path(fact.path).is_dir()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,15 +21,10 @@ from torch import Tensor
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import ModelConfig, architecture, read_config, read_config_json
 from paceline.models.loading import DTYPES, read_tensors
-from paceline.speculators.dflash import ARCHITECTURE as DFLASH
-from paceline.speculators.dflash import DflashNet
-from paceline.speculators.eagle import ARCHITECTURES as EAGLE
+from paceline.speculators import dflash, eagle, eagle3, lstm, mlp
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle3 import ARCHITECTURE as EAGLE3
 from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.kinds import SPECULATORS, find_kind, kind_of_checkpoint
-from paceline.speculators.lstm import ARCHITECTURE as LSTM
-from paceline.speculators.mlp import ARCHITECTURE as MLP
 from paceline.speculators.net import DraftNet, net_of
 from paceline.speculators.recurrent import RecurrentNet
 
@@ -44,14 +38,8 @@ class Format(StrEnum):
     NATIVE = "native"
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """A checkpoint of one format, in memory."""
-
-    config: dict[str, Any]
-    """config.json."""
-    tensors: dict[str, Tensor]
-    file: str = "model.safetensors"
+Exported = tuple[dict[str, Any], dict[str, Tensor]]
+"""config.json and tensors of a checkpoint of one format."""
 
 
 def export_drafter(
@@ -72,7 +60,7 @@ def export_drafter(
     mappers = FORMATS.get(name, {})
     config = {**raw, "max_position_embeddings": target.max_position_embeddings}
     if form is Format.NATIVE:
-        exported = Exported(config, dict(tensors))
+        exported = config, dict(tensors)
     elif form in mappers:
         exported = mappers[form](net, config, net.own_tensors(tensors))
     else:
@@ -87,21 +75,19 @@ def export_drafter(
 
 def _cast(exported: Exported, dtype: torch.dtype | None) -> Exported:
     # Tied tensors stay one storage, which torch.save writes once.
+    config, given = exported
     turned: dict[int, Tensor] = {}
-    tensors = {}
-    for name, tensor in exported.tensors.items():
-        if id(tensor) not in turned:
-            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            turned[id(tensor)] = tensor.detach().to(wanted).contiguous()
-        tensors[name] = turned[id(tensor)]
+    for tensor in given.values():
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        turned.setdefault(id(tensor), tensor.detach().to(wanted).contiguous())
+    tensors = {name: turned[id(tensor)] for name, tensor in given.items()}
     stored = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    config = {**exported.config, "torch_dtype": str(stored).removeprefix("torch.")}
-    return replace(exported, config=config, tensors=tensors)
+    return {**config, "torch_dtype": str(stored).removeprefix("torch.")}, tensors
 
 
 def _eagle_sglang(net: EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     own.setdefault("fc.bias", own["fc.weight"].new_zeros(net.config.hidden_size))
-    return Exported({**config, "fc_bias": True}, own)
+    return {**config, "fc_bias": True}, own
 
 
 def _eagle_vllm(net: EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
@@ -111,7 +97,7 @@ def _eagle_vllm(net: EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -
             seen="fc.bias",
             allowed="a drafter trained with fc_bias=false",
         )
-    return Exported({**config, "fc_bias": False, "architectures": ["EagleLlamaForCausalLM"]}, own)
+    return {**config, "fc_bias": False, "architectures": ["EagleLlamaForCausalLM"]}, own
 
 
 def _eagle3_sglang(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
@@ -121,34 +107,30 @@ def _eagle3_sglang(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor
             seen="norm_before_residual=true",
             allowed="a drafter trained with norm_before_residual=false",
         )
-    return Exported({**config, "tie_word_embeddings": False}, own)
+    return {**config, "tie_word_embeddings": False}, own
 
 
 def _eagle3_vllm(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     # SGLang numbers a layer by its output; vLLM and CaptureSpec by its input.
     layers = {"eagle_aux_hidden_state_layer_ids": list(net.inner)}
-    return Exported({**config, **layers, "tie_word_embeddings": False}, own)
+    return {**config, **layers, "tie_word_embeddings": False}, own
 
 
-def _dflash_sglang(net: DflashNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
+def _described(net: DraftNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     # The source may have the keys of dflash_config at its top, or its tensors under "model.".
-    return Exported({**config, **net.config_json()}, own)
-
-
-def _mlp_vllm(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
-    return Exported({**config, **net.config_json()}, own)
+    return {**config, **net.config_json()}, own
 
 
 def _lstm_arctic(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     config = {**config, **net.config_json()}
-    if config["method"] == "sum_lstm" and not config["tie_lstm_embs"]:
+    if not config["tie_lstm_embs"]:
         raise InvalidInput(
             "Arctic's LSTM has one embedding for all gates",
             seen="tie_lstm_embs=false",
             allowed="a drafter trained with tie_lstm_embs=true",
         )
     copies = {name: own[source] for name, source in net.aliases().items()}
-    return Exported(config, own | copies, file="pytorch_model.bin")
+    return config, own | copies
 
 
 Mapper = Callable[[Any, dict[str, Any], dict[str, Tensor]], Exported]
@@ -156,12 +138,12 @@ Mapper = Callable[[Any, dict[str, Any], dict[str, Tensor]], Exported]
 
 FORMATS: dict[str, dict[Format, Mapper]] = {
     # Stock SGLang has EAGLE modules for these two families, vLLM for Llama only.
-    EAGLE["llama"]: {Format.SGLANG: _eagle_sglang, Format.VLLM: _eagle_vllm},
-    EAGLE["qwen2"]: {Format.SGLANG: _eagle_sglang},
-    EAGLE3: {Format.SGLANG: _eagle3_sglang, Format.VLLM: _eagle3_vllm},
-    DFLASH: {Format.SGLANG: _dflash_sglang},
-    MLP: {Format.VLLM: _mlp_vllm},
-    LSTM: {Format.ARCTIC: _lstm_arctic},
+    eagle.ARCHITECTURES["llama"]: {Format.SGLANG: _eagle_sglang, Format.VLLM: _eagle_vllm},
+    eagle.ARCHITECTURES["qwen2"]: {Format.SGLANG: _eagle_sglang},
+    eagle3.ARCHITECTURE: {Format.SGLANG: _eagle3_sglang, Format.VLLM: _eagle3_vllm},
+    dflash.ARCHITECTURE: {Format.SGLANG: _described},
+    mlp.ARCHITECTURE: {Format.VLLM: _described},
+    lstm.ARCHITECTURE: {Format.ARCTIC: _lstm_arctic},
 }
 """Architecture in a native config.json -> its further formats. A new kind is one line."""
 
@@ -173,7 +155,7 @@ sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE
 vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator
 (mlp_speculator).
 
-arctic: LSTM speculator of either method, for Snowflake's ArcticInference plugin of vLLM (method
+arctic: LSTM speculator, for Snowflake's ArcticInference plugin of vLLM (method
 arctic).
 
 native: every kind, for `paceline serve gateway --drafter DIR` and `paceline drafter train --from
@@ -200,7 +182,7 @@ def export(
         Path, typer.Option(help="checkpoint directory of the target it drafts for", exists=True)
     ],
     out: Annotated[Path, typer.Option(help="directory to write; must be new or empty")],
-    form: Annotated[Format, typer.Option("--format", help="who is to load it")] = Format.NATIVE,
+    form: Annotated[Format, typer.Option("--format", help="engine that loads it")] = Format.NATIVE,
     dtype: Annotated[
         Dtype | None, typer.Option(help="dtype of the weights; default: as stored")
     ] = None,
@@ -239,28 +221,23 @@ def export_checkpoint(
     kind = net_of(kind_of_checkpoint(source, kinds))
     # Its network reads it whole first, which is stricter than any loader.
     exported = export_drafter(kind.read(source, target), raw, tensors, target, form, dtype)
+    config, made = exported
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(exported.config, indent=2) + "\n", encoding="utf-8")
-    if exported.file.endswith(".bin"):
-        torch.save(exported.tensors, out / exported.file)
-        written: Mapping[str, Tensor] = torch.load(  # noqa: TID251 - what was just written
-            out / exported.file, weights_only=True
-        )
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if form is Format.ARCTIC:
+        file = out / "pytorch_model.bin"
+        torch.save(made, file)
+        written = torch.load(file, weights_only=True)  # noqa: TID251 - the file of this call
     else:
-        save_file(exported.tensors, out / exported.file, metadata={"format": "pt"})
+        save_file(made, out / "model.safetensors", metadata={"format": "pt"})
         written = read_tensors(out)
 
-    _compare(exported, written)
+    for name, tensor in made.items():
+        if written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
+            raise WeightsError(f"tensor {name} was not written as it was", seen=name)
     if form is Format.NATIVE:
         kind.read(out, target)
     return exported
-
-
-def _compare(exported: Exported, written: Mapping[str, Tensor]) -> None:
-    """Raises WeightsError unless the files equal the exported tensors."""
-    for name, tensor in exported.tensors.items():
-        if written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
-            raise WeightsError(f"tensor {name} was not written as it was", seen=name)
 
 
 if __name__ == "__main__":

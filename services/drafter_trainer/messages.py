@@ -151,14 +151,8 @@ class Standing:
     lm_head_hashes: list[str] = field(default_factory=list)  # newest last
     serving_version: int = 0
     frozen: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """A checkpoint was started; it is written during training."""
-
-    total_steps: int
-    stall_s: float  # pause of training for it
+    checkpoint_steps: int = 0  # of the newest checkpoint that was started
+    checkpoint_stall_s: float = 0.0  # pause of training for it
 
 
 Message = (
@@ -173,7 +167,6 @@ Message = (
     | Judged
     | Stopped
     | Standing
-    | Saving
     | Saved
     | Impaired
     | Doing

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from paceline.services.drafter_trainer.messages import Judged
-from paceline.telemetry import names, span
 from paceline.telemetry.metrics import Counter, Gauge, Histogram, Labels
 
 if TYPE_CHECKING:  # the parent of the ranks imports no torch
@@ -130,43 +127,3 @@ def record_decision(decision: Judged) -> None:
                 value / before if before else 0.0, **labels, position=position
             )
             before = value
-
-
-@contextmanager
-def micro_step_span(
-    epoch: int, slots: Sequence[int], policy_version: int, kind: str, batches: Iterable[str] = ()
-) -> Iterator[Callable[[MicroResult], None]]:
-    """The span of one micro-batch on slots of a lease; call the yielded function with the result.
-
-    `batches`: traceparents of the feature batches with its rows; the span links them.
-    """
-    with span(
-        names.DRAFTER_MICRO_STEP,
-        {
-            names.EPOCH: epoch,
-            names.SLOTS: list(slots),
-            names.POLICY_VERSION: policy_version,
-            names.DRAFTER: kind,
-        },
-        links=sorted(batches),
-    ) as current:
-
-        def record(result: MicroResult) -> None:
-            current.set_attribute(names.POSITIONS, result.positions)
-            current.set_attribute(names.LOSS, result.loss)
-            current.set_attribute(names.STEPPED, result.stepped)
-
-        yield record
-
-
-@contextmanager
-def gate_span(drafter_version: int) -> Iterator[Callable[[Iterable[Judged]], None]]:
-    """The span of one piece of a round; call the yielded function with the decisions."""
-    with span(names.DRAFTER_GATE, {names.DRAFTER_VERSION: drafter_version}) as current:
-
-        def record(decisions: Iterable[Judged]) -> None:
-            for decision in decisions:
-                current.set_attribute(names.DECISION, decision.decision)
-                current.set_attribute(names.DRAFTER, decision.kind)
-
-        yield record

@@ -19,25 +19,12 @@ from paceline.ranks import group, messages
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer import metrics, trainer
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn import learner, membership
-from paceline.services.drafter_trainer.learn.heads import (
-    PolicyHead,
-    PolicyHeads,
-    load_policy_head,
-    read_spooled_head,
-)
-from paceline.services.drafter_trainer.link import TrainerLink, activation_span
+from paceline.services.drafter_trainer.gate.round import Candidates
+from paceline.services.drafter_trainer.learn import heads, learner, membership
 from paceline.services.drafter_trainer.rows import feed, store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
-from paceline.training.checkpoints import (
-    PREFIX,
-    CheckpointWriter,
-    find_whole,
-    read_checkpoint,
-    read_whole,
-)
+from paceline.training import checkpoints as states
 from paceline.training.process import COLLECTIVE_S, join_ranks
 
 IDLE_S = 1.0
@@ -57,11 +44,9 @@ class Rank:
         self._config = config
         self._target = read_config(Path(config.model))
         self.rank = ranks.rank
-        self.link = TrainerLink(ranks)
-        self.rows = store.RowStore(
-            config.buffer, PolicyHeads(), config.run.seed, batch_bytes=config.micro_batch_bytes
-        )
-        self.rows.add_head(load_policy_head(Path(config.model), 0))
+        self.link = trainer.TrainerLink(ranks)
+        self.rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
+        self.rows.add_head(heads.load_policy_head(Path(config.model), 0))
         net = learner.initial_net(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(checkpoints / "drafter-candidates", self._target, [net.kind])
@@ -80,7 +65,7 @@ class Rank:
         )
         self.trainer.after_step = self.save_if_due
         self.trainer.take_in = self.take_in
-        self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
+        self._writer = states.CheckpointWriter(checkpoints / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
         self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         if config.resume:
@@ -97,10 +82,10 @@ class Rank:
 
     def _resume(self, directory: Path) -> None:
         """Loads the newest intact checkpoint; an older checkpoint has only learned less."""
-        found = find_whole(directory, PREFIX, self.membership.members.group)
+        found = states.find_whole(directory, states.PREFIX, self.membership.members.group)
         self._damaged = found.damaged
         if found.checkpoint is not None:
-            self.trainer.load_state(read_checkpoint(found.checkpoint, self.trainer.state()))
+            self.trainer.load_state(states.read_checkpoint(found.checkpoint, self.trainer.state()))
             self._saved_steps = self.learner.total_steps
 
     def run(self) -> None:
@@ -112,12 +97,12 @@ class Rank:
             log.error("checkpoint is damaged", fault=fault)
             if self.rank == 0:
                 metrics.CHECKPOINTS_DAMAGED.record()
-                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is taken"))
+                self.link.send(messages.Impaired(f"{fault}; the checkpoint before it is loaded"))
         while not self.link.stopping:
             self._feed.check()
             match self.link.wait_turn(IDLE_S):
                 case m.Activate() as command:
-                    with activation_span(command):
+                    with trainer.activation_span(command):
                         self.activate(command)
                 case m.Join() as command:  # a rank that does not train, or a late Join
                     if self._join(command, running=False) and self.learner.members.takes_part:
@@ -211,13 +196,13 @@ class Rank:
                 case PackedRow() as row:
                     self.learner.micro_step(row, self._head(row.lm_head_hash))
 
-    def _head(self, wanted: str) -> PolicyHead:
+    def _head(self, wanted: str) -> heads.PolicyHead:
         """The head that rank 0 trains with. The parent sends it to all ranks, but this rank may not
         have read it yet.
         """
-        heads = self.rows.heads
-        self.link.wait_until(lambda: heads.get(wanted) is not None, patient(HEAD_DEADLINE_S))
-        head = heads.get(wanted)
+        known = self.rows.heads
+        self.link.wait_until(lambda: known.get(wanted) is not None, patient(HEAD_DEADLINE_S))
+        head = known.get(wanted)
         assert head is not None
         return head
 
@@ -238,7 +223,7 @@ class Rank:
         its rows then count as stale.
         """
         try:
-            head = read_spooled_head(path, policy_version, self._target)
+            head = heads.read_spooled_head(path, policy_version, self._target)
         except (OSError, PacelineError) as error:
             log.error("policy head cannot be used", policy_version=policy_version, error=str(error))
             return
@@ -277,15 +262,15 @@ class Rank:
         if number:
             self._writer.write(self.trainer.state(), number, members.writing)
             self._saved_steps, self._saved_at = steps, time.monotonic()
-            if self.rank == 0:
-                self.link.send(m.Saving(steps, self._saved_at - began))
+            self.trainer.checkpoint = (steps, self._saved_at - began)
+            self.report()
 
         return number
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
         """Writes the drafter beside its shards, in the form that engines load."""
         net = self._whole.twin()
-        net.load_tensors(read_whole(directory, "learner/model", state))
+        net.load_tensors(states.read_whole(directory, "learner/model", state))
         net.save(directory / SPECULATOR)
 
 

@@ -23,10 +23,7 @@ from paceline.services.drafter_trainer.gate.publish import Promoter, PushOutcome
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
-from paceline.v1 import drafter_pb2_grpc
-from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
-from paceline.v1.progress_pb2 import GetProgressResponse
-from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1 import drafter_pb2_grpc, engine_pb2, progress_pb2, trajectory_pb2
 from paceline.weights import SERVICE_NAME as WEIGHT_SERVICE
 from paceline.weights import Spool, WeightServicer, add_weight_service
 
@@ -45,13 +42,13 @@ class HeadHooks:
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Sends the head to the ranks at once, since its rows may arrive before its commit."""
-        await self._ranks.tell(m.NewHead(version, str(path)))
+        await self._ranks.send_fact(m.NewHead(version, str(path)))
 
     async def on_commit(
         self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
     ) -> None:
         """Sends the serving set to the ranks, which compare the next candidate with it."""
-        await self._ranks.tell(m.Serving(versions.policy, versions.drafter))
+        await self._ranks.send_fact(m.Serving(versions.policy, versions.drafter))
 
     async def on_abort(self, target: int, version: int) -> None:
         """Does nothing: no rows refer to a head that never serves."""
@@ -106,7 +103,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             metrics.SLOT_TIME.record(lease.slot_s)
 
     async def _news(
-        self, lease: driver.Lease, context: CommandContext
+        self, lease: driver.Lease, context: trajectory_pb2.CommandContext
     ) -> AsyncGenerator[pb.ActivateResponse]:
         """Yields the ranks' news and the results of pushes as they arrive, up to Detached."""
         self._promoter.start_again(context)
@@ -184,9 +181,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
-        stopped_after_s = await self._ranks.preempt(
-            lease, context.time_remaining() or patient(driver.PREEMPT_S)
-        )
+        began, deadline_s = time.monotonic(), context.time_remaining() or patient(driver.PREEMPT_S)
+        await self._ranks.stop_lease(lease, deadline_s)
+        stopped_after_s = time.monotonic() - began
         metrics.PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
@@ -199,8 +196,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             **asdict(standing),
             active_epoch=self._ranks.epoch,
             rank_pids=self._ranks.watched.pids,
-            checkpoint_steps=self._ranks.saving.total_steps,
-            checkpoint_stall_s=self._ranks.saving.stall_s,
         )
 
     async def SaveDrafterCheckpoint(
@@ -251,13 +246,13 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     check_model(Path(config.model))
     ranks, spool_dir = driver.DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
-    await _tell_spooled(spool, ranks)
+    await _send_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
     weights = WeightServicer(
         spool,
         guard,
         HeadHooks(ranks),
-        targets=(WEIGHT_TARGET_POLICY_HEAD,),
+        targets=(engine_pb2.WEIGHT_TARGET_POLICY_HEAD,),
     )
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
@@ -272,15 +267,15 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         await servicer.close()
 
 
-async def _progress(ranks: driver.DrafterDriver) -> GetProgressResponse:
+async def _progress(ranks: driver.DrafterDriver) -> progress_pb2.GetProgressResponse:
     at = ranks.standing
     counts = {"optimiser_steps": at.total_steps, "samples_waiting": at.buffer_samples}
-    return GetProgressResponse(parts=ranks.watched.parts(counts))
+    return progress_pb2.GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
-async def _tell_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
+async def _send_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
     """After a restart, sends the spooled heads and the last serving set to the ranks."""
     for target, version in sorted(spool.spooled()):
-        await ranks.tell(m.NewHead(version, str(spool.path(target, version))))
+        await ranks.send_fact(m.NewHead(version, str(spool.path(target, version))))
     if spool.serving is not None:
-        await ranks.tell(m.Serving(spool.serving.policy, spool.serving.drafter))
+        await ranks.send_fact(m.Serving(spool.serving.policy, spool.serving.drafter))

@@ -1,26 +1,113 @@
-"""The training loop of rank 0 under a lease: learns, judges candidates, and reports promotions."""
+"""The training loop of rank 0 under a lease, and the link of a rank to its parent: learns, judges
+candidates, and reports promotions.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.ranks.messages import Doing
+from paceline.errors import DeadlineExceeded
+from paceline.ranks import group, messages
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer import metrics
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.gate.gate import PublishGate
+from paceline.services.drafter_trainer.gate import gate, round
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner, MicroResult
 from paceline.services.drafter_trainer.learn.membership import announce, hand_out
-from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.store import PackedBatch, RowStore
 from paceline.speculators.packed import PackedRow
-from paceline.telemetry import link_current
+from paceline.telemetry import extract, link_current, names, span
+
+Turn = m.Activate | m.Join | messages.Save
+"""Commands that all ranks carry out in the order of sending."""
+
+
+class TrainerLink:
+    """A blocking link, for the training thread of a rank.
+
+    New heads and serving versions go to `on_command` at once. A preemption is recorded until the
+    loop checks it. Activations, joins and checkpoints wait for their turn, because all ranks take
+    part.
+    """
+
+    def __init__(self, link: group.RankLink) -> None:
+        self._link = link
+        self._preempted_epoch = 0
+        self._turns: deque[Turn] = deque()
+        self.on_command: Callable[[m.Message], None] = lambda message: None
+        self.stopping = False
+
+    def send(self, message: m.Message) -> None:
+        """Sends a message to the parent."""
+        self._link.send(m.MESSAGES.encode(message))
+
+    def wait_turn(self, timeout_s: float) -> Turn | None:
+        """The next command with a turn of its own, or None after the time-out; all other commands
+        are handled meanwhile.
+        """
+        if not self._turns:
+            self._obey(self._link.receive(timeout_s))
+        return self._turns.popleft() if self._turns else None
+
+    def next_turn(self, deadline_s: float) -> Turn:
+        """The next command with a turn of its own. Raises DeadlineExceeded if none
+        arrives in time.
+        """
+        self.wait_until(lambda: bool(self._turns), deadline_s)
+        return self._turns.popleft()
+
+    def joins(self, epoch: int) -> bool:
+        """Whether the next turn adds slots to the lease of that epoch."""
+        first = self._turns[0] if self._turns else None
+        return isinstance(first, m.Join) and first.epoch == epoch
+
+    def wait_until(self, known: Callable[[], bool], deadline_s: float) -> None:
+        """Handles commands until `known()` is true. Raises DeadlineExceeded if it stays false for
+        `deadline_s` seconds.
+        """
+        end = time.monotonic() + deadline_s
+        while not known():
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(
+                    "a command other ranks have seen did not come", seen=f"{deadline_s} s"
+                )
+            self._obey(self._link.receive(end - time.monotonic()))
+
+    def preempted(self, epoch: int) -> bool:
+        """Whether the lease of that epoch is over; handles the commands that have arrived."""
+        while (data := self._link.poll()) is not None:
+            self._obey(data)
+        return self.stopping or self._preempted_epoch >= epoch
+
+    def _obey(self, data: bytes | None) -> None:
+        if data is None:
+            return
+        message = m.MESSAGES.decode(data)
+        if isinstance(message, m.Preempt):
+            self._preempted_epoch = max(self._preempted_epoch, message.epoch)
+        elif isinstance(message, m.Activate | m.Join | messages.Save):
+            self._turns.append(message)
+        else:
+            self.on_command(message)
+
+    def close(self) -> None:
+        """Sends queued messages and disconnects."""
+        self._link.close()
+
+
+@contextmanager
+def activation_span(command: m.Activate) -> Iterator[None]:
+    """The span of an activation, in the trace of its RL step."""
+    parent = extract({"traceparent": command.traceparent}) if command.traceparent else None
+    about = {names.RL_STEP: command.step, names.EPOCH: command.epoch}
+    with span(names.DRAFTER_ACTIVATE, about, parent=parent):
+        yield
+
 
 MIN_MICRO_BATCH_TOKENS = 32
 DATA_WAIT_S = 0.05
@@ -74,15 +161,16 @@ class DrafterTrainer:
         learner: DrafterLearner,
         rows: RowStore,
         link: TrainerLink,
-        candidates: Candidates,
+        candidates: round.Candidates,
     ) -> None:
         self._config, self._learner, self.rows, self._link = config, learner, rows, link
         self.seconds_per_token = 0.0  # of a micro-batch, smoothed; 0 before the first
         rows.shape = lambda: (self._learner.members.size, self._micro_batch_tokens())
-        self.gate = PublishGate(config, learner, rows, candidates)
+        self.gate = gate.PublishGate(config, learner, rows, candidates)
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
         # between two micro-batches: the new slots if slots were added to the lease, else None
         self.take_in: Callable[[int], Sequence[int] | None] = lambda epoch: None
+        self.checkpoint = (0, 0.0)  # steps of the newest checkpoint, and seconds of its pause
         self.lost: Callable[[], Counter[str]] = Counter  # entries without rows, by reason
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
@@ -101,7 +189,7 @@ class DrafterTrainer:
         self.rows.begin()
         untold = self.gate.begin(command)
         self._link.send(m.Attached(command.epoch, self._learner.members.size))
-        self._tell(untold)
+        self._send(untold)
         while (reason := self._stop_reason(activation)) is None:
             activation.slots = self.take_in(activation.epoch) or activation.slots
             self._report(activation)
@@ -132,9 +220,11 @@ class DrafterTrainer:
             return "max_steps"
         if self.gate.frozen and not self.gate.judging and not self.gate.due():
             return "frozen"
-        if not self.rows.usable:
+        with self.rows.locked() as buffer:
+            usable, tokens = buffer.tokens_of(self.rows.heads.hashes), buffer.tokens
+        if not usable:
             return None if time.monotonic() < activation.data_until else "no_data"
-        return "epochs" if activation.tokens >= self._config.max_epochs * self.rows.tokens else None
+        return "epochs" if activation.tokens >= self._config.max_epochs * tokens else None
 
     def _train(self, activation: Activation, batch: PackedBatch) -> None:
         """Trains one micro-batch."""
@@ -144,10 +234,14 @@ class DrafterTrainer:
             slots = activation.slots[: len(rows)]
             version, kind = batch.head.policy_version, self._learner.kind
             traces = batch.traceparents
-            with metrics.micro_step_span(activation.epoch, slots, version, kind, traces) as record:
+            about = {names.EPOCH: activation.epoch, names.SLOTS: list(slots)}
+            about |= {names.POLICY_VERSION: version, names.DRAFTER: kind}
+            with span(names.DRAFTER_MICRO_STEP, about, links=sorted(traces)) as current:
                 row = hand_out(rows, self._learner.members)
                 result = self._learner.micro_step(row, batch.head)
-                record(result)
+                current.set_attribute(names.POSITIONS, result.positions)
+                current.set_attribute(names.LOSS, result.loss)
+                current.set_attribute(names.STEPPED, result.stepped)
 
         speed, known = activation.last_s / max(len(rows[0]), 1), self.seconds_per_token
         self.seconds_per_token = 0.8 * known + 0.2 * speed if known else speed
@@ -164,7 +258,7 @@ class DrafterTrainer:
         if time.monotonic() < activation.tell_at:
             return
         doing = "judges" if self.gate.judging else f"trains micro-batch {activation.micro_batches}"
-        self._link.send(Doing(doing))
+        self._link.send(messages.Doing(doing))
         announce("wait", self._learner.members)
         activation.tell_at = time.monotonic() + TOLD_EVERY_S
 
@@ -179,41 +273,46 @@ class DrafterTrainer:
         return max(MIN_MICRO_BATCH_TOKENS, min(fitting, most))
 
     def _advance_gate(self, activation: Activation) -> None:
-        with activation.timed(), metrics.gate_span(self.gate.next_version) as record:
+        about = {names.DRAFTER_VERSION: self.gate.next_version}
+        with activation.timed(), span(names.DRAFTER_GATE, about) as current:
             decisions = self.gate.advance(activation.epoch)
-            record(decisions)
-        self._tell(decisions)
+            for decision in decisions:
+                current.set_attribute(names.DECISION, decision.decision)
+                current.set_attribute(names.DRAFTER, decision.kind)
+        self._send(decisions)
 
-    def _tell(self, decisions: Iterable[m.Judged]) -> None:
+    def _send(self, decisions: Iterable[m.Judged]) -> None:
         for decision in decisions:
             metrics.record_decision(decision)
             self._link.send(decision)
 
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
+        shared = ("epoch", "steps", "micro_batches", "tokens", "busy_s", "first_step_s")
+        with self.rows.locked() as buffer:
+            dropped = buffer.dropped + self.lost()
         return m.Stopped(
-            epoch=activation.epoch,
             reason=reason,
-            steps=activation.steps,
-            micro_batches=activation.micro_batches,
-            tokens=activation.tokens,
             loss=activation.loss_sum / max(activation.micro_batches, 1),
-            busy_s=activation.busy_s,
-            first_step_s=activation.first_step_s,
             total_steps=self._learner.total_steps,
-            dropped=dict(self.rows.dropped + self.lost()),
+            dropped=dict(dropped),
+            **{name: getattr(activation, name) for name in shared},
         )
 
     def standing(self) -> m.Standing:
         """The trainer's progress."""
+        with self.rows.locked() as buffer:
+            samples, nbytes = len(buffer), buffer.nbytes
         return m.Standing(
             drafter_version=self.gate.next_version - 1,
             total_steps=self._learner.total_steps,
             total_tokens=self._learner.total_tokens,
-            buffer_samples=len(self.rows),
-            buffer_bytes=self.rows.nbytes,
+            buffer_samples=samples,
+            buffer_bytes=nbytes,
             lm_head_hashes=list(self.rows.heads.hashes),
             serving_version=self.gate.serving.version,
             frozen=self.gate.frozen,
+            checkpoint_steps=self.checkpoint[0],
+            checkpoint_stall_s=self.checkpoint[1],
         )
 
     def state(self) -> dict[str, Any]:

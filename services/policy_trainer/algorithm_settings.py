@@ -216,20 +216,12 @@ class OwnConfig(GroupedConfig):
 
 
 _TAGS = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "decoupled",
+    *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("ppo", "dapo", "gspo", "cispo", "decoupled"),
 )
 
 
-def _whose(given: Any) -> str:
+def _tag_of(given: Any) -> str:
     """The tag of a table or object of settings."""
     found = given.get("name", "grpo") if isinstance(given, dict) else getattr(given, "name", "grpo")
     return str(found) if found in _TAGS else "own"
@@ -247,5 +239,5 @@ AnyAlgorithm = Annotated[
     | Annotated[CispoConfig, Tag("cispo")]
     | Annotated[DecoupledConfig, Tag("decoupled")]
     | Annotated[OwnConfig, Tag("own")],
-    Discriminator(_whose),
+    Discriminator(_tag_of),
 ]

@@ -135,10 +135,9 @@ class PolicyTrainerConfig(ServiceConfig):
     """Maximum tokens per chunk of logits; the backward recomputes chunks. 0: as many as fit 256 MiB
     of float32 logits.
     """
-    head_kernel: Literal["torch", "compiled", "cut_cross_entropy"] = "torch"
-    """Kernel of log-probs and entropy. compiled: one kernel without copies of the logits
-    (torch.compile); the first step takes seconds more. cut_cross_entropy: no logits, only on CUDA
-    in bfloat16; the entropy is then the mean -log p of the trained tokens, and cannot be rewarded.
+    head_kernel: Literal["torch", "cut_cross_entropy"] = "torch"
+    """Kernel of log-probs and entropy. cut_cross_entropy: no logits, only on CUDA in bfloat16; the
+    entropy is then the mean -log p of the trained tokens, and cannot be rewarded.
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""

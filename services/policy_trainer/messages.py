@@ -43,7 +43,9 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Write a checkpoint and keep it, if no evaluation was better; answered by Kept."""
+    """Write a checkpoint and keep it, if no evaluation was better. The reply is Saved of the best
+    checkpoint.
+    """
 
     evaluation: float
     command_id: int = 0
@@ -127,16 +129,7 @@ class Pushed:
     replaced: bool = False  # replaced an unserved version with other bits at the gateway
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The checkpoint with the best evaluation, on disk."""
-
-    command_id: int
-    path: str
-    version: int
-
-
 Command = Train | Save | Keep
-News = Batched | Stepped | Pushed | Saved | Kept
+News = Batched | Stepped | Pushed | Saved
 Message = Command | News | Started | Failed | Impaired | Doing
 MESSAGES = TaggedJson[Message](*get_args(Message))

@@ -25,12 +25,10 @@ from paceline.services.policy_trainer.learn.weights import EMBEDDING, HEAD
 from paceline.services.policy_trainer.metrics import HEADS_LEFT_OUT
 from paceline.telemetry import get_logger
 from paceline.tensors import NamedTensor, TensorLayout, head_hash_of
-from paceline.training.process import from_all_ranks, from_rank_zero
-from paceline.training.shards import bytes_in_order, convert, local_of, rows_of, scatter_rows
+from paceline.training import process, shards
+from paceline.v1 import trajectory_pb2, weights_pb2_grpc
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
-from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
-from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weight_documents import ADAPTERS
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender, pull_weights
 from paceline.weights.chunks import mapped_file
@@ -57,7 +55,7 @@ class Publication:
 
 def senders_of_ranks() -> Senders:
     """The ranks of the process group, which push together."""
-    return Senders(dist.get_rank(), from_all_ranks)
+    return Senders(dist.get_rank(), process.from_all_ranks)
 
 
 def publication_of(
@@ -89,10 +87,10 @@ def publication_of(
         data = buffer[offset : offset + own.nbytes]
         offset += own.nbytes
         tensors[name] = NamedTensor(name, own.dtype, own.shape, data)
-        rows = local_of(weight)
+        rows = shards.local_of(weight)
         assert rows.shape == own.shape, f"{name} is sharded otherwise than by rows"
         if own.nbytes:
-            convert(rows, torch.frombuffer(data, dtype=dtypes[name]).view(own.shape))
+            shards.convert(rows, torch.frombuffer(data, dtype=dtypes[name]).view(own.shape))
     return _announced(version, layouts, tensors, added)
 
 
@@ -103,7 +101,7 @@ def _held(layout: TensorLayout) -> TensorLayout:
 
 
 def _rows(layout: TensorLayout) -> slice:
-    return rows_of(layout.shape[0], dist.get_world_size(), dist.get_rank())
+    return shards.rows_of(layout.shape[0], dist.get_world_size(), dist.get_rank())
 
 
 def _announced(
@@ -114,7 +112,7 @@ def _announced(
 ) -> Publication:
     """Two manifests, complete on every rank. Collective."""
     head = tensors.get(HEAD, tensors[EMBEDDING])
-    name = from_rank_zero(head_hash_of(bytes_in_order(head.view)))
+    name = process.from_rank_zero(head_hash_of(shards.bytes_in_order(head.view)))
     both = {EMBEDDING: tensors[EMBEDDING], HEAD: head}
     of = {layout.name: layout for layout in layouts}
     embedding = of[EMBEDDING]
@@ -146,7 +144,7 @@ def _file_of_each_rank(
             file = _file(nbytes, config, make_room)
     except ResourceExhausted as error:
         fault = str(error)
-    if fault := next(filter(None, from_all_ranks(fault)), ""):
+    if fault := next(filter(None, process.from_all_ranks(fault)), ""):
         raise ResourceExhausted(f"no room for what is published: {fault}", seen=nbytes)
     return file
 
@@ -211,7 +209,7 @@ def take_served(
         whole = None
         if served is not None:
             whole = torch.frombuffer(served[name].view, dtype=dtype).view(tensor.shape)
-        scatter_rows(whole, dtype, tensor, _merge)
+        shards.scatter_rows(whole, dtype, tensor, _merge)
 
 
 def _merge(own: Tensor, served: Tensor) -> None:
@@ -235,7 +233,7 @@ class Publisher:
         """Frees the space of the last pushed version; the next push sends whole weights."""
         self._sender.forget()
 
-    def push(self, publication: Publication, context: CommandContext) -> PushReport:
+    def push(self, publication: Publication, context: trajectory_pb2.CommandContext) -> PushReport:
         """Prepares the version at the gateway and, at the same time, its head at the drafter
         trainer if that service answers. Without the head the drafter cannot learn from this
         version's rows. Collective.
@@ -273,7 +271,7 @@ class Publisher:
         return left if isinstance(left, Parcel) else None
 
     def _delivered(
-        self, policy: Parcel | None, head: Parcel | None, context: CommandContext
+        self, policy: Parcel | None, head: Parcel | None, context: trajectory_pb2.CommandContext
     ) -> tuple[list[Delivery], list[Delivery]]:
         """The deliveries of both parcels from each rank, by rank. Collective."""
         own = self._runner.run(self._deliver(policy, head, context))
@@ -282,7 +280,7 @@ class Publisher:
         return [*map(_from_object, policies)], [*map(_from_object, heads)]
 
     async def _deliver(
-        self, policy: Parcel | None, head: Parcel | None, context: CommandContext
+        self, policy: Parcel | None, head: Parcel | None, context: trajectory_pb2.CommandContext
     ) -> tuple[Delivery, Delivery]:
         addresses = self._config.addresses
         policy_sent, head_sent = await asyncio.gather(
@@ -292,7 +290,7 @@ class Publisher:
         return policy_sent, head_sent
 
     async def _deliver_to(
-        self, address: str, parcel: Parcel | None, context: CommandContext
+        self, address: str, parcel: Parcel | None, context: trajectory_pb2.CommandContext
     ) -> Delivery:
         if parcel is None:
             return Delivery(PushReport(0, 0.0))
@@ -300,7 +298,7 @@ class Publisher:
         try:
             async with channel(address, self._config.security) as peer:
                 if parcel.manifest.target == WEIGHT_TARGET_POLICY_HEAD:
-                    stub: Any = WeightServiceStub(peer)
+                    stub: Any = weights_pb2_grpc.WeightServiceStub(peer)
                     with rpc_errors():  # a hanging peer costs only this deadline
                         await stub.GetVersions(GetVersionsRequest(), timeout=patient(CONNECT_S))
                 else:

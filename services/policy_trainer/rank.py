@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 
 import torch
 import torch.distributed as dist
@@ -46,8 +48,8 @@ def build(config: PolicyTrainerConfig, link: group.RankLink) -> PolicyTrainer:
 
 
 def run(trainer: PolicyTrainer, link: group.RankLink) -> None:
-    """Handles commands for ever; the parent ends the process. Raises InternalError for a message
-    that is no command.
+    """Handles commands until the parent's SIGTERM. Raises InternalError for a message that is no
+    command.
     """
     while True:
         data = link.receive(_WRITTEN_POLL_S if trainer.settle_when_written() else _COMMAND_WAIT_S)
@@ -60,16 +62,22 @@ def run(trainer: PolicyTrainer, link: group.RankLink) -> None:
 
 
 def main() -> None:
-    """Builds the trainer, reports that the rank is ready, and handles commands."""
+    """Builds the trainer, reports that the rank is ready, and handles commands. At the end, writes
+    the queued spans within the deadline of telemetry.shutdown.
+    """
     link = group.RankLink.from_environment()
     config = link.config(PolicyTrainerConfig)
     telemetry.setup("policy_trainer", config.telemetry)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     make_deterministic()
-    trainer = build(config, link)
-    link.ready()
-    trainer.started()
-    with contextlib.closing(link):
-        run(trainer, link)
+    try:
+        trainer = build(config, link)
+        link.ready()
+        trainer.started()
+        with contextlib.closing(link):
+            run(trainer, link)
+    finally:
+        telemetry.shutdown()
 
 
 if __name__ == "__main__":

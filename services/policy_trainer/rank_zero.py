@@ -15,19 +15,11 @@ from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.plugins import import_filter
 from paceline.ranks import group, messages
 from paceline.rpc.progress import REDIS
+from paceline.services.policy_trainer import messages as m
 from paceline.services.policy_trainer import metrics, publish
 from paceline.services.policy_trainer.batches import batcher, groups
 from paceline.services.policy_trainer.batches.records import RecordFile, StepRecord
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.messages import (
-    MESSAGES,
-    Batched,
-    Message,
-    Progress,
-    Pushed,
-    Stepped,
-    Train,
-)
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, link_current, names, span
 from paceline.tensors import NamedTensor
@@ -64,7 +56,7 @@ class RankZero:
         self._runner.close()
 
     def open(
-        self, progress: Progress, found: Resumable, held_twice: int
+        self, progress: m.Progress, found: Resumable, held_twice: int
     ) -> list[batcher.Collected]:
         """Takes over unacknowledged entries; returns the batches of the recorded steps after the
         checkpoint. Raises DataLoss when these steps do not reach the progress of a damaged newer
@@ -82,7 +74,7 @@ class RankZero:
             self._runner.run(self._batcher.mark(record))
         return replays
 
-    def collect(self, command: Train) -> batcher.Collected | None:
+    def collect(self, command: m.Train) -> batcher.Collected | None:
         """The batch of a step, after its record is on disk. None after a failure, which is reported
         to the parent.
         """
@@ -99,15 +91,15 @@ class RankZero:
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
-        self.tell(Batched(command.command_id, collected.facts))
+        self.tell(m.Batched(command.command_id, collected.facts))
         return collected
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: m.Message) -> None:
         """Sends news to the parent."""
-        self._link.send(MESSAGES.encode(message))
+        self._link.send(m.MESSAGES.encode(message))
 
     def served(
-        self, command: Train, publication: publish.Publication
+        self, command: m.Train, publication: publish.Publication
     ) -> Mapping[str, NamedTensor] | None:
         """The gateway's tensors of this version; empty if the gateway serves equal bits or another
         version. None after a failure, which is reported to the parent.
@@ -132,11 +124,13 @@ class RankZero:
             _log.warning("served_weights_damaged", version=publication.version, error=str(error))
             return None
 
-    def push(self, command: Train, progress: Progress, publication: publish.Publication) -> None:
+    def push(
+        self, command: m.Train, progress: m.Progress, publication: publish.Publication
+    ) -> None:
         """Reports the step, pushes the version with the other ranks, marks its trajectories
         trained, and reports the push. Collective up to the push.
         """
-        self.tell(Stepped(command.command_id, progress))
+        self.tell(m.Stepped(command.command_id, progress))
         self.tell(messages.Doing(f"pushes p{progress.policy_version}", "gateway"))
         try:
             self._push(command, progress, publication)
@@ -172,7 +166,7 @@ class RankZero:
         _log.error("command_failed", command=command_id, error=str(error))
         self.tell(messages.Failed.of(command_id, error))
 
-    def log_step(self, progress: Progress) -> None:
+    def log_step(self, progress: m.Progress) -> None:
         """Logs one line per step."""
         _log.info(
             "policy_stepped",
@@ -189,7 +183,7 @@ class RankZero:
             metrics.NOT_FINITE.record(skipped, what="update")
             _log.error("updates_skipped", step=progress.step, updates=skipped)
 
-    async def _collect(self, command: Train, wanted: groups.Wanted) -> batcher.Collected:
+    async def _collect(self, command: m.Train, wanted: groups.Wanted) -> batcher.Collected:
         parent = extract(command.sender.carrier)
         with span(names.BATCH_WAIT, {names.RL_STEP: wanted.step}, parent=parent) as current:
             began = time.perf_counter()
@@ -205,7 +199,9 @@ class RankZero:
             current.set_attribute(names.ZERO_VARIANCE_GROUPS, collected.facts.zero_variance_groups)
             return collected
 
-    def _push(self, command: Train, progress: Progress, publication: publish.Publication) -> None:
+    def _push(
+        self, command: m.Train, progress: m.Progress, publication: publish.Publication
+    ) -> None:
         parent = extract(command.sender.carrier)
         with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
             report = self.publisher.push(publication, command.sender.context())
@@ -218,16 +214,9 @@ class RankZero:
         for record in self._records.load():
             if record.step == progress.step:
                 self._runner.run(self._batcher.mark(record))
-        self.tell(
-            Pushed(
-                command.command_id,
-                progress.policy_version,
-                report.bytes,
-                report.push_s,
-                publication.policy.manifest.lm_head_hash,
-                report.replaced,
-            )
-        )
+        name, version = publication.policy.manifest.lm_head_hash, progress.policy_version
+        pushed = (report.bytes, report.push_s, name, report.replaced)
+        self.tell(m.Pushed(command.command_id, version, *pushed))
 
 
 def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:

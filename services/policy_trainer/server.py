@@ -18,28 +18,13 @@ from paceline.ranks import messages, watched
 from paceline.ranks.group import RankGroup
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, check_run
 from paceline.rpc.progress import add_progress
+from paceline.services.policy_trainer import messages as m
 from paceline.services.policy_trainer.algorithms import check_algorithm
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.messages import (
-    MESSAGES,
-    Batched,
-    Command,
-    Keep,
-    Kept,
-    Message,
-    News,
-    Progress,
-    Pushed,
-    Sender,
-    Started,
-    Stepped,
-    Train,
-)
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
+from paceline.v1 import progress_pb2, trajectory_pb2
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
-from paceline.v1.progress_pb2 import GetProgressResponse
-from paceline.v1.trajectory_pb2 import CommandContext
 
 _log = get_logger(__name__)
 
@@ -49,7 +34,7 @@ class PolicyDriver:
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
         self._config = config
-        self.progress = Progress()
+        self.progress = m.Progress()
         self.world_size = config.ranks or min(2, processes.usable_cores())
         """Number of ranks, each on its own slot."""
         group = RankGroup(
@@ -61,9 +46,9 @@ class PolicyDriver:
             heartbeat_s=config.run.heartbeat_s,
             preload=services.service("policy_trainer").forked,
         )
-        self.watched = watched.WatchedRanks[Message](
+        self.watched = watched.WatchedRanks[m.Message](
             group,
-            MESSAGES,
+            m.MESSAGES,
             service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
             on_start=self._started,
@@ -82,13 +67,13 @@ class PolicyDriver:
             async with asyncio.timeout(deadline_s), self._turn:
                 pass
 
-    async def run(self, command: Command, deadline_s: float) -> AsyncIterator[News]:
+    async def run(self, command: m.Command, deadline_s: float) -> AsyncIterator[m.News]:
         """Sends a command and yields its news up to the last.
 
         Raises the errors of WatchedRanks.run. On DeadlineExceeded the ranks are killed, because
         their state is unknown.
         """
-        last = {Train: Pushed, messages.Save: messages.Saved, Keep: Kept}[type(command)]
+        last = m.Pushed if isinstance(command, m.Train) else messages.Saved
         async with self._turn:
             await self.watched.wait_ready(self._config.start_deadline_s)
             try:
@@ -98,20 +83,14 @@ class PolicyDriver:
                 self.watched.kill()
                 raise
 
-    async def save(self, deadline_s: float) -> messages.Saved:
-        """Writes a checkpoint and waits for it."""
-        return [
-            one
-            async for one in self.run(messages.Save(), deadline_s)
-            if isinstance(one, messages.Saved)
-        ][-1]
-
-    async def keep(self, evaluation: float, deadline_s: float) -> Kept:
-        """Sends the evaluation of the present weights, and waits for the checkpoint with the best
-        evaluation.
+    async def save(
+        self, deadline_s: float, command: messages.Save | m.Keep | None = None
+    ) -> messages.Saved:
+        """Writes a checkpoint, or sends an evaluation of the present weights; returns the report of
+        that checkpoint, or of the checkpoint with the best evaluation.
         """
-        told = self.run(Keep(evaluation), deadline_s)
-        return [one async for one in told if isinstance(one, Kept)][-1]
+        news = self.run(command or messages.Save(), deadline_s)
+        return [one async for one in news if isinstance(one, messages.Saved)][-1]
 
     async def _started(self) -> None:
         _log.info(
@@ -121,20 +100,17 @@ class PolicyDriver:
             step=self.progress.step,
         )
 
-    def _take(self, news: Message) -> None:
-        match news:
-            case Started():
-                self.progress = news.progress
-            case Stepped():
-                self.progress = news.progress
-            case messages.Saved():
-                self.progress = dataclasses.replace(self.progress, checkpoint_version=news.version)
-            case _:
-                pass
+    def _take(self, news: m.Message) -> None:
+        if isinstance(news, m.Started | m.Stepped):
+            self.progress = news.progress
+        elif isinstance(news, messages.Saved):
+            newest = max(news.version, self.progress.checkpoint_version)  # it may be the best one
+            self.progress = dataclasses.replace(self.progress, checkpoint_version=newest)
 
 
 SERVICE_NAME = "paceline.v1.PolicyService"
 STOP_GRACE_S = 20.0  # of a clean stop with its last checkpoint; orchestrators kill after 30
+RANK_GRACE_S = 3.0  # until a rank is killed: longer than telemetry.shutdown takes
 
 
 class PolicyServicer(PolicyServiceServicer):
@@ -158,7 +134,7 @@ class PolicyServicer(PolicyServiceServicer):
                 seen=f"{slots} slots",
                 allowed=f"{ranks} or more",
             )
-        command = Train(
+        command = m.Train(
             sender=self._sender(request.context),
             policy_version=request.policy_version,
             groups=[(group.group_id, group.size) for group in request.groups],
@@ -177,13 +153,10 @@ class PolicyServicer(PolicyServiceServicer):
         """
         self._sender(request.context)
         deadline_s = self._config.step_deadline_s
-        saved: messages.Saved | Kept
-        if request.HasField("evaluation"):
-            if not math.isfinite(request.evaluation):
-                raise errors.InvalidInput("an evaluation is a number", seen=request.evaluation)
-            saved = await self._ranks.keep(request.evaluation, deadline_s)
-        else:
-            saved = await self._ranks.save(deadline_s)
+        command = m.Keep(request.evaluation) if request.HasField("evaluation") else None
+        if command is not None and not math.isfinite(command.evaluation):
+            raise errors.InvalidInput("an evaluation is a number", seen=command.evaluation)
+        saved = await self._ranks.save(deadline_s, command)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
     async def GetPolicyStatus(
@@ -200,11 +173,11 @@ class PolicyServicer(PolicyServiceServicer):
             rank_pids=pids,
         )
 
-    def _sender(self, context: CommandContext) -> Sender:
+    def _sender(self, context: trajectory_pb2.CommandContext) -> m.Sender:
         check_run(context, self._config.run.id)
         self._guard.check(context, Track.LEARNER)
         proof = context.lease_proof
-        return Sender(context.run_id, context.step, context.epoch, proof, inject())
+        return m.Sender(context.run_id, context.step, context.epoch, proof, inject())
 
 
 def require_fresh(root: Path, *, resume: bool) -> None:
@@ -226,7 +199,7 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     ranks = PolicyDriver(config)
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
     add_progress(server, lambda: _progress(ranks))
-    async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=1.0):
+    async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=RANK_GRACE_S):
         # No new call is accepted while the last checkpoint is written.
         stopping = asyncio.create_task(server.stop(STOP_GRACE_S))
         await ranks.idle(STOP_GRACE_S / 2)
@@ -234,10 +207,10 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     await stopping
 
 
-async def _progress(ranks: PolicyDriver) -> GetProgressResponse:
+async def _progress(ranks: PolicyDriver) -> progress_pb2.GetProgressResponse:
     done = ranks.progress
     counts = {"step": max(0, done.step), "trained": done.trajectories_trained}
-    return GetProgressResponse(parts=ranks.watched.parts(counts))
+    return progress_pb2.GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
 async def _save_final(ranks: PolicyDriver) -> None:
@@ -254,21 +227,21 @@ async def _save_final(ranks: PolicyDriver) -> None:
         _log.error("final_checkpoint_failed", error=str(error))
 
 
-def _response(news: News) -> pb.TrainStepResponse:
+def _response(news: m.News) -> pb.TrainStepResponse:
     match news:
-        case Batched(batch=batch):
+        case m.Batched(batch=batch):
             ready = pb.BatchReady(**shared_fields(batch, pb.BatchReady))
             return pb.TrainStepResponse(batch=ready)
-        case Stepped(progress=progress):
+        case m.Stepped(progress=progress):
             return pb.TrainStepResponse(stepped=_stepped(progress))
-        case Pushed():
+        case m.Pushed():
             prepared = pb.PolicyPrepared(**shared_fields(news, pb.PolicyPrepared))
             return pb.TrainStepResponse(prepared=prepared)
-        case messages.Saved() | Kept():
+        case messages.Saved():
             raise errors.InvalidInput("a checkpoint is no news of a step")
 
 
-def _stepped(progress: Progress) -> pb.PolicyStepped:
+def _stepped(progress: m.Progress) -> pb.PolicyStepped:
     return pb.PolicyStepped(
         policy_version=progress.policy_version,
         **shared_fields(progress.batch, pb.PolicyStepped),

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import errors
-from paceline.ranks.messages import Impaired, ProgressReport, Save
+from paceline.ranks.messages import Impaired, ProgressReport, Save, Saved
 from paceline.services.policy_trainer import messages, metrics, publish, rank_zero
 from paceline.services.policy_trainer.audit import audit_figures, judged
 from paceline.services.policy_trainer.batches import batcher, records
@@ -59,10 +59,7 @@ class PolicyTrainer:
         )
         self._writing = None if alone else dist.new_group(backend="gloo")
         self._writer = checkpoints.CheckpointWriter(
-            config.checkpoints_dir,
-            self._export,
-            prefix=_PREFIX,
-            keep=config.checkpoint_keep,
+            config.checkpoints_dir, self._export, prefix=_PREFIX, keep=config.checkpoint_keep
         )
         best = records.read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
@@ -76,7 +73,7 @@ class PolicyTrainer:
         """Loads the newest intact checkpoint and replays the later steps. Raises DataLoss for a
         checkpoint of another model or trainer.
         """
-        self._report.begins("takes up the newest checkpoint")
+        self._report.begins("loads the newest checkpoint")
         found = checkpoints.find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
         self._damaged = found.damaged
         if found.checkpoint is not None:
@@ -103,20 +100,24 @@ class PolicyTrainer:
         if self.zero:
             self.zero.tell(messages.Started(self.progress))
             for fault in self._damaged:
-                self.zero.tell(Impaired(f"{fault}; the checkpoint before it is taken"))
+                self.zero.tell(Impaired(f"{fault}; the checkpoint before it is loaded"))
 
     def handle(self, command: messages.Command) -> None:
-        """Runs a command. A failure on rank 0 between collectives is reported to the parent and
-        ends the command.
+        """Runs a command. An error that all ranks raise, or a failure of rank 0 between
+        collectives, is reported to the parent and ends the command.
         """
-        match command:
-            case messages.Train():
-                self._train(command)
-            case Save():
-                self.begin_checkpoint(command.command_id)
-                self.settle()
-            case messages.Keep():
-                self._keep_best(command)
+        try:
+            match command:
+                case messages.Train():
+                    self._train(command)
+                case Save():
+                    self.begin_checkpoint(command.command_id)
+                    self.settle()
+                case messages.Keep():
+                    self._keep_best(command)
+        except errors.PacelineError as error:
+            if self.zero:
+                self.zero.failed(command.command_id, error)
 
     def settle_when_written(self) -> bool:
         """Reports the pending checkpoint if it is written; returns True while it is not."""
@@ -126,8 +127,13 @@ class PolicyTrainer:
 
     def _train(self, command: messages.Train) -> None:
         """One RL step; a step that is already trained is only pushed again."""
+        self._check_order(command)
         self.learner.memory.enter()
-        publication = self._stepped(command)
+        try:
+            publication = self._stepped(command)
+        except errors.PacelineError:
+            self._leave_device()
+            raise
         self._leave_device()
         if publication is None:
             return
@@ -146,43 +152,40 @@ class PolicyTrainer:
             dist.barrier()
 
     def _stepped(self, command: messages.Train) -> publish.Publication | None:
-        """The version to push after the step. None for a rejected or failed step, which is reported
-        to the parent.
+        """The version to push after the step; None if rank 0 has reported a failure. Raises
+        InternalError after SKIPPED_IN_ROW consecutive steps that skipped an update.
         """
-        if not self._accepts(command) or not self._goes_on_from_what_serves(command):
+        if not self._adopt_served(command):
             return None
         if command.sender.step == self.progress.step:
             if self.zero:
                 self.zero.tell(messages.Batched(command.command_id, self.progress.batch))
-        elif not self._advance(
-            command.sender.step,
-            self.zero.collect(command) if self.zero else None,
-            command.sender.carrier,
-        ) or self._stands_still(command):
+            return self._published()
+        collected = self.zero.collect(command) if self.zero else None
+        if not self._advance(command.sender.step, collected, command.sender.carrier):
             return None
-        return self._published(command)
+        if self.progress.skipped_in_row >= SKIPPED_IN_ROW:
+            raise errors.InternalError(
+                "the loss or the gradient was not finite in several steps in a row",
+                reason="NOT_FINITE",
+                seen=f"{self.progress.skipped_in_row} steps up to step {self.progress.step}",
+                allowed=f"at most {SKIPPED_IN_ROW - 1}",
+            )
+        return self._published()
 
-    def _accepts(self, command: messages.Train) -> bool:
-        """Whether the step is the next step, or the last step again. A rejection is reported to the
-        parent.
-        """
-        again = command.sender.step == self.progress.step
-        if (
-            command.policy_version == self.progress.policy_version - again
-            and command.sender.step >= self.progress.step
-        ):
-            return True
-        if self.zero:
-            error = errors.WeightsError(
+    def _check_order(self, command: messages.Train) -> None:
+        """Raises WeightsError unless the step is the next step, or the last step again."""
+        step, version = self.progress.step, self.progress.policy_version
+        again = command.sender.step == step
+        if command.policy_version != version - again or command.sender.step < step:
+            raise errors.WeightsError(
                 "the trainer cannot take this step",
                 reason="STEP_ORDER",
                 seen=f"step {command.sender.step} from p{command.policy_version}",
-                allowed=f"a step after {self.progress.step}, from p{self.progress.policy_version}",
+                allowed=f"a step after {step}, from p{version}",
             )
-            self.zero.failed(command.command_id, error)
-        return False
 
-    def _goes_on_from_what_serves(self, command: messages.Train) -> bool:
+    def _adopt_served(self, command: messages.Train) -> bool:
         """Adopts the served weights once after a start, since a replay on other ranks may differ in
         a bit.
 
@@ -190,9 +193,7 @@ class PolicyTrainer:
         """
         if not self._resumed:
             return True
-        publication = self._published(command)
-        if publication is None:
-            return False
+        publication = self._published()
         served = self.zero.served(command, publication) if self.zero else None
         known, differs = process.from_rank_zero((served is not None, bool(served)))
         # Adapters cannot adopt served weights; the difference counts as one more gap between
@@ -202,34 +203,14 @@ class PolicyTrainer:
         self._resumed = not known
         return known
 
-    def _published(self, command: messages.Train) -> publish.Publication | None:
-        """The version to push. None after a failure, which is reported to the parent."""
-        weights = self.learner.weights
+    def _published(self) -> publish.Publication:
+        """The version to push. Raises ResourceExhausted or WeightsError on all ranks."""
+        weights, make_room = self.learner.weights, self._publisher.forget
         pushed, shapes = weights.pushed(), weights.pushed_shapes()
-        version, make_room = self.progress.policy_version, self._publisher.forget
-        try:
-            return publish.publication_of(
-                version, pushed, shapes, self.config, make_room, weights.added
-            )
-        except (errors.ResourceExhausted, errors.WeightsError) as error:
-            if self.zero:
-                self.zero.failed(command.command_id, error)
-            return None
-
-    def _stands_still(self, command: messages.Train) -> bool:
-        """Whether SKIPPED_IN_ROW consecutive steps skipped an update; then the parent receives an
-        error that ends the run.
-        """
-        steps = self.progress.skipped_in_row
-        if steps >= SKIPPED_IN_ROW and self.zero:
-            error = errors.InternalError(
-                "the loss or the gradient was not finite in several steps in a row",
-                reason="NOT_FINITE",
-                seen=f"{steps} steps up to step {self.progress.step}",
-                allowed=f"at most {SKIPPED_IN_ROW - 1}",
-            )
-            self.zero.failed(command.command_id, error)
-        return steps >= SKIPPED_IN_ROW
+        version = self.progress.policy_version
+        return publish.publication_of(
+            version, pushed, shapes, self.config, make_room, weights.added
+        )
 
     def _advance(
         self, step: int, collected: batcher.Collected | None, carrier: Mapping[str, str] = _NO_TRACE
@@ -238,7 +219,7 @@ class PolicyTrainer:
         batch = process.tensors_from_rank_zero(TrainBatch, collected.tensors if collected else None)
         if batch is None:
             return False
-        self._report.begins(f"computes what the updates of step {step} begin with")
+        self._report.begins(f"computes the start values of step {step}")
         with (
             span(
                 names.OPTIMIZER_STEP,
@@ -306,10 +287,7 @@ class PolicyTrainer:
                 self.begin_checkpoint()
             self.settle()
             if self.progress.checkpoint_version != version:
-                if self.zero:
-                    error = errors.Unavailable("the best checkpoint was not written", seen=version)
-                    self.zero.failed(command.command_id, error)
-                return
+                raise errors.Unavailable("the best checkpoint was not written", seen=version)
             best = records.Best(version, command.evaluation)
             if dist.get_rank() == 0:
                 records.write_best(directory, best)
@@ -317,7 +295,7 @@ class PolicyTrainer:
         self._writer.kept = best.policy_version
         if self.zero:
             path = self._writer.path(best.policy_version)
-            self.zero.tell(messages.Kept(command.command_id, str(path), best.policy_version))
+            self.zero.tell(Saved(command.command_id, str(path), best.policy_version))
 
     def settle(self) -> None:
         """Waits for the pending checkpoint, then acknowledges its groups."""

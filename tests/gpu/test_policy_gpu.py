@@ -26,7 +26,6 @@ SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_h
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 WAYS = {
     "plain": {},
-    "compiled head": {"head_kernel": "compiled", "head_rows": 64},
     "flex": {"attention": "flex", "row_tokens": 256},
     "moments": {"optimizer": {"lr": 1e-3, "moments": "int8"}},
     "offload": {"offload": True},

@@ -392,7 +392,7 @@ def sglang_drafter(directory: Path) -> dict[str, torch.Tensor]:
     """
     target = read_config(POLICY)
     net = EagleNet(target, seed=5)
-    net.save(directory, dtype=torch.bfloat16)
+    net.to(torch.bfloat16).save(directory)
     own = load_file(directory / "model.safetensors")
     matrix = torch.zeros(target.vocab_size, target.hidden_size, dtype=torch.bfloat16)
     shared = {"model.embed_tokens.weight": matrix, "lm_head.weight": matrix.clone()}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -37,6 +38,7 @@ from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.streams import Ledger, LedgerCount, RedisStream, encode_trajectory, run_key
+from paceline.telemetry import names
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 
 NAN_LOSS = """
@@ -108,6 +110,15 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(
     assert np.array_equal(
         loaded.lm_head.weight.detach().numpy(), world.weights(2)["lm_head.weight"]
     )
+
+
+async def test_ranks_write_their_last_spans_before_they_end(world: World, tmp_path: Path) -> None:
+    await world.start(**{"telemetry.spans_dir": tmp_path / "spans"})
+    await world.append(0, 0)
+    await world.step(0, 0)
+    await world.stop()  # the last checkpoint ends less than a flush interval before the ranks
+    spans = [json.loads(line) for file in (tmp_path / "spans").iterdir() for line in file.open()]
+    assert names.POLICY_CHECKPOINT in {span["name"] for span in spans}
 
 
 async def test_a_policy_that_moves_little_is_pushed_as_a_delta_bit_for_bit(world: World) -> None:

@@ -90,11 +90,6 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one decoder layer without its input_layernorm; prefix ends with a dot."""
-    return _shapes(layer_records(config, prefix))
-
-
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor name of a checkpoint, with its shape."""
     return _shapes(model_records(config))

@@ -6,15 +6,14 @@ Terms: a slot is a cache row of the engine. Row t of a sequence is (hidden state
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.errors import DataLoss
+from paceline.errors import DataLoss, MissingCapability
 from paceline.models.decoder import DecoderWeights
 
 
@@ -26,8 +25,6 @@ class CaptureSpec:
     """Ascending: i is the residual stream that enters decoder layer i, before any norm."""
     last: bool = True
     """The state after the final norm, the input of lm_head."""
-    convention: str = "post_norm"
-    """The final norm has been applied to `last`."""
 
     @property
     def layers(self) -> str:
@@ -55,14 +52,10 @@ class CaptureSpec:
         return [start * hidden_size + offset for start in starts for offset in range(hidden_size)]
 
 
-class DraftSampler(Protocol):
-    """Draws a chain's tokens instead of choosing the most likely tokens, and keeps the
-    distributions.
-    """
-
-    def __call__(self, logits: Tensor, level: int) -> Tensor:
-        """int64 [B] drawn from the drafter's logits [B, V] for the level, 0 for position n."""
-        ...
+DraftSampler = Callable[[Tensor, int], Tensor]
+"""Draws a chain's tokens instead of choosing the most likely tokens, and keeps the distributions:
+int64 [B] from the drafter's logits [B, V] for the level, 0 for position n.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,26 +116,18 @@ class Drafts:
     """
 
 
-class Speculator(Protocol):
-    """Proposes tokens for the next positions, with a state per slot."""
+class Speculator:
+    """Proposes tokens for the next positions, with a state per slot. The defaults are those of a
+    speculator without such a state and without weights.
+    """
 
-    @property
-    def trainable(self) -> bool:
-        """True when weights can be swapped."""
-        ...
+    trainable = False
+    """True when weights can be swapped."""
 
     @property
     def capture(self) -> CaptureSpec:
         """Hidden states needed from the target."""
-        ...
-
-    def catch_up(self, batch: DraftBatch) -> None:
-        """Updates slots that are far behind, from `batch` alone, for any pause of this speculator.
-
-        It is separate from `propose`, so that the cost of a pause does not count as the cost of a
-        round.
-        """
-        ...
+        raise NotImplementedError
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """Drafts for positions n, n + 1, ...: the most likely drafts that the speculator finds
@@ -151,38 +136,40 @@ class Speculator(Protocol):
         Proposals never depend on the draws of verification, and need no `catch_up` before. States
         from own features are replaced by states from true hidden states.
         """
-        ...
+        raise NotImplementedError
+
+    def catch_up(self, batch: DraftBatch) -> None:
+        """Updates slots that are far behind, from `batch` alone, for any pause of this speculator.
+
+        It is separate from `propose`, so that the cost of a pause does not count as the cost of a
+        round.
+        """
 
     def ended(self, batch: DraftBatch) -> None:
         """Reports complete sequences: the last chance to learn from their tokens."""
-        ...
 
     def flush(self) -> None:
         """Drops everything learned from earlier sequences; weights stay."""
-        ...
 
     def free(self, slot: int) -> None:
         """Clears a slot for another sequence."""
-        ...
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Moves the sequence of slot `source`, with `length` tokens, to slot `destination`."""
-        ...
 
     def bind(self, target: DecoderWeights) -> None:
         """Uses embed_tokens and lm_head of this target from now on."""
-        ...
 
     def load_state(self, directory: Path) -> object:
         """Reads a version beside the serving one; the result is for `commit_state`.
 
-        Raises WeightsError.
+        Raises WeightsError, and MissingCapability if there are no weights.
         """
-        ...
+        raise MissingCapability("this speculator has no weights to swap", seen=directory)
 
     def commit_state(self, state: object) -> None:
-        """Serves a state from `load_state`."""
-        ...
+        """Serves a state from `load_state`. Raises MissingCapability if there are no weights."""
+        raise MissingCapability("this speculator has no weights to swap")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models import loading, products
+from paceline.models import products
 from paceline.models.config import ModelConfig, parse_config, read_count
 from paceline.models.inner_layers import check_inner_layers, dflash_inner_layers
 from paceline.speculators import kinds, layer_net, net, packed
@@ -111,36 +111,22 @@ computes in short pieces can pause between two forwards.
 class DflashOptions(Config):
     """Settings of a DFlash drafter."""
 
-    block_size: int = Field(
-        default=8,
-        ge=2,
-        le=LARGEST_BLOCK,
-        description="tokens of a block: the last known one and the drafts",
-    )
-    layers: int = Field(default=1, ge=1, le=64, description="decoder layers of the drafter")
-    inner_layers: tuple[int, ...] = Field(
-        default=(),
-        description="decoder layers of the target whose inputs are read; none: 2, L/2 and L-3",
-    )
-    mask_token_id: int | None = Field(
-        default=None,
-        ge=0,
-        description="row of the target's embedding that stands for a token to be drafted; none: "
-        "the last one that ends no sequence",
-    )
-    targets: Targets = Field(
-        default="distribution",
-        description="what a position learns: the policy's token, or the distribution it was drawn "
-        "from",
-    )
-    gamma: float = Field(
-        default=4.0, gt=0, description="draft k weighs exp(-(k - 1) / gamma) in the loss"
-    )
-    blocks_per_row: int = Field(
-        default=128,
-        ge=1,
-        description="blocks learned from one row at most, drawn among its drafting targets",
-    )
+    block_size: int = Field(default=8, ge=2, le=LARGEST_BLOCK)
+    """Tokens of a block: the last known one and the drafts."""
+    layers: int = Field(default=1, ge=1, le=64)
+    """Decoder layers of the drafter."""
+    inner_layers: tuple[int, ...] = ()
+    """Decoder layers of the target whose inputs are read; none: 2, L/2 and L-3."""
+    mask_token_id: int | None = Field(default=None, ge=0)
+    """Row of the target's embedding that stands for a token to be drafted; none: the last one that
+    ends no sequence.
+    """
+    targets: Targets = "distribution"
+    """What a position learns: the policy's token, or the distribution it was drawn from."""
+    gamma: float = Field(default=4.0, gt=0)
+    """Draft k weighs exp(-(k - 1) / gamma) in the loss."""
+    blocks_per_row: int = Field(default=128, ge=1)
+    """Blocks learned from one row at most, drawn among its drafting targets."""
 
 
 Angles = tuple[Tensor, Tensor]
@@ -249,20 +235,6 @@ class DflashNet(layer_net.LayerNet):
         return tuple(self.layers)
 
     # ---- checkpoints
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes; the names are the published ones."""
-        hidden = self.config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, len(self.inner) * hidden),
-            "hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,),
-        }
-        for index in range(self.depth):
-            prefix = f"layers.{index}."
-            shapes |= loading.layer_shapes(self.config, prefix)
-            shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        return shapes
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than

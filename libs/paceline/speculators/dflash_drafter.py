@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import ConfigError
-from paceline.models import cache, loading, products
-from paceline.models.decoder import (
-    Layout,
-    layer_forward,
-    make_block,
-    rotate_heads,
-)
+from paceline.models import cache, decoder, loading, products
 from paceline.speculators import base, dflash, layer_drafter, net_drafter
 
 
@@ -90,20 +84,20 @@ class DflashDrafter(layer_drafter.CachedDrafter[dflash.DflashNet]):
         bases = torch.tensor(batch.lengths, device=device) - 1
         length = max(batch.lengths) - 1 + size
         seen = torch.arange(length, device=device) < (bases + size)[:, None]
-        block = make_block(
+        block = decoder.make_block(
             self._config,
             self._rotation,
             self._cache,
             cache.cache_rows(batch.slots),
             bases[:, None] + torch.arange(size, device=device),
             length,
-            Layout(visible=seen[:, None].expand(count, size, length)),
+            decoder.Layout(visible=seen[:, None].expand(count, size, length)),
         )
         tokens = batch.token_ids.new_full((count, size), net.shape.mask_token_id)
         tokens[:, 0] = batch.token_ids[torch.tensor(batch.slots, device=device), bases]
         x = functional.embedding(tokens.view(-1), self._target.embed)
         for index, layer in enumerate(self._stack):
-            x = layer_forward(self._config, layer, x, self._cache, index, block)
+            x = decoder.layer_forward(self._config, layer, x, self._cache, index, block)
         return self._normed(x.view(count, size, -1)[:, 1 : steps + 1], self._norm)
 
     def _feed(
@@ -117,7 +111,7 @@ class DflashDrafter(layer_drafter.CachedDrafter[dflash.DflashNet]):
         width = config.num_kv_heads * config.head_dim
         rotation = self._rotation[known.positions.flatten()][:, None, None]
         keys = projected[..., :width].unflatten(-1, (config.num_kv_heads, -1))
-        rotate_heads(keys, self._key_norms, rotation, config.rms_norm_eps)
+        decoder.rotate_heads(keys, self._key_norms, rotation, config.rms_norm_eps)
         cells = self._cache.cells(known.index[:, 0], known.positions).view(-1)
         for index in range(len(self._stack)):
             self._cache.write(index, cells, projected[:, index])

@@ -34,13 +34,12 @@ ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
 class EagleOptions(Config):
     """Settings of an EAGLE drafter."""
 
-    fc_bias: bool = Field(
-        default=False, description="a bias behind the fusion of embedding and state"
-    )
-    feature_weight: float = Field(default=1.0, ge=0, description="weight of SmoothL1 on features")
-    token_weight: float = Field(
-        default=0.1, ge=0, description="weight of the soft cross-entropy on tokens"
-    )
+    fc_bias: bool = False
+    """A bias behind the fusion of embedding and state."""
+    feature_weight: float = Field(default=1.0, ge=0)
+    """Weight of SmoothL1 on features."""
+    token_weight: float = Field(default=0.1, ge=0)
+    """Weight of the soft cross-entropy on tokens."""
 
 
 class EagleLayer(nn.Module):
@@ -114,14 +113,6 @@ class EagleNet(layer_net.LayerNet):
     def shards(self) -> tuple[nn.Module, ...]:
         """See DraftNet.shards."""
         return (self.layers[0],)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes; the names are SGLang's."""
-        hidden = self.config.hidden_size
-        fc: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
-        if self.options.fc_bias:
-            fc["fc.bias"] = (hidden,)
-        return fc | loading.layer_shapes(self.config, "layers.0.")
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""

@@ -74,26 +74,16 @@ def parse_eagle3(
 class Eagle3Options(Config):
     """Settings of an EAGLE-3 drafter."""
 
-    inner_layers: tuple[int, ...] = Field(
-        default=(),
-        description="three decoder layers of the target whose inputs are read; none: 2, L/2 and "
-        "L-3",
-    )
-    draft_vocab_size: int | None = Field(
-        default=None,
-        ge=0,
-        description="tokens it can draft, once their frequencies are known; none or 0: all",
-    )
-    norm_before_residual: bool = Field(
-        default=False,
-        description="the layer's residual is the normed state; SGLang knows false only",
-    )
-    ttt_steps: int = Field(
-        default=7, ge=1, le=7, description="steps of a draft chain that are trained"
-    )
-    ttt_decay: float = Field(
-        default=0.8, gt=0, le=1, description="weight of a step, relative to the one before"
-    )
+    inner_layers: tuple[int, ...] = ()
+    """Three decoder layers of the target whose inputs are read; none: 2, L/2 and L-3."""
+    draft_vocab_size: int | None = Field(default=None, ge=0)
+    """Tokens it can draft, once their frequencies are known; none or 0: all."""
+    norm_before_residual: bool = False
+    """The layer's residual is the normed state; SGLang knows false only."""
+    ttt_steps: int = Field(default=7, ge=1, le=7)
+    """Steps of a draft chain that are trained."""
+    ttt_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of a step, relative to the one before."""
 
 
 class Eagle3Layer(nn.Module):
@@ -219,22 +209,6 @@ class Eagle3Net(layer_net.LayerNet):
 
     # ---- checkpoints
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes; the names are those of SGLang's loader."""
-        hidden, shapes = self.config.hidden_size, loading.layer_shapes(self.config, "midlayer.")
-        for name in "qkv":
-            weight = f"midlayer.self_attn.{name}_proj.weight"
-            shapes[weight] = (shapes[weight][0], 2 * hidden)
-        return shapes | {
-            "fc.weight": (hidden, INNER_STATES * hidden),
-            "midlayer.input_layernorm.weight": (hidden,),
-            "midlayer.hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,),
-            "lm_head.weight": (len(self.d2t), hidden),
-            "d2t": (len(self.d2t),),
-            "t2d": (self.config.vocab_size,),
-        }
-
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json. An id in it is the layer that outputs the state: one less than
         the layer that receives it.
@@ -271,17 +245,17 @@ class Eagle3Net(layer_net.LayerNet):
         drafting targets. `correct` and `alpha` are of the first draft, with tokens outside the
         draft vocabulary as misses.
         """
-        teacher = teacher_of(row.next_states, self.head, self.t2d)
-        taught = row.valid & teacher.drafted
+        log_p, drafted = teacher_of(row.next_states, self.head, self.t2d)
+        taught = row.valid & drafted
         loss, terms = row.next_states.new_zeros(()), {}
         for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
             counted = inside & taught[there]
-            logits, log_p = self.logits(features[counted]), teacher.log_p[there[counted]]
-            losses, alpha = draft_losses(logits, log_p)
+            logits, wanted = self.logits(features[counted]), log_p[there[counted]]
+            losses, alpha = draft_losses(logits, wanted)
             loss = loss + self.options.ttt_decay**step * losses.sum()
             terms[f"loss_{step}"] = losses.detach().sum()
             if step == 0:
-                terms["correct"] = (logits.argmax(-1) == log_p.argmax(-1)).sum()
+                terms["correct"] = (logits.argmax(-1) == wanted.argmax(-1)).sum()
                 terms["alpha"] = alpha.sum()
 
         return Objective(loss, row.valid.sum(), terms)

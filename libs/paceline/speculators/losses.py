@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -46,23 +45,16 @@ def eagle_loss(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """The target's distributions p over a drafter's Vd tokens."""
-
-    log_p: Float[Tensor, "T Vd"]
-    """log p of the draftable tokens, not renormalised: the missing mass can only be rejected."""
-    drafted: Bool[Tensor, " T"]
-    """Whether the target's most likely token is draftable."""
-
-
 @torch.no_grad()
 def teacher_of(
     states: Float[Tensor, "T H"], lm_head: Float[Tensor, "V H"], t2d: Bool[Tensor, " V"]
-) -> Teacher:
-    """Teacher of the target's last hidden states; t2d: mask of draftable tokens."""
+) -> tuple[Float[Tensor, "T Vd"], Bool[Tensor, " T"]]:
+    """From the target's last hidden states: its log p of the Vd draftable tokens (mask t2d), and
+    whether its most likely token is draftable. p is not renormalised: the missing mass can only be
+    rejected.
+    """
     log_p = torch.log_softmax((states @ lm_head.T.to(states.dtype)).float(), dim=-1)
-    return Teacher(log_p[:, t2d], t2d[log_p.argmax(-1)])
+    return log_p[:, t2d], t2d[log_p.argmax(-1)]
 
 
 def draft_losses(
@@ -71,7 +63,7 @@ def draft_losses(
     """Loss -sum_v p'_v log q_v of each position (EAGLE-3, Li et al. 2025, arXiv 2503.01840), and
     its acceptance sum_v min(p_v, q_v), without gradient.
 
-    q = softmax(logits); p as in Teacher; p' = p / sum_v p_v over the draftable tokens v.
+    q = softmax(logits); p as in teacher_of; p' = p / sum_v p_v over the draftable tokens v.
     """
     log_q = torch.log_softmax(logits.float(), dim=-1)
     alpha = torch.minimum(log_p, log_q.detach()).exp().sum(-1)

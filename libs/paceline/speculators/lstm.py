@@ -1,9 +1,9 @@
-"""Predicts tokens with a gated cell, or with stacks of matrices: ArcticLSTMSpeculator of Snowflake
-(ArcticTraining), methods "sum_lstm" and "sum_rnn".
+"""Predicts tokens with a gated cell: ArcticLSTMSpeculator of Snowflake (ArcticTraining), method
+"sum_lstm". The method "sum_rnn" computes as the MLP speculator (mlp.py) and is not read.
 
 Names and config.json of the checkpoint are from Arctic Inference's plug-in for vLLM. recurrent.py
 describes the parts outside the cell. a is the token's weight ew / sw (as in mlp.py) and E the
-token's embedding. In sum_lstm, W is the first projections for draft 0, and the second projections
+token's embedding. W is the first projections for draft 0, and the second projections
 for all later drafts:
 
     f, i, o = sigmoid(W h + a E(token)), each with its own W and E
@@ -12,17 +12,17 @@ for all later drafts:
 
 GELU replaces an LSTM's tanh. Norms and head are the same for all drafts. With tie_lstm_embs all
 gates share one E, the only form that the plug-in can serve. forget_proj.0 multiplies c = 0 and is
-never trained. sum_rnn computes as the MLP speculator (mlp.py).
+never trained.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,8 +34,6 @@ from paceline.speculators.net import check_fit
 
 GATES = ("forget", "input", "output", "cell")
 """The order in which the gates' sums are concatenated."""
-Method = Literal["sum_lstm", "sum_rnn"]
-
 KIND = kinds.SPECULATORS["lstm"]
 (ARCHITECTURE,) = KIND.architectures
 
@@ -43,94 +41,20 @@ KIND = kinds.SPECULATORS["lstm"]
 class LstmOptions(recurrent.RecurrentOptions):
     """Settings of an LSTM drafter."""
 
-    n_predict: int = Field(default=5, ge=1, description="drafts at most; sum_lstm: 2 or more")
-    method: Method = Field(default="sum_lstm", description="a gated cell, or stacks of matrices")
-    tie_weights: bool = Field(
-        default=True,
-        description="all drafts share their weights, but the first's projection; always so in "
-        "sum_lstm",
-    )
-    tie_lstm_embs: bool = Field(default=True, description="all gates share one embedding")
-
-    @model_validator(mode="after")
-    def _check_method(self) -> Self:
-        if self.method == "sum_lstm" and (self.n_predict < 2 or not self.tie_weights):
-            raise ValueError("sum_lstm wants n_predict >= 2, tie_weights = true")
-        return self
+    n_predict: int = Field(default=5, ge=2)
+    """Drafts at most."""
+    tie_weights: Literal[True] = True
+    """All drafts share their weights, but the first's projection."""
+    tie_lstm_embs: bool = True
+    """All gates share one embedding."""
 
 
 class LstmNet(recurrent.RecurrentNet):
-    """The drafter's network, of either method: see DraftNet."""
+    """The drafter's network: see DraftNet."""
 
     kind: ClassVar[kinds.SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = LstmOptions
     options: LstmOptions
-
-    @classmethod
-    def build(cls, target: config.ModelConfig, options: recurrent.RecurrentOptions) -> Self:
-        """See RecurrentNet.build."""
-        assert isinstance(options, LstmOptions)
-        net = (GatedNet if options.method == "sum_lstm" else StackedNet)(target, options)
-        assert isinstance(net, cls)
-        return net
-
-    def spread(self, parameter: Tensor) -> float:
-        """See RecurrentNet.spread: 1 / sqrt(the smaller side)."""
-        return 1 / math.sqrt(min(parameter.shape))
-
-    @classmethod
-    def read_shape(cls, raw: Mapping[str, Any], target: config.ModelConfig) -> dict[str, Any]:
-        """See RecurrentNet.read_shape."""
-        check_fit(raw, {"vocab_size": target.vocab_size, "input_hidden_dim": target.hidden_size})
-        method = raw.get("method", "sum_rnn")
-        tie_weights = config.read_flag(raw, "tie_weights")
-        gated = method == "sum_lstm"
-        if method not in get_args(Method):
-            raise InvalidInput("method is no LSTM drafter's", seen=method, allowed=get_args(Method))
-        if gated and not tie_weights:
-            raise InvalidInput(
-                "tie_weights is always on in an LSTM drafter of sum_lstm",
-                seen=raw.get("tie_weights", "(none)"),
-                allowed=True,
-            )
-        return {
-            "method": method,
-            "n_predict": config.read_count(raw, "n_predict", least=2 if gated else 1),
-            "inner_dim": _width(raw),
-            "tie_weights": tie_weights,
-            "tie_lstm_embs": config.read_flag(raw, "tie_lstm_embs"),
-            "scale_input": config.read_flag(raw, "scale_input"),
-        }
-
-    def config_json(self) -> dict[str, Any]:
-        """See DraftNet.config_json; widths are text there."""
-        return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "mlp_speculator",
-            "base_model_name_or_path": "",
-            "vocab_size": self.target.vocab_size,
-            "input_hidden_dim": self.target.hidden_size,
-            "inner_dim": str(self.width),
-            "proj_dim": str(self.width),
-            "emb_dim": str(self.width),
-            "n_predict": self.options.n_predict,
-            "top_k_tokens_per_head": [1] * self.options.n_predict,
-            "n_candidates": self.options.n_predict,
-            "method": self.options.method,
-            "tie_weights": self.options.tie_weights,
-            "tie_lstm_embs": self.options.tie_lstm_embs,
-            "scale_input": self.options.scale_input,
-            "torch_dtype": "bfloat16",
-        }
-
-    def aliases(self) -> dict[str, str]:
-        """See RecurrentNet.aliases."""
-        later = range(1, self.options.n_predict if self.options.tie_weights else 1)
-        return {f"head.{step}.weight": "head.0.weight" for step in later}
-
-
-class GatedNet(LstmNet):
-    """Method sum_lstm."""
 
     def __init__(self, target: config.ModelConfig, options: LstmOptions) -> None:
         super().__init__(target, options)
@@ -149,6 +73,54 @@ class GatedNet(LstmNet):
         self.cell_ln = nn.ModuleList([recurrent.BiasedNorm(self.width)])
         self.state_ln = nn.ModuleList([recurrent.BiasedNorm(self.width)])
         self.add_heads(1)
+
+    def spread(self, parameter: Tensor) -> float:
+        """See RecurrentNet.spread: 1 / sqrt(the smaller side)."""
+        return 1 / math.sqrt(min(parameter.shape))
+
+    @classmethod
+    def read_shape(cls, raw: Mapping[str, Any], target: config.ModelConfig) -> dict[str, Any]:
+        """See RecurrentNet.read_shape."""
+        check_fit(raw, {"vocab_size": target.vocab_size, "input_hidden_dim": target.hidden_size})
+        for key, allowed in (("method", "sum_lstm"), ("tie_weights", True)):
+            if (seen := raw.get(key, "(none)")) != allowed:
+                raise InvalidInput(
+                    f"{key} does not fit an LSTM drafter", seen=seen, allowed=allowed
+                )
+        return {
+            "n_predict": config.read_count(raw, "n_predict", least=2),
+            "inner_dim": _width(raw),
+            "tie_lstm_embs": config.read_flag(raw, "tie_lstm_embs"),
+            "scale_input": config.read_flag(raw, "scale_input"),
+        }
+
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json; widths are text there."""
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "mlp_speculator",
+            "base_model_name_or_path": "",
+            "vocab_size": self.target.vocab_size,
+            "input_hidden_dim": self.target.hidden_size,
+            "inner_dim": str(self.width),
+            "proj_dim": str(self.width),
+            "emb_dim": str(self.width),
+            "n_predict": self.options.n_predict,
+            "top_k_tokens_per_head": [1] * self.options.n_predict,
+            "n_candidates": self.options.n_predict,
+            "method": "sum_lstm",
+            "tie_weights": True,
+            "tie_lstm_embs": self.options.tie_lstm_embs,
+            "scale_input": self.options.scale_input,
+            "torch_dtype": "bfloat16",
+        }
+
+    def aliases(self) -> dict[str, str]:
+        """See RecurrentNet.aliases."""
+        tied = {f"head.{step}.weight": "head.0.weight" for step in range(1, self.options.n_predict)}
+        if self.options.tie_lstm_embs:
+            tied |= {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES[1:]}
+        return tied
 
     def step_weights(self) -> list[recurrent.StepWeights]:
         """See RecurrentNet.step_weights; the gates' projections are stacked."""
@@ -179,25 +151,6 @@ class GatedNet(LstmNet):
             recurrent.biased_norm(candidate, *cell_norm)
         )
         return out * functional.gelu(recurrent.biased_norm(memory, *state_norm)), memory
-
-    def aliases(self) -> dict[str, str]:
-        """See RecurrentNet.aliases."""
-        tied = super().aliases()
-        if self.options.tie_lstm_embs:
-            tied |= {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES[1:]}
-        return tied
-
-
-class StackedNet(LstmNet):
-    """Method sum_rnn."""
-
-    def __init__(self, target: config.ModelConfig, options: LstmOptions) -> None:
-        super().__init__(target, options)
-        self.add_matrices(options.tie_weights, nn.Sequential)
-
-    def step_weights(self) -> list[recurrent.StepWeights]:
-        """See RecurrentNet.step_weights."""
-        return self.matrices_by_step(self.options.tie_weights, ".0")
 
 
 def _width(raw: Mapping[str, Any]) -> int:

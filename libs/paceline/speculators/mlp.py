@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.config import Config
-from paceline.models.config import ModelConfig, read_count, read_flag
+from paceline.models import config, products
 from paceline.speculators import kinds, recurrent
 from paceline.speculators.net import check_fit
 
@@ -30,11 +30,17 @@ class MlpNet(recurrent.RecurrentNet):
     Options: ClassVar[type[Config]] = recurrent.RecurrentOptions
     options: recurrent.RecurrentOptions
 
-    def __init__(self, target: ModelConfig, options: recurrent.RecurrentOptions) -> None:
+    def __init__(self, target: config.ModelConfig, options: recurrent.RecurrentOptions) -> None:
         super().__init__(target, options)
         # The loaders tie no tensors if there is only one draft.
         self.tied = options.tie_weights and options.n_predict > 1
-        self.add_matrices(self.tied, lambda module: module)
+        drafts = options.n_predict
+        inputs = [target.hidden_size, *[self.width] * ((2 if self.tied else drafts) - 1)]
+        apart = range(1 if self.tied else drafts)
+        self.emb = nn.ModuleList(nn.Embedding(target.vocab_size, self.width) for _ in apart)
+        self.proj = nn.ModuleList(products.Linear(size, self.width, bias=False) for size in inputs)
+        self.ln = nn.ModuleList(recurrent.BiasedNorm(self.width) for _ in apart)
+        self.add_heads(len(apart))
 
     def spread(self, parameter: Tensor) -> float:
         """See RecurrentNet.spread: 1 / sqrt(D)."""
@@ -42,17 +48,27 @@ class MlpNet(recurrent.RecurrentNet):
 
     def step_weights(self) -> list[recurrent.StepWeights]:
         """See RecurrentNet.step_weights."""
-        return self.matrices_by_step(self.tied, "")
+        last = len(self.proj) - 1
+        return [
+            recurrent.StepWeights(
+                self.get_parameter(f"proj.{min(step, last)}.weight"),
+                (self.get_parameter(f"emb.{own}.weight"),),
+                (self.norm_pair(f"ln.{own}"),),
+                self.get_parameter(f"head.{own}.weight"),
+            )
+            for step in range(self.options.n_predict)
+            for own in (0 if self.tied else step,)
+        ]
 
     @classmethod
-    def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+    def read_shape(cls, raw: Mapping[str, Any], target: config.ModelConfig) -> dict[str, Any]:
         """See RecurrentNet.read_shape."""
         check_fit(raw, {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size})
         return {
-            "n_predict": read_count(raw, "n_predict"),
-            "inner_dim": read_count(raw, "inner_dim", least=0),
-            "tie_weights": read_flag(raw, "tie_weights"),
-            "scale_input": read_flag(raw, "scale_input"),
+            "n_predict": config.read_count(raw, "n_predict"),
+            "inner_dim": config.read_count(raw, "inner_dim", least=0),
+            "tie_weights": config.read_flag(raw, "tie_weights"),
+            "scale_input": config.read_flag(raw, "scale_input"),
         }
 
     def config_json(self) -> dict[str, Any]:

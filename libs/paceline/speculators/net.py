@@ -134,24 +134,17 @@ class DraftNet(nn.Module, ABC):
     def draft_logits(self, step: int, states: Tensor) -> Tensor:
         """Logits [N, V] of draft step + 1, -inf for tokens that it cannot draft."""
 
-    def chain_logits(self, row: packed.PackedRow, steps: int) -> list[Tensor]:
-        """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens that it cannot
-        draft; see chain_states.
-        """
-        chain: dict[int, list[Tensor]] = {}
-        for step, _, states in self.chain_states(row, steps):
-            chain.setdefault(step, []).append(self.draft_logits(step, states))
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in chain.values()]
-
     def bind(self, embed: Tensor, head: Tensor) -> None:
         """Uses the target's embed_tokens [V, H] and lm_head [V, H] by reference."""
         self.embed, self.head = embed.detach(), head.detach()
 
     # ---- checkpoints
 
-    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor name of a checkpoint and its shape."""
+        """Every tensor name of a checkpoint and its shape; the names are those of the published
+        loaders.
+        """
+        return {name: tuple(value.shape) for name, value in self.state_dict().items()}
 
     @abstractmethod
     def config_json(self) -> dict[str, Any]:
@@ -169,18 +162,14 @@ class DraftNet(nn.Module, ABC):
         """
         loading.check_tensors(tensors, self.shapes())
 
-    def export_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Tensors to push or save, detached, on the CPU; dtype None keeps their dtypes. The network
-        must not be sharded.
+    def export_tensors(self) -> dict[str, Tensor]:
+        """Tensors to push or save, detached, on the CPU. The network must not be sharded.
 
         Raises WeightsError for non-finite numbers.
         """
         tensors = {name: value.detach().cpu() for name, value in self.state_dict().items()}
         self.check(tensors)
-        return {
-            name: (value.to(dtype) if dtype and value.is_floating_point() else value).contiguous()
-            for name, value in tensors.items()
-        }
+        return {name: value.contiguous() for name, value in tensors.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies a checkpoint's tensors.
@@ -191,12 +180,11 @@ class DraftNet(nn.Module, ABC):
         self.check(named)
         self.load_state_dict(named)
 
-    def save(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+    def save(self, directory: Path) -> None:
         """Writes model.safetensors and config.json."""
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(
-            self.export_tensors(dtype), directory / "model.safetensors", metadata={"format": "pt"}
-        )
+        file = directory / "model.safetensors"
+        save_file(self.export_tensors(), file, metadata={"format": "pt"})
         (directory / "config.json").write_text(json.dumps(self.config_json(), indent=2) + "\n")
 
     @classmethod

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from paceline.models import decoder, loading
-from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.base import (
+    CaptureSpec,
+    DraftBatch,
+    Drafts,
+    DraftShape,
+    Speculator,
+    SpeculatorSetup,
+)
 from paceline.speculators.net import DraftNet
 
 _DEPTH_TIE = 1e-5
@@ -79,7 +86,7 @@ def _most_likely(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) ->
 Net = TypeVar("Net", bound=DraftNet)
 
 
-class NetDrafter(ABC, Generic[Net]):
+class NetDrafter(Speculator, ABC, Generic[Net]):
     """A speculator with weights (see speculators/base.py for the methods).
 
     Ids below are draft ids: rows of the drafter's head. They are token ids unless the drafter has
@@ -139,12 +146,6 @@ class NetDrafter(ABC, Generic[Net]):
         """Serves the result of load_state."""
         assert isinstance(state, self.net)
         self._serve(state)
-
-    def ended(self, batch: DraftBatch) -> None:
-        """No effect: its trainer learns from hidden states, not from tokens."""
-
-    def flush(self) -> None:
-        """No effect: it keeps nothing of earlier sequences."""
 
     def _chain(
         self,

@@ -13,15 +13,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.errors import MissingCapability
-from paceline.models.decoder import DecoderWeights
 from paceline.speculators import base, ngram_answers
 
 
@@ -32,16 +29,14 @@ class ReadSequence:
     tokens: list[int] = field(default_factory=list)
     prompt: int = 0  # number of prompt tokens
     key: bytes = b""  # of the prompt; empty: answers are not counted
-    answers: ngram_answers.PromptAnswers | None = (
-        None  # counts with this answer as far as it was read
-    )
+    # counts with this answer as far as it was read
+    answers: ngram_answers.PromptAnswers | None = None
 
 
-class NgramSpeculator:
+class NgramSpeculator(base.Speculator):
     """The speculator "ngram" (see speculators/base.py for the methods)."""
 
     name = "ngram"
-    trainable = False
     capture = base.CaptureSpec(last=False)
 
     def __init__(self, setup: base.SpeculatorSetup) -> None:
@@ -127,7 +122,7 @@ class NgramSpeculator:
 
     def flush(self) -> None:
         """Clears the table and all answers."""
-        self._table = ngram_answers.ContextTable()
+        self._table = ngram_answers.Contexts(ngram_answers.CONTEXTS, ngram_answers.TABLE_CONTEXTS)
         self._answers = ngram_answers.AnswerStore(ngram_answers.KeptAnswers(self._versions))
         for one in self._read:
             one.key, one.answers = b"", None
@@ -144,17 +139,6 @@ class NgramSpeculator:
         """Moves a sequence's tokens to another slot."""
         self.free(destination)
         self._read[destination], self._read[source] = self._read[source], ReadSequence()
-
-    def bind(self, target: DecoderWeights) -> None:
-        """No effect: it reads no weights, and text of an older policy is still the best guess."""
-
-    def load_state(self, directory: Path) -> object:
-        """Raises MissingCapability: there is nothing to train."""
-        raise MissingCapability("the n-gram speculator has no weights to swap", seen=directory)
-
-    def commit_state(self, state: object) -> None:
-        """Raises MissingCapability: there is nothing to train."""
-        raise MissingCapability("the n-gram speculator has no weights to swap")
 
 
 def _drafts(

@@ -10,6 +10,7 @@ prompt.
 from __future__ import annotations
 
 import heapq
+import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -37,80 +38,54 @@ give probability 1.
 Counts = dict[int, int]
 
 
-class ContextTable:
-    """Context -> count of each next token, in all sequences."""
+class Contexts:
+    """Context -> count of each next token, for contexts of some lengths. A context takes 50 to 300
+    bytes. Beyond the capacity, the contexts that were not seen for long are dropped.
+    """
 
-    def __init__(self, capacity: int = TABLE_CONTEXTS) -> None:
-        self._half = max(capacity // 2, 1)
-        self._young: dict[tuple[int, ...], Counts] = {}
-        self._old: dict[tuple[int, ...], Counts] = {}
+    def __init__(self, sizes: Sequence[int], capacity: int = sys.maxsize) -> None:
+        """`sizes`: lengths in tokens, longest first. `capacity`: most contexts."""
+        self._sizes, self._half = sizes, max(capacity // 2, 1)
+        # Keys are hashes of contexts: tuples take four times the memory, and a collision of 64
+        # bits only gives a wrong draft. A bare token has count 1, as most long contexts occur once.
+        self._young: dict[int, int | Counts] = {}
+        self._old: dict[int, int | Counts] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def learn(self, tokens: list[int], start: int) -> None:
-        """Count the tokens from index `start` on, each after the contexts before it."""
-        for end in range(max(start, CONTEXTS[-1]), len(tokens)):
-            token = tokens[end]
-            for size in CONTEXTS:
+        """Counts the tokens from index `start` on, each after the contexts before it."""
+        longest, shortest = self._sizes[0], self._sizes[-1]
+        for end in range(max(start, shortest), len(tokens)):
+            token, before = tokens[end], tuple(tokens[max(end - longest, 0) : end])
+            for size in self._sizes:
                 if size <= end:
-                    counts = self._own(tuple(tokens[end - size : end]))
-                    counts[token] = counts.get(token, 0) + 1
+                    self._count(hash(before[-size:]), token)
+
+    def _count(self, key: int, token: int) -> None:
+        seen = self._young.get(key)
+        if seen is None:
+            if len(self._young) >= self._half:
+                self._old, self._young = self._young, {}
+            seen = self._old.pop(key, None)
+        if seen is None:
+            seen = token
+        elif isinstance(seen, int):
+            seen = {seen: 2} if seen == token else {seen: 1, token: 1}
+        else:
+            seen[token] = seen.get(token, 0) + 1
+        self._young[key] = seen
 
     def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
         """Counts after the longest suffix of `context` in the table, and its length; ({}, 0) if the
         table has no suffix.
         """
-        for size in CONTEXTS:
-            if size <= len(context):
-                key = tuple(context[-size:])
-                counts = self._young.get(key) or self._old.get(key)
-                if counts:
-                    return counts, size
-        return {}, 0
-
-    def _own(self, key: tuple[int, ...]) -> Counts:
-        counts = self._young.get(key)
-        if counts is None:
-            if len(self._young) >= self._half:
-                self._old, self._young = self._young, {}
-            counts = self._young[key] = self._old.pop(key, {})
-        return counts
-
-
-class AnswerContexts:
-    """Context -> count of each next token, in the answers to one prompt. A token takes 200 to 400
-    bytes, less if the answers are similar.
-    """
-
-    def __init__(self) -> None:
-        # Keys are hashes of contexts: tuples take four times the memory, and a collision of 64
-        # bits only gives a wrong draft. A bare token has count 1, as most long contexts occur once.
-        self._next: dict[int, int | Counts] = {}
-
-    def learn(self, tokens: list[int], start: int) -> None:
-        """Count the tokens from index `start` on, each after the contexts before it."""
-        table = self._next
-        for end in range(max(start, ANSWER_CONTEXTS[-1]), len(tokens)):
-            token = tokens[end]
-            before = tuple(tokens[max(end - ANSWER_CONTEXTS[0], 0) : end])
-            for size in ANSWER_CONTEXTS:
-                if size <= end:
-                    key = hash(before[-size:])
-                    seen = table.get(key)
-                    if seen is None:
-                        table[key] = token
-                    elif isinstance(seen, int):
-                        table[key] = {seen: 2} if seen == token else {seen: 1, token: 1}
-                    else:
-                        seen[token] = seen.get(token, 0) + 1
-
-    def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
-        """See ContextTable.follow."""
-        before = tuple(context[-ANSWER_CONTEXTS[0] :])
-        for size in ANSWER_CONTEXTS:
+        before = tuple(context[-self._sizes[0] :])
+        for size in self._sizes:
             if size <= len(before):
-                seen = self._next.get(hash(before[-size:]))
+                key = hash(before[-size:])
+                seen = self._young.get(key, self._old.get(key))
                 if seen is not None:
                     return ({seen: 1} if isinstance(seen, int) else seen), size
         return {}, 0
@@ -222,7 +197,7 @@ class PromptAnswers:
     read.
     """
 
-    contexts: AnswerContexts
+    contexts: Contexts
     ended: int  # tokens of ended answers in it
     oldest: int  # policy version of the oldest answer; without answers, the version at its creation
 
@@ -299,7 +274,7 @@ class AnswerStore:
         # Counts of other running prompts stay: dropping them in turn would recount all in each
         # round.
         answers = newest(answers, self._most - self.tokens)
-        contexts = AnswerContexts()
+        contexts = Contexts(ANSWER_CONTEXTS)
         for one in answers:
             contexts.learn([*front, *one.tokens], len(front))
         oldest = min((one.version for one in answers), default=version)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -27,8 +27,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
-from paceline.models.config import ModelConfig, architecture
-from paceline.models.decoder import DecoderWeights
+from paceline.models import config, decoder
 from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.losses import Targets, target_losses
@@ -39,13 +38,6 @@ from paceline.speculators.packed import PackedRow
 NORM_EPS = 1e-6
 
 
-class NormPair(NamedTuple):
-    """Weight and bias of a norm, [D]."""
-
-    weight: Tensor
-    bias: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class StepWeights:
     """Weights of one draft. A cell has G gates."""
@@ -54,8 +46,8 @@ class StepWeights:
     """[G D, H] for the first draft, [G D, D] for later drafts."""
     embeds: tuple[Tensor, ...]
     """[V, D] for each gate, or a single table for all gates."""
-    norms: tuple[NormPair, ...]
-    """The cell's norms."""
+    norms: tuple[tuple[Tensor, Tensor], ...]
+    """Weight and bias [D] of the cell's norms."""
     head: Tensor
     """[V, D]"""
 
@@ -83,21 +75,16 @@ State = tuple[Tensor, ...]
 class RecurrentOptions(Config):
     """Settings of a recurrent drafter."""
 
-    n_predict: int = Field(default=5, ge=1, description="drafts at most, one head for each")
-    inner_dim: int = Field(
-        default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size"
-    )
-    tie_weights: bool = Field(
-        default=False,
-        description="all drafts share embedding, norm and head, all but the first their projection",
-    )
-    scale_input: bool = Field(
-        default=True, description="divide the target's state by its root mean square and by √2"
-    )
-    targets: Targets = Field(
-        default="drawn",
-        description="what a head learns: the policy's token, or the distribution it was drawn from",
-    )
+    n_predict: int = Field(default=5, ge=1)
+    """Drafts at most, one head for each."""
+    inner_dim: int = Field(default=0, ge=0)
+    """Width D of state and embeddings; 0: the target's hidden size."""
+    tie_weights: bool = False
+    """All drafts share embedding, norm and head, all but the first their projection."""
+    scale_input: bool = True
+    """Divide the target's state by its root mean square and by √2."""
+    targets: Targets = "drawn"
+    """What a head learns: the policy's token, or the distribution it was drawn from."""
 
 
 class RecurrentNet(DraftNet):
@@ -105,7 +92,7 @@ class RecurrentNet(DraftNet):
 
     Options: ClassVar[type[Config]] = RecurrentOptions
 
-    def __init__(self, target: ModelConfig, options: RecurrentOptions) -> None:
+    def __init__(self, target: config.ModelConfig, options: RecurrentOptions) -> None:
         super().__init__()
         # In these checkpoints `head` is a list of the drafter's own heads. The target's head is
         # therefore stored as target_head.
@@ -118,17 +105,12 @@ class RecurrentNet(DraftNet):
         self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
 
     @classmethod
-    def build(cls, target: ModelConfig, options: RecurrentOptions) -> Self:
-        """The network with these options; its weights are unspecified."""
-        return cls(target, options)
-
-    @classmethod
-    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: config.ModelConfig, options: Config, seed: int) -> Self:
         """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
         mean square.
         """
         assert isinstance(options, RecurrentOptions)
-        net, generator = cls.build(target, options), torch.Generator().manual_seed(seed)
+        net, generator = cls(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in net.parameters():
                 if parameter.dim() == 2:
@@ -136,22 +118,22 @@ class RecurrentNet(DraftNet):
         return net
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+    def parse(cls, raw: Mapping[str, Any], target: config.ModelConfig, options: Config) -> Self:
         """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
         options'.
         """
         assert isinstance(options, RecurrentOptions)
-        if (name := architecture(raw)) not in cls.kind.architectures:
+        if (name := config.architecture(raw)) not in cls.kind.architectures:
             raise InvalidInput(
                 f"architectures is no {cls.kind.name} drafter",
                 seen=name,
                 allowed=", ".join(cls.kind.architectures),
             )
-        return cls.build(target, options.model_copy(update=cls.read_shape(raw, target)))
+        return cls(target, options.model_copy(update=cls.read_shape(raw, target)))
 
     @classmethod
     @abstractmethod
-    def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+    def read_shape(cls, raw: Mapping[str, Any], target: config.ModelConfig) -> dict[str, Any]:
         """Options that a config.json fixes. Raises InvalidInput with the key that does
         not match.
         """
@@ -174,37 +156,9 @@ class RecurrentNet(DraftNet):
         heads = (Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
         self.add_module("head", nn.ModuleList(heads))
 
-    def add_matrices(self, tied: bool, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        """Adds embedding, projection, norm and head of each draft, wrapped by `wrap`."""
-        drafts = self.options.n_predict
-        inputs = [self.target.hidden_size] + [self.width] * (
-            (min(2, drafts) if tied else drafts) - 1
-        )
-        apart = range(1 if tied else drafts)
-        self.emb = nn.ModuleList(
-            wrap(nn.Embedding(self.target.vocab_size, self.width)) for _ in apart
-        )
-        self.proj = nn.ModuleList(wrap(Linear(size, self.width, bias=False)) for size in inputs)
-        self.ln = nn.ModuleList(wrap(BiasedNorm(self.width)) for _ in apart)
-        self.add_heads(len(apart))
-
-    def matrices_by_step(self, tied: bool, place: str) -> list[StepWeights]:
-        """Weights of `add_matrices`; `place`: name of a module in its wrapping."""
-        last = len(self.proj) - 1
-        return [
-            StepWeights(
-                self.get_parameter(f"proj.{min(step, last)}{place}.weight"),
-                (self.get_parameter(f"emb.{own}{place}.weight"),),
-                (self.norm_pair(f"ln.{own}{place}"),),
-                self.get_parameter(f"head.{own}.weight"),
-            )
-            for step in range(self.options.n_predict)
-            for own in (0 if tied else step,)
-        ]
-
-    def norm_pair(self, name: str) -> NormPair:
+    def norm_pair(self, name: str) -> tuple[Tensor, Tensor]:
         """Weight and bias of a norm."""
-        return NormPair(self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias"))
+        return self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias")
 
     # ---- the cell
 
@@ -288,10 +242,6 @@ class RecurrentNet(DraftNet):
 
     # ---- checkpoints
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes."""
-        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-
     @abstractmethod
     def aliases(self) -> dict[str, str]:
         """Aliases of tied tensors -> their stored names."""
@@ -323,17 +273,8 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
         self._net = copy.deepcopy(net).requires_grad_(False).to(self._device, self._dtype)
         self._weights = self._net.step_weights()
 
-    def bind(self, target: DecoderWeights) -> None:
+    def bind(self, target: decoder.DecoderWeights) -> None:
         """No effect: it has its own embeddings and heads."""
-
-    def catch_up(self, batch: DraftBatch) -> None:
-        """No effect: no state of a sequence is kept."""
-
-    def free(self, slot: int) -> None:
-        """No effect: no state of a sequence is kept."""
-
-    def move(self, source: int, destination: int, length: int) -> None:
-        """No effect: no state of a sequence is kept."""
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """The most likely chain or tree, at most n_predict levels; see Speculator.propose."""

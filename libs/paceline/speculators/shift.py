@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from paceline.errors import DataLoss, InvalidInput
+from paceline.tagged_json import from_object
 from paceline.weight_documents import ACCEPTANCE, DOCUMENTS
 
 FILE = DOCUMENTS[ACCEPTANCE]
@@ -80,19 +81,11 @@ def read_shift(directory: Path) -> AcceptanceShift | None:
     """The shift beside a version's weights; None without one. Raises DataLoss."""
     path = directory / FILE
     try:
-        said = json.loads(path.read_bytes())
-        before, after = (tuple(map(float, said[key])) for key in ("before", "after"))
-        return AcceptanceShift(_whole(said["over"]), before, after)
+        return from_object(AcceptanceShift, json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, InvalidInput) as error:
-        raise DataLoss(f"{path} tells no acceptance", seen=str(error)[:120]) from error
-
-
-def _whole(number: object) -> int:
-    if not isinstance(number, int):
-        raise InvalidInput("over is no version", seen=number, allowed="a whole number")
-    return number
+    except (OSError, ValueError, RecursionError, DataLoss, InvalidInput) as error:
+        raise DataLoss(f"{path} has no acceptance", seen=str(error)[:120]) from error
 
 
 def _check_survival(survival: Sequence[float]) -> None:

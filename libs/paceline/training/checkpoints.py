@@ -96,8 +96,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, report: Callable[[], None] = lambda: None) -> None:
-        """Returns when nothing is being written; calls `report` now and then while the write gets
-        on. Raises Unavailable when it could not be written.
+        """Returns when nothing is being written; calls `report` now and then while the write makes
+        progress. Raises Unavailable when it could not be written.
         """
         while self._thread is not None:
             before = self._moved
@@ -125,7 +125,10 @@ class CheckpointWriter:
             self._failure = next((one["failure"] for one in written if one["failure"]), None)
             if rank == 0 and self._failure is None:
                 hashes = {one["file"]: one["hash"] for one in written}
-                self._failure = self._failing(state, hashes, fresh, self.path(number))
+                try:
+                    self._complete(state, hashes, fresh, self.path(number))
+                except (OSError, SafetensorError, RuntimeError, PacelineError) as error:
+                    self._failure = _cause(error)
             if writing is not None:  # no rank writes there again before rank 0 has finished
                 self._failure = from_all_ranks(self._failure, writing)[0]
         except RuntimeError as error:  # from torch: another rank is lost
@@ -136,16 +139,6 @@ class CheckpointWriter:
 
     def _moves(self) -> None:
         self._moved += 1
-
-    def _failing(
-        self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path
-    ) -> str | None:
-        """Completes the checkpoint. Returns the reason of a failure, or None."""
-        try:
-            self._complete(state, hashes, fresh, final)
-        except (OSError, SafetensorError, RuntimeError, PacelineError) as error:
-            return _cause(error)
-        return None
 
     def _complete(
         self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path
@@ -216,13 +209,15 @@ def read_checkpoint(checkpoint: Path, like: Mapping[str, Any]) -> dict[str, Any]
     skipped. Raises DataLoss when shapes, types or bytes do not match. A checkpoint from
     `find_whole` needs no other check.
     """
-    state = read_state(checkpoint)
-    for name, tensor in _load(checkpoint, dict(tensors_of(like))).items():
+    state, tensors = read_state(checkpoint), dict(tensors_of(like))
+    with _loading(checkpoint):
+        found = read_shards(_shard_files(checkpoint), tensors)
+    for name in filter(found.__contains__, tensors):
         *path, last = name.split("/")
         node = state
         for key in path:
             node = node.setdefault(key, {})
-        node[last] = tensor
+        node[last] = tensors[name]
     return state
 
 
@@ -294,13 +289,6 @@ def copy_local(source: Tensor, target: Tensor) -> None:
     target = local_of(target)
     # To the device first: a quantised target computes with its input.
     target.copy_(local_of(source).to(target.device))
-
-
-def _load(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    files = _shard_files(checkpoint)
-    with _loading(checkpoint):
-        found = read_shards(files, tensors)
-    return {name: tensor for name, tensor in tensors.items() if name in found}
 
 
 def _shard_files(checkpoint: Path) -> list[Path]:

@@ -74,7 +74,7 @@ class Offload:
             self._away = True
             give_back_cached()
 
-    def come_back(self) -> None:
+    def enter(self) -> None:
         """Undoes `leave`."""
         if self._away:
             assert self._aside is not None

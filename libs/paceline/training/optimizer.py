@@ -227,11 +227,6 @@ class NamedOptimizer:
         (found,) = (part.state[parameter] for part in self._parts if parameter in part.state)
         return found
 
-    @property
-    def rates(self) -> list[float]:
-        """Learning rates of the last step."""
-        return [float(group["lr"]) for group in self._groups()]
-
     def forget(self) -> None:
         """Drops the gradients."""
         for part in self._parts:

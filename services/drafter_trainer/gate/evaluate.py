@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -164,14 +163,6 @@ def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     return alpha, (log_q.gather(1, here) - target.gather(1, here)).clamp(max=0).exp()[:, 0]
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRows:
-    """Measurements at N positions, in one order for all drafters."""
-
-    accepted: list[Floats]  # [N, K] of each drafter, see chain_survival
-    groups: npt.NDArray[np.int64]  # [N] number of the sequence's group of siblings
-
-
 class GateJob:
     """Measures frozen drafters on the same rows; `advance` until `done`, one drafter and piece at a
     time.
@@ -253,10 +244,12 @@ class GateJob:
         self._groups.append(np.array(numbers)[row.documents[row.valid].numpy()])
         return row
 
-    def measured(self) -> MeasuredRows:
-        """The measurements so far; call it when `even`."""
-        accepted = [np.concatenate(pieces) for pieces in self._accepted]
-        return MeasuredRows(accepted, np.concatenate(self._groups))
+    def measured(self) -> tuple[list[Floats], npt.NDArray[np.int64]]:
+        """The measurements so far at N positions, in one order for all drafters: [N, K] of each
+        drafter, see chain_survival, and [N] numbers of the sequences' groups of siblings. Call it
+        when `even`.
+        """
+        return [np.concatenate(pieces) for pieces in self._accepted], np.concatenate(self._groups)
 
 
 def _rows(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:

@@ -12,7 +12,6 @@ from typing import Any
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate import comparison, evaluate, freeze, round
-from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import announce
@@ -31,7 +30,7 @@ class PublishGate:
         config: DrafterTrainerConfig,
         learner: DrafterLearner,
         rows: RowStore,
-        candidates: Candidates,
+        candidates: round.Candidates,
     ) -> None:
         self._config, self._settings = config, config.gate
         self._learner = learner
@@ -138,7 +137,8 @@ class PublishGate:
         decisions = [] if now.candidates else self._check_drift(now)
         self._round = None if self.frozen else self._looked_back(now)
         if self._round is None:
-            self._rows.release(now.samples)
+            with self._rows.locked() as buffer:
+                buffer.release(now.samples)
             decisions = self._decide(now) if now.candidates else decisions
         for decision in decisions:
             round.log_decision(decision)
@@ -192,11 +192,13 @@ class PublishGate:
     # --- a round ----------------------------------------------------------------------------------
 
     def _fresh(self) -> list[FeatureSample]:
-        if self.frozen:  # looks are steps apart, and a step keeps few groups for judging
-            return self._rows.newest(self._settings.samples)
-        return self._rows.fresh(
-            self._settings.min_positions, self._settings.min_groups, self._settings.samples
-        )
+        settings, known = self._settings, self._rows.heads.hashes
+        with self._rows.locked() as buffer:
+            if self.frozen:  # looks are steps apart, and a step keeps few groups for judging
+                found = buffer.newest(known)
+            else:
+                found = buffer.fresh(known, settings.min_positions, settings.min_groups)
+        return found[-settings.samples :]
 
     def _enough(self, samples: list[FeatureSample]) -> bool:
         return (
@@ -245,14 +247,10 @@ class PublishGate:
         ]
         promoted, _, negative = max(ranks)
         drafter, judgement = now.candidates[-negative], found[-negative][0]
-        decision = self._complete(
-            replace(
-                round.judged(drafter.kind, drafter.version, judgement, head),
-                optimizer_steps=0 if drafter.net is self._first else now.steps,
-                over=self.serving.version,
-            ),
-            measured,
-            now,
+        decision = replace(
+            round.judged(drafter, judgement, now, costs_measured=measured),
+            optimizer_steps=0 if drafter.net is self._first else now.steps,
+            over=self.serving.version,
         )
         if promoted:
             decision = self._promote(drafter, decision)
@@ -290,15 +288,7 @@ class PublishGate:
             )
             return []
 
-        decision = round.reopened(self.serving.kind, self.serving.version, itself, head)
-        return [self._complete(decision, measured, now)]
-
-    def _complete(self, decision: m.Judged, measured: bool, now: round.GateRound) -> m.Judged:
-        return replace(
-            decision,
-            costs_measured=measured,
-            temperature=now.samples[-1].temperature,
-        )
+        return [round.reopened(self.serving, itself, now, costs_measured=measured)]
 
     def _rolled_back(self, taken_back: round.DrafterState) -> None:
         """Records a rollback after a fall of live acceptance.

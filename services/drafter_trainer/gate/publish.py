@@ -16,8 +16,7 @@ from paceline.tensors import decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.weight_documents import ACCEPTANCE, CONFIG
-from paceline.weights import PushReport, build_manifest, push_weights
-from paceline.weights.push import push_deadline_s
+from paceline.weights import PushReport, build_manifest, push, push_weights
 from paceline.whole_files import check_hashes
 
 WORTH_ANOTHER_TRY = (
@@ -58,7 +57,7 @@ async def push_drafter(
         lm_head_hash=decision.lm_head_hash,
         metadata={"speculator": decision.kind, CONFIG: config, **said},
     )
-    deadline_s = patient(push_deadline_s(manifest.total_bytes))
+    deadline_s = patient(push.push_deadline_s(manifest.total_bytes))
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
 
 

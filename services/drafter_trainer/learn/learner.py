@@ -57,10 +57,7 @@ class DrafterLearner:
             ShardedDrafter(net, config, self.members) if self.members.takes_part else None
         )
         # rows of all members, positions of this rank
-        self._pending_rows, self._pending_positions = (
-            0,
-            0,
-        )
+        self._pending_rows, self._pending_positions = 0, 0
         self._bound: heads.PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
 
@@ -128,9 +125,7 @@ class DrafterLearner:
             if members.takes_part
             else None
         )
-        sizes = (self.members.size, members.size)
-        gradients = self._pending_rows > 0
-        move(self._whole, self._config, self._sharded, new, sizes, gradients=gradients)
+        move(self._sharded, new, gradients=self._pending_rows > 0)
         self._sharded, self.members, self._bound = new, members, None
 
     def begin_again(self, start: DraftNet | None = None) -> None:
@@ -165,13 +160,13 @@ class DrafterLearner:
         return copy.eval()
 
     def state(self) -> dict[str, Any]:
-        """The state for a later process, as copies on the CPU; see ShardedDrafter.state. Members
+        """The state for a later process, as copies on the CPU; see ShardedDrafter.named. Members
         only.
 
         It excludes a partial gradient, so a checkpoint loses less than one step.
         """
         return {
-            **self.sharded.state(),
+            **self.sharded.copies(self.sharded.named()),
             "total_steps": self.total_steps,
             "total_tokens": self.total_tokens,
         }

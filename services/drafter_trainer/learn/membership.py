@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError
@@ -131,8 +134,6 @@ def _members(devices: tuple[str, ...]) -> Members:
 
 
 _WORDS = ("stop", "wait", "snapshot", "again", "save", "join", "row")
-_HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
-_INTEGERS = ("next_tokens", "draft_tokens", "positions", "documents", "valid")
 
 
 def announce(word: str, members: Members) -> None:
@@ -151,40 +152,26 @@ def hand_out(rows: Sequence[PackedRow], members: Members) -> PackedRow:
     """
     announce("row", members)
     for rank, row in enumerate(rows[1:], start=1):
-        layers = row.layers.encode()
-        widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
-        dist.send(torch.tensor([*widths, *bytes.fromhex(row.lm_head_hash)]), rank)
-        dist.send(torch.frombuffer(bytearray(layers), dtype=torch.uint8), rank)
-        dist.send(torch.cat([row.states, row.next_states], dim=1), rank)
-        dist.send(torch.stack([getattr(row, name).long() for name in _INTEGERS]), rank)
+        held = {field.name: getattr(row, field.name) for field in fields(row)}
+        data = save({name: _as_tensor(one) for name, one in held.items()})
+        dist.send(torch.tensor(len(data)), rank)
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
     return rows[0]
+
+
+def _as_tensor(value: Tensor | str) -> Tensor:
+    return torch.tensor([*value.encode()]) if isinstance(value, str) else value
 
 
 def receive(members: Members) -> PackedRow | str:
     """On other members: the next row, or one of the announced words."""
     (index,) = members.agree(0)
-    return _receive_row() if _WORDS[index] == "row" else _WORDS[index]
-
-
-def _receive_row() -> PackedRow:
-    size = torch.zeros(4 + _HASH_BYTES, dtype=torch.int64)
+    if _WORDS[index] != "row":
+        return _WORDS[index]
+    size = torch.tensor(0)
     dist.recv(size, 0)
-    length, width, hidden_size, named, *hash_bytes = size.tolist()
-    layers = torch.empty(named, dtype=torch.uint8)
-    dist.recv(layers, 0)
-    states = torch.empty(length, width + hidden_size)
-    dist.recv(states, 0)
-    integers = torch.empty(len(_INTEGERS), length, dtype=torch.int64)
-    dist.recv(integers, 0)
-    next_tokens, draft_tokens, positions, documents, valid = integers
-    return PackedRow(
-        states=states[:, :width],
-        next_states=states[:, width:],
-        next_tokens=next_tokens,
-        draft_tokens=draft_tokens,
-        positions=positions,
-        documents=documents,
-        valid=valid.bool(),
-        lm_head_hash=bytes(hash_bytes).hex(),
-        layers=bytes(layers.tolist()).decode(),
-    )
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, 0)
+    found: dict[str, Any] = load(data.numpy().tobytes())
+    texts = {name: bytes(found[name].tolist()).decode() for name in ("lm_head_hash", "layers")}
+    return PackedRow(**found | texts)

@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import json
 import signal
-import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,9 +15,9 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from paceline.config.load import value_of
 from paceline.errors import ConfigError, PacelineError
-from paceline.local.hub import model_directory
-from paceline.local.patience import patient
+from paceline.local import hub, patience
 from paceline.ranks.group import RankGroup
 from paceline.services.drafter_trainer.offline.config import OfflineConfig
 
@@ -44,17 +43,14 @@ def train(**given: Any) -> None:
     """See HELP."""
     try:
         given["options"] = parse_options(given["options"] or [])
-        given["model"] = model_directory(str(given["model"]), _print)
+        given["model"] = hub.model_directory(str(given["model"]), _print)
         code = asyncio.run(follow(OfflineConfig.model_validate(given)))
-    except ValidationError as error:
-        first = error.errors()[0]
-        _print(
-            f"paceline drafter train: {_flag(str(first['loc'][0]))}: {first['msg']}; "
-            f"seen: {first['input']}"
-        )
-        raise typer.Exit(2) from error
-    except PacelineError as error:
-        _print(f"paceline drafter train: {error}")
+    except (ValidationError, PacelineError) as error:
+        text = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            text = f"{_flag(str(first['loc'][0]))}: {first['msg']}; seen: {first['input']}"
+        _print(f"paceline drafter train: {text}")
         raise typer.Exit(2) from error
     raise typer.Exit(code)
 
@@ -64,7 +60,7 @@ def _print(text: str) -> None:
 
 
 def _flag(name: str) -> str:
-    return "--from" if name == "start" else f"--{name.replace('_', '-')}"
+    return {"start": "--from", "kind": "--optimizer"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -82,7 +78,13 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     )
 
 
-_parameters = [_parameter(name, field) for name, field in OfflineConfig.model_fields.items()]
+_parameters = [
+    _parameter(name, field)
+    for name, field in sorted(
+        OfflineConfig.model_fields.items(), key=lambda one: not one[1].is_required()
+    )
+    if name not in ("betas", "weight_decay")
+]
 train.__dict__["__signature__"] = inspect.Signature(_parameters)
 train.__annotations__ = {one.name: one.annotation for one in _parameters}  # typer reads both
 app.command(help=HELP)(train)
@@ -92,16 +94,11 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Parses `key=value` pairs; a value is a TOML value, else text. Raises ConfigError for a pair
     without a key.
     """
-    options: dict[str, Any] = {}
-    for text in texts:
-        key, equals, raw = text.partition("=")
+    pairs = [text.partition("=") for text in texts]
+    for key, equals, _ in pairs:
         if not equals or not key:
-            raise ConfigError("an option of the speculator is KEY=VALUE", seen=text)
-        try:
-            options[key] = tomllib.loads(f"value = {raw}")["value"]
-        except tomllib.TOMLDecodeError:
-            options[key] = raw
-    return options
+            raise ConfigError("an option of the speculator is KEY=VALUE", seen=key)
+    return {key: value_of(raw) for key, _, raw in pairs}
 
 
 async def follow(config: OfflineConfig) -> int:
@@ -117,11 +114,15 @@ async def follow(config: OfflineConfig) -> int:
         log_dir=config.out / "logs",
         config=config,
     )
-    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        _print("saving; the same command goes on from there")
+        group.signal(signal.SIGTERM)
+
     async with group:
-        await group.start(patient(START_DEADLINE_S))
+        await group.start(patience.patient(START_DEADLINE_S))
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _stop, group)
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         while True:
             _, payload = await group.receive(SILENCE_DEADLINE_S)
             message = json.loads(payload)
@@ -143,16 +144,9 @@ def line_of(message: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name} {_shown(one)}" for name, one in value.items())
     if isinstance(value, list):
         return " ".join(map(_shown, value))
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _stop(group: RankGroup) -> None:
-    _print("saving; the same command goes on from there")
-    group.signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from paceline.config import Config, Temperature
+from paceline.config import Temperature
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.speculators.kinds import SPECULATORS
 
 TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
 FIXED = {
     *("speculator", "options", "batch_tokens", "row_tokens", "window", "heldout_share", "seed"),
-    *("optimizer", "average"),
+    *("kind", "average"),
 }
 """Options that must stay equal when a run is resumed."""
-OPTIMIZER = {"lr", "warmup_steps", "iterations", "average", "clip_norm"}
-"""Options with the names of a run's settings."""
 
 
-class OfflineConfig(Config):
-    """Options of `paceline drafter train`."""
+class OfflineConfig(DrafterOptimizerConfig):
+    """Options of `paceline drafter train`, with those of the optimiser."""
 
     data: Path
     """A file, or a directory of files."""
@@ -46,26 +45,10 @@ class OfflineConfig(Config):
     """Maximum tokens of a forward; longer sequences are cut."""
     window: int = Field(default=512, ge=8)
     """Trained positions per sequence, at a random place."""
-    optimizer: Literal["muon", "adamw"] = "muon"
-    """Optimiser of the speculator's matrices: muon | adamw."""
-    iterations: int = Field(default=3, ge=1, le=10)
-    """Newton-Schulz iterations of Muon."""
-    average: float = Field(default=0.98, ge=0, lt=1)
-    """Decay per step of the averaged weights, which are evaluated and kept; 0: the last weights."""
-    clip_norm: float = Field(default=0.5, gt=0)
-    """Maximum gradient norm."""
-    lr: float = Field(default=3e-4, gt=0)
-    """Learning rate of the speculator."""
-    warmup_steps: int = Field(default=20, ge=0)
-    """Steps of linear warm-up."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the model: float32 | bfloat16."""
-    regenerate: bool = False
-    """Train on the model's own answers to the prompts."""
-    max_tokens: int = Field(default=256, ge=2)
-    """Maximum tokens of such an answer."""
     temperature: Temperature = 1.0
-    """Temperature of such answers and of evaluations; 0 is greedy."""
+    """Temperature of the model in evaluations; 0 is greedy."""
     heldout_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of sequences for evaluation."""
     eval_every: int = Field(default=200, ge=1)
@@ -79,7 +62,7 @@ class OfflineConfig(Config):
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads per rank."""
     seed: int = Field(default=0, ge=0)
-    """Seed of weights, order, windows and answers."""
+    """Seed of weights, order and windows."""
     resume: bool = True
     """Continue the run in OUT."""
 

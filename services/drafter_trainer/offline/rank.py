@@ -26,11 +26,10 @@ from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
-from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GREEDY, chain_survival
 from paceline.services.drafter_trainer.learn import heads, learner, membership
 from paceline.services.drafter_trainer.offline import data
-from paceline.services.drafter_trainer.offline.config import FIXED, OPTIMIZER, OfflineConfig
+from paceline.services.drafter_trainer.offline.config import FIXED, OfflineConfig
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, pack
 from paceline.speculators import base, shift
 from paceline.speculators.net import DraftNet, trained_net
@@ -56,7 +55,7 @@ class OfflineRun:
         samples: Sequence[data.Example],
         tell: Tell,
     ) -> None:
-        self._config, self._tell = config, tell
+        self._config, self._tell, self._file = config, tell, config.out / "log.jsonl"
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._members = membership.on_cpu(self._world)
         self._capture, self._head = net.capture, heads.load_policy_head(config.model, 0)
@@ -65,19 +64,18 @@ class OfflineRun:
         for part in (*lm.model.layers, lm.model):
             fully_shard(part, mesh=self._members.mesh)
         self._train, self._heldout = split(samples, config.heldout_share, config.seed)
-        fixed = config.model_dump(mode="json", include=FIXED)
-        self._settings = fixed | {"data": data.fingerprint(samples)}
+        # A number of ranks with another number of rows per step would skip or repeat rows.
+        self._settings = config.model_dump(mode="json", include=FIXED) | {
+            "rows_per_step": config.rows_per_step,
+            "data": data.fingerprint(samples),
+        }
         self._whole = net.twin()
-        optimizer = DrafterOptimizerConfig(
-            kind=config.optimizer, **config.model_dump(include=OPTIMIZER)
-        )
         self._learner = learner.DrafterLearner(
-            net, optimizer, micro_batches=config.rows_per_step, members=self._members
+            net, config, micro_batches=config.rows_per_step, members=self._members
         )
         rows = sum(1 for _ in rows_of(self._train, config, config.epochs))
         self.steps = config.steps or -(-rows // config.rows_per_step)
         self._writer = checkpoints.CheckpointWriter(config.out / "states", self._export)
-        self._saved = -1
         self._resume()
 
     @property
@@ -89,20 +87,20 @@ class OfflineRun:
         """Trains until the end, or until a rank is `stopping`, and saves. Returns whether it
         reached the end.
         """
-        first = self.step * self._config.rows_per_step
-        rows = islice(rows_of(self._train, self._config), first, None)
+        config, saved = self._config, self.step or -1
+        rows = islice(rows_of(self._train, config), self.step * config.rows_per_step, None)
         while self.step < self.steps and not any(from_all_ranks(stopping())):
-            self._train_step([*islice(rows, self._config.rows_per_step)])
-            if self.step % self._config.eval_every == 0 and self.step < self.steps:
+            self._train_step([*islice(rows, config.rows_per_step)])
+            last = self.step == self.steps
+            if last or self.step % config.eval_every == 0:
                 self._evaluate()
-            if self.step % self._config.save_every == 0 and self.step < self.steps:
+            if last or self.step % config.save_every == 0:
                 self._save()
-        whole = self.step >= self.steps
-        if whole:
-            self._evaluate()
-        self._save()
+                saved = self.step
+        if saved != self.step:
+            self._save()
         self._writer.wait()
-        return whole
+        return self.step >= self.steps
 
     def _packed(self, row: Sequence[data.Example], random: np.random.Generator) -> PackedRow:
         return packed_row(self._policy, self._head, self._capture, row, self._config.window, random)
@@ -129,10 +127,6 @@ class OfflineRun:
             seconds=round(time.perf_counter() - started, 4),
         )
 
-    @property
-    def _file(self) -> Path:
-        return self._config.out / "log.jsonl"
-
     def _log(self, kind: str, **figures: Any) -> None:
         """Sends figures of the present step to the parent and, on rank 0, to the log."""
         self._tell({"kind": kind, "step": self.step, **figures})
@@ -156,7 +150,7 @@ class OfflineRun:
                     chain_survival(net, packed, self._head, DRAFTS, temperature=temperature)
                 )
 
-        if self._rank == 0:
+        if found:
             survival = torch.cat(found).mean(dim=0).tolist()
             self._log(
                 "heldout",
@@ -170,11 +164,9 @@ class OfflineRun:
         return {"learner": self._learner.state(), "settings": self._settings}
 
     def _save(self) -> None:
-        """Starts a checkpoint of this step, unless it exists."""
-        if self._saved != self.step:
-            self._writer.write(self._state(), self.step, self._members.writing)
-            self._tell({"kind": "saved", "step": self.step})
-            self._saved = self.step
+        """Starts a checkpoint of this step."""
+        self._writer.write(self._state(), self.step, self._members.writing)
+        self._tell({"kind": "saved", "step": self.step})
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
         """Writes the whole drafter from the shards in `directory` to OUT/checkpoint/speculator."""
@@ -202,23 +194,22 @@ class OfflineRun:
         if self._rank == 0 and self._file.exists():  # lines of later steps are written again
             lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
             # A process that died during a write leaves a line without an end.
-            kept = [
-                one for one in lines if one.endswith("\n") and json.loads(one)["step"] <= self.step
-            ]
-            self._file.write_text("".join(kept if self.step else []), encoding="utf-8")
+            whole = [one for one in lines if self.step and one.endswith("\n")]
+            kept = [one for one in whole if json.loads(one)["step"] <= self.step]
+            self._file.write_text("".join(kept), encoding="utf-8")
 
     def _load(self, checkpoint: Path) -> None:
         seen = checkpoints.read_state(checkpoint)["settings"]
         for key, own in self._settings.items():
             if seen.get(key) != own:
+                hint = " (from --ranks and --batch-tokens)" if key == "rows_per_step" else ""
                 raise ConfigError(
-                    f"{self._config.out} holds a run with another {key}; --no-resume or another "
-                    f"--out starts afresh",
+                    f"{self._config.out} holds a run with another {key}{hint}; --no-resume or "
+                    f"another --out starts afresh",
                     seen=own,
                     allowed=seen.get(key),
                 )
         self._learner.load_state(checkpoints.read_checkpoint(checkpoint, self._state())["learner"])
-        self._saved = self.step
         self._tell({"kind": "resumed", "step": self.step})
 
 
@@ -248,26 +239,15 @@ def packed_row(
     masks attention between documents.
     """
     tokens = [torch.from_numpy(one.token_ids) for one in row]
-    lengths, entering = [len(ids) - 1 for ids in tokens], dict[int, torch.Tensor]()
-
-    def kept(layer: int) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entering[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    hooks = [
-        policy.layers[layer].register_forward_pre_hook(kept(layer), with_kwargs=True)
-        for layer in capture.inner
-    ]
-    last = policy(
+    lengths = [len(ids) - 1 for ids in tokens]
+    out = policy(
         input_ids=torch.cat([ids[:-1] for ids in tokens])[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         use_cache=False,
-    ).last_hidden_state
-    for hook in hooks:
-        hook.remove()
-    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0].float()
+        output_hidden_states=bool(capture.inner),
+    )
+    entering = [out.hidden_states[layer] for layer in capture.inner]
+    states = torch.cat([*entering, out.last_hidden_state], dim=-1)[0].float()
     samples = [
         FeatureSample(
             session="",
@@ -322,20 +302,10 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     else:
         net = kind.read(config.start, target, options)
     text = cache(lambda: data.ModelText(config.model, target.eos_token_ids))
-    samples = data.read_samples(config.data, text, target.vocab_size, prompts=config.regenerate)
+    samples = data.read_samples(config.data, text, target.vocab_size)
     config.out.mkdir(parents=True, exist_ok=True)
     lm = shards.load_causal_lm(config.model, DTYPES[config.dtype])
-    lm.generation_config.eos_token_id = list(target.eos_token_ids) or None
     limit = min(config.row_tokens, target.max_position_embeddings)
-    if config.regenerate:
-        samples = data.own_answers(
-            lm,
-            samples,
-            config,
-            limit,
-            lambda path: data.read_samples(path, text, target.vocab_size),
-            lambda done, whole: tell({"kind": "answers", "done": done, "of": whole}),
-        )
     kept = usable(samples, limit)
     tell({"kind": "data", "sequences": len(kept), "left out": len(samples) - len(kept)})
     choose = getattr(net, "choose_tokens", None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +36,9 @@ class RowStore:
     trains.
     """
 
-    def __init__(
-        self, config: BufferConfig, heads: PolicyHeads, seed: int, *, batch_bytes: int
-    ) -> None:
+    def __init__(self, config: BufferConfig, seed: int, batch_bytes: int) -> None:
         """`batch_bytes`: most bytes of captured states in a row."""
-        self._config, self.heads, self._batch_bytes = config, heads, batch_bytes
+        self._config, self.heads, self._batch_bytes = config, PolicyHeads(), batch_bytes
         self._buffer = FeatureBuffer(config, seed)
         self._changed = threading.Condition(threading.RLock())
         self._ready: deque[PackedBatch] = deque()
@@ -102,46 +101,11 @@ class RowStore:
         with self._changed:
             self._changed.wait(timeout_s)
 
-    def fresh(self, at_least: int, groups: int, most: int) -> list[FeatureSample]:
-        """See FeatureBuffer.fresh; at most the last `most` samples."""
+    @contextmanager
+    def locked(self) -> Iterator[FeatureBuffer]:
+        """The buffer, which the other thread cannot change during the block."""
         with self._changed:
-            return self._buffer.fresh(self.heads.hashes, at_least, groups)[-most:]
-
-    def newest(self, most: int) -> list[FeatureSample]:
-        """See FeatureBuffer.newest; at most the last `most` samples."""
-        with self._changed:
-            return self._buffer.newest(self.heads.hashes)[-most:]
-
-    def release(self, samples: Sequence[FeatureSample]) -> None:
-        """See FeatureBuffer.release."""
-        with self._changed:
-            self._buffer.release(samples)
-
-    @property
-    def usable(self) -> int:
-        """Number of training positions with an available policy head."""
-        with self._changed:
-            return self._buffer.tokens_of(self.heads.hashes)
-
-    @property
-    def tokens(self) -> int:
-        """Number of training positions."""
-        with self._changed:
-            return self._buffer.tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self._buffer.nbytes
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Dropped samples so far, by reason."""
-        with self._changed:
-            return self._buffer.dropped.copy()
-
-    def __len__(self) -> int:
-        return len(self._buffer)
+            yield self._buffer
 
     def _prepare(self) -> None:
         while len(self._ready) < READY and (batch := self._draw()) is not None:

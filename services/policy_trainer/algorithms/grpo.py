@@ -1,4 +1,6 @@
-"""The clipped surrogate, and the algorithms that compare rewards within their group."""
+"""The clipped surrogate, the algorithms that compare rewards within their group, and the algorithms
+with one advantage per token: PPO with a critic, and REINFORCE++.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.services.policy_trainer import algorithm_settings
-from paceline.services.policy_trainer.algorithms import base
+from paceline.services.policy_trainer.algorithm_settings import PpoConfig, ReinforceConfig
+from paceline.services.policy_trainer.algorithms import advantages, base
 from paceline.services.policy_trainer.algorithms.advantages import group_relative, leave_one_out
 from paceline.services.policy_trainer.algorithms.losses import (
     bounded_ratio,
@@ -150,3 +153,51 @@ class Rloo(Clipped):
     def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages; 0 for groups without variance."""
         return leave_one_out(batch.scores, batch.groups, batch.weights)[batch.owners]
+
+
+@dataclass(frozen=True, slots=True)
+class Ppo(Clipped):
+    """Generalised advantages (arXiv 1506.02438), normalised over the batch, and the clipped
+    surrogate (arXiv 1707.06347). A trajectory's reward is at its last token.
+    """
+
+    settings: PpoConfig
+
+    def needs(self) -> base.Needs:
+        """Adds the critic's values."""
+        return replace(super(Ppo, self).needs(), values=True)
+
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
+        """Advantage of each token."""
+        return advantages.normalized(self.estimates(batch))
+
+    def estimates(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
+        """Advantages before normalisation. Advantage plus value of a token is the return that the
+        critic learns.
+        """
+        return advantages.generalized_advantages(
+            advantages.at_last_tokens(batch.rewards, batch.owners) - batch.penalties,
+            batch.values,
+            batch.owners,
+            gamma=self.settings.gamma,
+            gae_lambda=self.settings.gae_lambda,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlus(Clipped):
+    """A_t = r - sum of the penalties from t on, normalised over all tokens of the batch (arXiv
+    2501.03262, eq. 5). With the baseline, r is first compared within its group (section 3.3).
+    """
+
+    settings: ReinforceConfig
+
+    def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
+        """Advantages; 0 if all tokens of the batch would have the same."""
+        rewards = batch.rewards
+        if self.settings.name == "reinforce_plus_plus_baseline":
+            rewards = advantages.group_relative(
+                rewards, batch.groups, batch.weights, normalize_std=False
+            )
+        earned = advantages.at_last_tokens(rewards, batch.owners) - batch.penalties
+        return advantages.normalized(advantages.returns_to_go(earned, batch.owners))

@@ -18,17 +18,6 @@ LARGEST_LOG_RATIO = 20.0
 """Bound of log-ratios. Beyond it, exp() only shows that the ratio is too large."""
 
 
-def token_logprobs(logits: Float[Tensor, "M V"], targets: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """log_softmax(logits)[target], natural log; logits are already divided by the temperature."""
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - torch.logsumexp(logits, dim=-1)
-
-
-def token_entropy(logits: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
-    """H = -sum_v p_v log p_v of softmax(logits), nats."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    return -(logprobs.exp() * logprobs).sum(dim=-1)
-
-
 def bounded_ratio(log_ratio: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     """exp(log_ratio), without overflow."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()

@@ -11,24 +11,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.services.policy_trainer import messages, metrics
 from paceline.services.policy_trainer.algorithms.advantages import without_variance
+from paceline.services.policy_trainer.batches import groups as held_groups
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
-from paceline.services.policy_trainer.batches.groups import (
-    Batch,
-    GroupFilter,
-    HeldGroups,
-    HeldTrajectory,
-    Wanted,
-    batch_of,
-    close,
-    is_complete,
-)
 from paceline.services.policy_trainer.batches.records import StepRecord
-from paceline.streams import Entry, RedisStream, decode_trajectory, trajectory_key
+from paceline.streams import Entry, Ledger, RedisStream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, names, span
 from paceline.trajectory import tokens_hash
 
@@ -41,27 +31,17 @@ _READ_COUNT = 256
 _log = get_logger(__name__)
 
 
-class Marks(Protocol):
-    """Store for the fate of branches; paceline.streams.Ledger implements it."""
-
-    async def mark_trained(self, keys: Sequence[str], step: int) -> None:
-        """Records that the step used these branches."""
-
-    async def mark_dropped(self, reasons: Mapping[str, str]) -> None:
-        """Records branches that are not trained: branch -> reason."""
-
-
 class Batcher:
     """Reader of one run's trajectory stream, the only consumer of group "policy"."""
 
     def __init__(
         self,
         stream: RedisStream,
-        marks: Marks,
+        marks: Ledger,
         *,
         max_staleness: int,
         max_pending: int = MAX_PENDING,
-        keeps: GroupFilter | None = None,
+        keeps: held_groups.GroupFilter | None = None,
     ) -> None:
         """`keeps`: a user's filter of groups; its answers are in the step's record."""
         self._stream = stream
@@ -69,7 +49,7 @@ class Batcher:
         self._max_staleness = max_staleness
         self._max_pending = max_pending
         self._keeps = keeps
-        self._held = HeldGroups()  # not yet in a batch
+        self._held = held_groups.HeldGroups()  # not yet in a batch
         self._trained: set[str] = set()  # entry ids in batches that are in no checkpoint yet
         self.dead_letters = 0
 
@@ -81,7 +61,7 @@ class Batcher:
         for entry in await self._stream.unacked(GROUP, CONSUMER):
             await self._admit(entry)
 
-    async def collect(self, wanted: Wanted) -> Batch:
+    async def collect(self, wanted: held_groups.Wanted) -> held_groups.Batch:
         """Waits until every wanted group has all its sessions complete, or until the deadline, and
         closes the groups. Everything in the stream by then counts, even if this process runs late.
 
@@ -90,7 +70,7 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wanted.deadline_s
-        while not is_complete(wanted, self._held):
+        while not held_groups.is_complete(wanted, self._held):
             remaining = max(end - loop.time(), 0.0)
             self._require_room()
             entries = await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining)
@@ -104,9 +84,9 @@ class Batcher:
             if not remaining and len(entries) < _READ_COUNT:
                 break
 
-        return close(wanted, self._held, self._max_staleness, self._keeps)
+        return held_groups.close(wanted, self._held, self._max_staleness, self._keeps)
 
-    def take(self, record: StepRecord) -> Batch:
+    def take(self, record: StepRecord) -> held_groups.Batch:
         """The batch of a recorded step again. Raises DataLoss when an entry is missing."""
         missing = [entry for entry in record.trained if entry not in self._held]
         if missing:
@@ -114,7 +94,7 @@ class Batcher:
                 f"step {record.step} cannot be replayed: entries of its batch are gone",
                 seen=missing[:4],
             )
-        return batch_of(record, [self._held[entry] for entry in record.trained])
+        return held_groups.batch_of(record, [self._held[entry] for entry in record.trained])
 
     async def settle(self, record: StepRecord) -> None:
         """Records and removes the dropped trajectories of a step, and frees the memory of its
@@ -148,7 +128,7 @@ class Batcher:
         if entry.id in self._trained:  # delivered again
             return
         try:
-            held = HeldTrajectory(
+            held = held_groups.HeldTrajectory(
                 entry.id,
                 decode_trajectory(entry.fields, entry.payload),
                 entry.fields.get("traceparent", ""),
@@ -193,7 +173,7 @@ class Collected:
     waited_s: float = 0.0  # seconds until its groups were closed
 
 
-def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Collected:
+def collected_of(batch: held_groups.Batch, audit_share: float, waited_s: float = 0.0) -> Collected:
     """The batch as tensors and figures; about `audit_share` of it is audited."""
     trajectories = batch.trajectories
     tensors = make_batch(trajectories, batch.record.policy_version, audit_share)
@@ -212,7 +192,7 @@ def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Col
     return Collected(batch.record, tensors, facts, batch.links, waited_s)
 
 
-def count_batch(batch: Batch) -> None:
+def count_batch(batch: held_groups.Batch) -> None:
     """Records the trained and dropped trajectories of a new batch as metrics."""
     for lag, count in batch.staleness.items():
         for _ in range(count):

@@ -75,8 +75,11 @@ class HeldDraw:
     """The sessions of a group that one step drew."""
 
     sessions: dict[str, HeldSession] = field(default_factory=dict)
-    complete: int = 0
-    """Number of complete sessions."""
+
+    @property
+    def complete(self) -> int:
+        """Number of complete sessions."""
+        return sum(session.complete for session in self.sessions.values())
 
     def lag(self, policy_version: int) -> int:
         """Policy versions between the oldest token and the given one; 0 without tokens."""
@@ -109,10 +112,7 @@ class HeldGroups:
         self._entries[held.entry_id] = held
         one = held.trajectory
         draw = self._draws.setdefault(one.group_id, {}).setdefault(one.step, HeldDraw())
-        session = draw.sessions.setdefault(one.key.session_id, HeldSession())
-        before = bool(session.branches) and session.complete
-        session.branches.append(held)
-        draw.complete += session.complete - before
+        draw.sessions.setdefault(one.key.session_id, HeldSession()).branches.append(held)
         if (oldest := held.oldest_version) is not None:
             heapq.heappush(self._ages, (oldest, one.group_id, one.step))
 
@@ -124,9 +124,7 @@ class HeldGroups:
         one = held.trajectory
         draw = self._draws[one.group_id][one.step]
         session = draw.sessions[one.key.session_id]
-        before = session.complete
         session.branches.remove(held)
-        draw.complete += (bool(session.branches) and session.complete) - before
         if not session.branches:
             del draw.sessions[one.key.session_id]
         if not draw.sessions:

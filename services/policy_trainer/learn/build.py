@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,22 +17,13 @@ from paceline.errors import ConfigError
 from paceline.services.policy_trainer import algorithm_settings, algorithms
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn import learner, loading, weights
+from paceline.services.policy_trainer.learn import model as models
 from paceline.services.policy_trainer.learn.critic import Critic
-from paceline.services.policy_trainer.learn.model import (
-    PolicyModel,
-    ValueModel,
-    critic_on_meta,
-    policy_on_meta,
-)
 from paceline.training.process import join_ranks
 
-M = TypeVar("M", PolicyModel, ValueModel)
+M = TypeVar("M", models.PolicyModel, models.ValueModel)
 OnLoad = Callable[[int, int], None]
 """Called with the model bytes that this rank has read, and the bytes of the whole model."""
-
-
-def loads_silently(read: int, of: int) -> None:
-    """Reports nothing."""
 
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
@@ -65,7 +55,7 @@ def _kind_of(device: str) -> str:
 
 
 def shard(
-    model: M, mesh: DeviceMesh, config: PolicyTrainerConfig, on_load: OnLoad = loads_silently
+    model: M, mesh: DeviceMesh, config: PolicyTrainerConfig, on_load: OnLoad = lambda read, of: None
 ) -> M:
     """Loads each decoder layer, then the rest, from the start policy. Each unit is sharded over the
     mesh in place before the next one is loaded (FSDP2, arXiv 2304.11277).
@@ -95,7 +85,7 @@ def shard(
 
 
 def build_learner(
-    config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad = loads_silently
+    config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad = lambda read, of: None
 ) -> learner.Learner:
     """Builds the learner, with the start policy as reference and a critic if they are needed.
     Collective.
@@ -108,7 +98,7 @@ def build_learner(
     check_head(config, mesh.device_type)
     needs = algorithms.build_algorithm(config.algorithm).needs()
     policy = _policy(config, mesh, on_load, frozen=False)
-    reference: PolicyModel | weights.StartPolicy | None = None
+    reference: models.PolicyModel | weights.StartPolicy | None = None
     if needs.reference:
         adapted = config.adapters.rank > 0
         reference = (
@@ -120,8 +110,8 @@ def build_learner(
 
 def _policy(
     config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad, *, frozen: bool
-) -> PolicyModel:
-    model = policy_on_meta(
+) -> models.PolicyModel:
+    model = models.policy_on_meta(
         Path(config.model),
         recompute=config.recompute_activations and not frozen,
         chunk_rows=config.head_rows,
@@ -140,20 +130,13 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> C
         raise ConfigError(
             "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
         )
-    model = critic_on_meta(Path(config.model), attention=config.attention)
+    model = models.critic_on_meta(Path(config.model), attention=config.attention)
     return Critic(config, settings, shard(model, mesh, config, on_load), mesh)
 
 
 def check_head(config: PolicyTrainerConfig, device: str) -> None:
     """Raises ConfigError for a head kernel that cannot train with these settings."""
     seen = f"policy_trainer.head_kernel={config.head_kernel}"
-    wanted = os.environ.get("CXX", "g++")
-    if config.head_kernel == "compiled" and device == "cpu" and shutil.which(wanted) is None:
-        raise ConfigError(
-            "on a CPU a compiled head needs a C++ compiler",
-            seen=f"{seen}, no {wanted} on PATH",
-            allowed="head_kernel=torch, or a compiler that $CXX names",
-        )
     if config.head_kernel != "cut_cross_entropy":
         return
 
@@ -161,17 +144,17 @@ def check_head(config: PolicyTrainerConfig, device: str) -> None:
         raise ConfigError(
             "cut cross-entropy computes on CUDA and in bfloat16",
             seen=f"{seen} on {device}, compute_dtype={config.compute_dtype}",
-            allowed="head_kernel=torch or compiled elsewhere",
+            allowed="head_kernel=torch elsewhere",
         )
     if config.algorithm.entropy_coefficient:
         raise ConfigError(
             "cut cross-entropy has no gradient of the entropy",
             seen=f"{seen}, algorithm.entropy_coefficient={config.algorithm.entropy_coefficient}",
-            allowed="algorithm.entropy_coefficient=0, or head_kernel=torch or compiled",
+            allowed="algorithm.entropy_coefficient=0, or head_kernel=torch",
         )
     if find_spec("cut_cross_entropy") is None:
         raise ConfigError(
             "the kernel is not installed: pip install 'paceline[cut]'",
             seen=seen,
-            allowed="head_kernel=torch or compiled without it",
+            allowed="head_kernel=torch without it",
         )

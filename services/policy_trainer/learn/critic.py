@@ -9,15 +9,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.services.policy_trainer.algorithm_settings import PpoConfig
 from paceline.services.policy_trainer.algorithms.losses import clipped_value_loss
-from paceline.services.policy_trainer.batches.batch import TrainBatch
+from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn import minibatches, objective
 from paceline.services.policy_trainer.learn.model import ValueModel, pair_cost
@@ -32,9 +30,7 @@ class Critic:
     ) -> None:
         self.model = model
         self._settings = settings
-        self._mesh = mesh
         self._packer = minibatches.Packer(config, mesh, pair_cost(model))
-        self._reshards = config.reshard_after_forward
         self._updates = 0
         optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
         self.optimizer = NamedOptimizer(
@@ -57,23 +53,17 @@ class Critic:
         """One update towards the returns. Returns the gradient's norm before clipping. If loss or
         gradient is not finite, the norm is not finite and the update is not taken.
         """
-        micro_batches = list(self._packer.micro_batches(batch, part.members))
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device_type)
-        for number, micro in enumerate(micro_batches, 1):
-            last = number == len(micro_batches)
-            self.model.set_requires_gradient_sync(last or self._reshards)  # type: ignore[operator]
-            device = micro.tokens.device
-            wanted = returns[micro.tokens.cpu()].to(device)
-            old = old_values[micro.tokens.cpu()].to(device)
-            values = self.model(micro)
+
+        def losses_of(micro: MicroBatch) -> Tensor:
+            at, values = micro.tokens.cpu(), self.model(micro)
+            wanted, old = returns[at].to(values.device), old_values[at].to(values.device)
             losses = clipped_value_loss(values, old, wanted, value_clip=self._settings.value_clip)
-            weights = part.token_weights[micro.tokens.cpu()].to(device)
-            loss = (losses * weights).sum()
-            (loss * self._mesh.size()).backward()
-            total += loss.detach()
             figures.add({"value_loss": losses.detach(), "value_error": (old - wanted).abs()})
-        dist.all_reduce(total)
-        norm = self.optimizer.step(self._updates + 1) if total.isfinite() else math.nan
+            return losses
+
+        self.optimizer.forget()
+        total = self._packer.accumulate(self.model, batch, part, losses_of)
+        norm = self.optimizer.step(self._updates + 1) if math.isfinite(total) else math.nan
         self._updates += math.isfinite(norm)
         return norm
 

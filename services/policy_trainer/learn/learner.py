@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import DataLoss
-from paceline.services.policy_trainer.algorithms import build_algorithm
-from paceline.services.policy_trainer.algorithms.base import (
-    Algorithm,
-    SessionBatch,
-    TokenBatch,
-    ValueAlgorithm,
-)
+from paceline.services.policy_trainer.algorithms import base, build_algorithm
 from paceline.services.policy_trainer.algorithms.losses import divergence
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
@@ -88,7 +82,7 @@ class Learner:
         self.mesh = mesh
         self.reference = reference
         self.critic = critic
-        self.algorithm: Algorithm = build_algorithm(config.algorithm)
+        self.algorithm: base.Algorithm = build_algorithm(config.algorithm)
         self.objective = PolicyObjective(config.algorithm, self.algorithm)
         self.packer = Packer(config, mesh, pair_cost(model))
         self.parts = StepParts()
@@ -175,13 +169,13 @@ class Learner:
         kl = self.config.algorithm.kl
         if kl.coefficient and kl.place == "reward" and proximal is not None:
             penalties = kl.coefficient * divergence(proximal, reference, kl.estimator)
-        sessions = SessionBatch(
+        sessions = base.SessionBatch(
             batch.rewards, batch.groups, batch.weights, batch.owners, penalties, values
         )
         advantages = self.algorithm.advantages(sessions)
         returns = nothing
         if self.critic:
-            returns = values + cast(ValueAlgorithm, self.algorithm).estimates(sessions)
+            returns = values + cast(base.ValueAlgorithm, self.algorithm).estimates(sessions)
         return StepStart(proximal, reference, values, advantages), returns
 
     @torch.no_grad()
@@ -240,32 +234,19 @@ class Learner:
     def _accumulate(
         self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
     ) -> float:
-        """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks.
+        """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks."""
 
-        Ranks average their gradients, so each rank's part is scaled by the number of ranks. The
-        result is the gradient of the whole mini-batch, for any number of ranks and any split.
-        """
-        self.optimizer.forget()
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
-        micro_batches = list(self.packer.micro_batches(batch, part.members))
-        for number, micro in enumerate(micro_batches, 1):
-            self.on_micro_batch(number, len(micro_batches))
-            # Without a sync every rank accumulates whole gradients.
-            last = number == len(micro_batches)
-            self.model.set_requires_gradient_sync(last or self.config.reshard_after_forward)  # type: ignore[operator]
+        def losses_of(micro: MicroBatch) -> Tensor:
             policy, entropy = self.model(micro, entropy_gradient=self.objective.has_entropy)
             if known.proximal_logprobs is None:
                 self._measure(batch, micro, policy, entropy, figures)
             tokens = self._token_batch(batch, micro, known, policy)
             losses, metrics = self.objective.losses(tokens, entropy)
             figures.add(metrics)
-            at = micro.tokens.cpu()
-            loss = (losses * part.token_weights[at].to(losses.device)).sum()
-            (loss * self.mesh.size()).backward()
-            total += loss.detach()
+            return losses
 
-        dist.all_reduce(total)
-        return float(total)
+        self.optimizer.forget()
+        return self.packer.accumulate(self.model, batch, part, losses_of, self.on_micro_batch)
 
     def _move(self, loss: float) -> float:
         """Clips by the global norm and steps. Returns the norm before clipping, NaN if the loss
@@ -279,11 +260,11 @@ class Learner:
 
     def _token_batch(
         self, batch: TrainBatch, micro: MicroBatch, known: StepStart, policy: Float[Tensor, " M"]
-    ) -> TokenBatch:
+    ) -> base.TokenBatch:
         at, device = micro.tokens.cpu(), policy.device
         proximal, behavior = known.proximal_logprobs, batch.behavior_logprobs[at].to(device)
         start = policy.detach() if proximal is None else proximal[at].to(device)
-        return TokenBatch(
+        return base.TokenBatch(
             policy_logprobs=policy,
             proximal_logprobs=behavior if self.config.algorithm.correction.bypass else start,
             behavior_logprobs=behavior,

@@ -15,26 +15,18 @@ from paceline.training.offload import Offload
 from paceline.training.optimizer import NamedOptimizer
 
 
-class DeviceMemory:
+class DeviceMemory(Offload):
     """A rank's tensors between steps: shards and moments. Gradients exist only within a step."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedOptimizer]) -> None:
         self._models = models
-        self._offload = Offload([*_parameters(models), *_moments(optimizers)])
+        super().__init__([*_parameters(models), *_moments(optimizers)])
 
     def leave(self) -> None:
         """Frees device memory until `enter`; the numbers stay on the CPU."""
         for model in self._models:
             reshard(model)
-        self._offload.leave()
-
-    def enter(self) -> None:
-        """Undoes `leave`."""
-        self._offload.come_back()
-
-    def numbers(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or a moment, on either device; read only."""
-        return self._offload.numbers(tensor)
+        super().leave()
 
 
 def reshard(model: nn.Module) -> None:

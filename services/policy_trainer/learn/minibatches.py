@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.services.policy_trainer.algorithms.losses import token_weights
@@ -48,6 +49,34 @@ class Packer:
             packed = [[numbers[i] for u in row for i in units[u].members] for row in rows]
             micro = make_micro_batch(batch, packed, shares=self._shares)
             yield on_device(micro, self._mesh.device_type)
+
+    def accumulate(
+        self,
+        model: nn.Module,
+        batch: TrainBatch,
+        part: MiniBatch,
+        losses_of: Callable[[MicroBatch], Float[Tensor, " M"]],
+        on_micro_batch: Callable[[int, int], None] = lambda number, of: None,
+    ) -> float:
+        """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks.
+
+        `losses_of`: losses of a micro-batch's tokens. Ranks average their gradients, so each rank's
+        part is scaled by the number of ranks. The result is the gradient of the whole mini-batch,
+        for any number of ranks and any split.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device_type)
+        micro_batches = list(self.micro_batches(batch, part.members))
+        for number, micro in enumerate(micro_batches, 1):
+            on_micro_batch(number, len(micro_batches))
+            # Without a sync every rank accumulates whole gradients.
+            last = number == len(micro_batches)
+            model.set_requires_gradient_sync(last or self._config.reshard_after_forward)  # type: ignore[operator]
+            losses = losses_of(micro)
+            loss = (losses * part.token_weights[micro.tokens.cpu()].to(losses.device)).sum()
+            (loss * self._mesh.size()).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        return float(total)
 
     def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> packing.Packing:
         """The packing; equal on every rank."""

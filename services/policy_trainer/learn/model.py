@@ -7,7 +7,6 @@ vocabulary, C rows of a chunk of the language-model head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +17,13 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from paceline.services.policy_trainer.algorithms.losses import token_entropy, token_logprobs
 from paceline.services.policy_trainer.batches.batch import MicroBatch
 from paceline.services.policy_trainer.config import rows_of_head
 from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
 Head = Callable[[Float[Tensor, "C D"]], Float[Tensor, "C V"]]
-HeadKernel = Literal["torch", "compiled", "cut_cross_entropy"]
+HeadKernel = Literal["torch", "cut_cross_entropy"]
 """See policy_trainer.head_kernel."""
-_Scored = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 def head_logprobs(
@@ -52,10 +49,8 @@ def head_logprobs(
         logprobs = _cut_logprobs(hidden, head.weight, targets)
         return logprobs, -logprobs.detach()
 
-    scored = _compiled() if kernel == "compiled" else _scored
-
     def of_chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return scored(head(rows), wanted, entropy_gradient)
+        return _scored(head(rows), wanted, entropy_gradient)
 
     chunks = list(zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True))
     again = torch.is_grad_enabled() and len(chunks) > 1
@@ -80,8 +75,8 @@ def _cut_logprobs(
 
 
 class _Scores(torch.autograd.Function):
-    """Equal to `_plain` in half as many passes over tensors of the logits' size, with an explicit
-    gradient.
+    """Log-prob and entropy with an explicit gradient, in half as many passes over tensors of the
+    logits' size as autograd needs.
 
     With p the distribution, H its entropy and y the target: d log p_y / dz = 1_y - p, and dH / dz =
     -p (log p + H).
@@ -115,20 +110,6 @@ def _scored(
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     logprobs, entropy = _Scores.apply(logits.float(), targets, entropy_gradient)
     return logprobs, entropy if entropy_gradient else entropy.detach()
-
-
-def _plain(
-    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], entropy_gradient: bool
-) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
-    logits = logits.float()
-    entropy = token_entropy(logits if entropy_gradient else logits.detach())
-    return token_logprobs(logits, targets), entropy
-
-
-@cache
-def _compiled() -> _Scored:
-    made: _Scored = torch.compile(_plain, dynamic=True)
-    return made
 
 
 MASKED = 2.5

@@ -11,12 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from paceline.services.policy_trainer import algorithm_settings, audit
+from paceline.services.policy_trainer.algorithms import losses as loss_functions
 from paceline.services.policy_trainer.algorithms.base import Algorithm, TokenBatch
-from paceline.services.policy_trainer.algorithms.losses import (
-    bounded_ratio,
-    correction_weights,
-    divergence,
-)
 from paceline.tagged_json import from_object, to_object
 from paceline.training.process import from_all_ranks
 
@@ -46,7 +42,7 @@ class PolicyObjective:
         w_t L_t + kl.coefficient D_t - entropy_coefficient H_t
         """
         own = self.algorithm.loss(tokens)
-        weights, kept = correction_weights(
+        weights, kept = loss_functions.correction_weights(
             self.settings.correction,
             tokens.proximal_logprobs,
             tokens.behavior_logprobs,
@@ -61,7 +57,9 @@ class PolicyObjective:
         }
         if self.has_divergence:
             kl = self.settings.kl
-            apart = divergence(tokens.policy_logprobs, tokens.reference_logprobs, kl.estimator)
+            apart = loss_functions.divergence(
+                tokens.policy_logprobs, tokens.reference_logprobs, kl.estimator
+            )
             losses = losses + kl.coefficient * apart
             metrics["divergence"] = apart.detach()
         if self.has_entropy:
@@ -99,7 +97,7 @@ class Figures:
         behavior_gap is the mean |gap|. behavior_k3 estimates KL(sampler || start) by e^gap - 1 -
         gap. Both are also recorded by lag, and for each of the `kinds` of tokens.
         """
-        ratio = bounded_ratio(gaps)
+        ratio = loss_functions.bounded_ratio(gaps)
         sizes = {"behavior_gap": gaps.abs(), "behavior_k3": ratio - 1 - gaps}
         self.add({**sizes, _RATIO: ratio, _SQUARED: ratio.square()})
         if len(gaps):

@@ -11,7 +11,6 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -147,25 +146,15 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Tensors that the drafter trainer needs of every version; the second unless both are tied."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Names of the adapter beside one weight."""
-
-    down: str
-    up: str
-
-
 class PolicyWeights:
     """Weights of a sharded policy, by the names of a Hugging Face directory."""
 
     def __init__(self, config: PolicyTrainerConfig, model: PolicyModel) -> None:
         self._model, self._settings = Path(config.model), config.adapters
         names = model.names()
-        self._pairs = {
-            names[weight]: _Pair(names[down], names[up])
-            for weight, (down, up) in factors(model).items()
-        }
-        beside = {name for pair in self._pairs.values() for name in (pair.down, pair.up)}
+        # by weight: the names of its adapter's A and B
+        self._pairs = {names[one]: (names[a], names[b]) for one, (a, b) in factors(model).items()}
+        beside = {name for pair in self._pairs.values() for name in pair}
         everything: dict[str, nn.Parameter] = {name: one for one, name in names.items()}
         self._whole = {k: v for k, v in sorted(everything.items()) if k not in beside}
         self.trained: Mapping[str, Tensor] = (
@@ -228,7 +217,8 @@ class PolicyWeights:
         for name, shape in self.shapes().items():
             weight, pair = start.read(name, shape), self._pairs.get(name)
             if pair is not None:
-                weight.addmm_(found[pair.up], found[pair.down], alpha=self._settings.scale)
+                down, up = pair
+                weight.addmm_(found[up], found[down], alpha=self._settings.scale)
             yield name, weight
 
     def _added(self) -> adapters.AddedAdapters:
@@ -242,9 +232,9 @@ class PolicyWeights:
         start = adapters.hash_of_start(self._model) if dist.get_rank() == 0 else ""
         return adapters.AddedAdapters(self._settings.scale, process.from_rank_zero(start), stored)
 
-    def _merged(self, weight: nn.Parameter, pair: _Pair) -> Tensor:
+    def _merged(self, weight: nn.Parameter, pair: tuple[str, str]) -> Tensor:
         """Each rank computes its own rows: B is sharded as the weight, A is small and gathered."""
-        down, up = self.trained[pair.down], self.trained[pair.up]
+        down, up = (self.trained[name] for name in pair)
         assert isinstance(weight, DTensor)
         assert isinstance(down, DTensor)
         assert isinstance(up, DTensor)

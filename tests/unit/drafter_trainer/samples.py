@@ -14,6 +14,8 @@ from torch import Tensor
 from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
+from paceline.speculators.net import DraftNet
+from paceline.speculators.packed import PackedRow
 from paceline.streams import FeatureBatch
 from paceline.tensors import from_numpy
 
@@ -106,3 +108,13 @@ def sessions(count: int, *, heldout: bool, every: int) -> list[str]:
     """Names that the buffer's rule puts on that side of the split."""
     names = (f"n{i}" for i in range(100 * count))
     return [name for name in names if (zlib.crc32(name.encode()) % every == 0) is heldout][:count]
+
+
+def chain_logits(net: DraftNet, row: PackedRow, steps: int) -> list[Tensor]:
+    """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens that the network
+    cannot draft; see DraftNet.chain_states.
+    """
+    chain: dict[int, list[Tensor]] = {}
+    for step, _, states in net.chain_states(row, steps):
+        chain.setdefault(step, []).append(net.draft_logits(step, states))
+    return [torch.cat(parts) for parts in chain.values()]

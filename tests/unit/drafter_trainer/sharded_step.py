@@ -81,16 +81,20 @@ def figures(learner: DrafterLearner, loss: float, prefix: str) -> dict[str, Tens
     if not learner.members.takes_part:
         return {}
     state = learner.state()
-    moments = {
-        f"exp_avg.{name}": whole_of(moments["exp_avg"])
-        for name, moments in state["optimizer"]["state"].items()
-    }
-    live = {f"live.{name}": whole_of(value) for name, value in state["model"].items()}
+    moments, live = (
+        {f"{name}.{key}": whole_of(value) for key, value in part_of(state, part).items()}
+        for name, part in (("exp_avg", "exp_avg/"), ("live", "model/"))
+    )
     counters = torch.tensor(
         [learner.total_steps, float(whole), learner.total_tokens], dtype=torch.float64
     )
     found = {**learner.snapshot().state_dict(), **live, **moments, "figures": counters}
     return {f"{prefix}.{name}": value for name, value in found.items()}
+
+
+def part_of(state: dict[str, Any], part: str) -> dict[str, Any]:
+    """The tensors of a state whose names begin with `part`."""
+    return {key.removeprefix(part): one for key, one in state.items() if key.startswith(part)}
 
 
 def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner) -> None:
@@ -130,7 +134,7 @@ def begins_again(out: Path) -> None:
     learner.begin_again(EagleNet(TARGET, seed=2) if dist.get_rank() == 0 else None)
     begun = learner.snapshot().state_dict()
     learn(learner, 2, rows[:ROWS], head, then="stop")
-    live = learner.state()["model"]
+    live = part_of(learner.state(), "model/")
     found = {f"begun.{name}": value for name, value in begun.items()}
     found |= {f"learned.{name}": whole_of(value) for name, value in live.items()}
     if dist.get_rank() == 0:

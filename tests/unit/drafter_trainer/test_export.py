@@ -354,7 +354,7 @@ def test_arctics_lstm_is_a_pickle_of_unprefixed_names_with_all_tied_ones(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"method": "sum_gru"}, "method is no LSTM drafter's"),
+        ({"method": "sum_gru"}, "method does not fit an LSTM drafter"),
         ({"input_hidden_dim": 64}, "input_hidden_dim of drafter"),
         ({"inner_dim": "64.32"}, r"inner_dim is no width"),
         ({"n_predict": 0}, "n_predict must be a whole number"),

@@ -21,7 +21,6 @@ EXAMPLES: list[m.Message] = [
     m.Attached(3, 2),
     Impaired("a file"),
     Doing("trains", "rows"),
-    m.Saving(7, 0.25),
     m.Judged(
         3,
         "promoted",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -103,23 +102,11 @@ def test_a_prompt_and_its_response_end_with_the_end_token(tmp_path: Path) -> Non
     assert told(sample) == ["add", "one", "TWO", "THREE", "<EOS>"]
 
 
-def test_prompts_alone_are_read_only_for_answers_of_the_model_itself(tmp_path: Path) -> None:
-    text, path = (
-        words(tmp_path, TEMPLATE),
-        write(tmp_path / "a.jsonl", {"prompt": "one"}, {"messages": CHAT[:1]}),
-    )
-    first, second = read_samples(path, text, len(WORDS), prompts=True)
-    assert told(first) == ["one"]
-    assert told(second) == ["<u>", "one", "<eos>", "<a>"]
-    with pytest.raises(InvalidInput, match=r"a\.jsonl, line 1: .*no answer"):
-        read_samples(path, text, len(WORDS))
-
-
-def test_the_prompt_is_what_stands_before_the_last_answer() -> None:
-    sample = Example(np.arange(8), np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=bool))
-    assert sample.prompt.tolist() == [0, 1, 2, 3, 4, 5]
-    assert Example(np.arange(3), np.zeros(3, dtype=bool)).prompt.tolist() == [0, 1, 2]
-    assert Example(np.arange(4), np.array([0, 0, 1, 1], dtype=bool)).prompt.tolist() == [0, 1]
+def test_records_without_an_answer_are_rejected(tmp_path: Path) -> None:
+    for record in ({"prompt": "one"}, {"messages": CHAT[:1]}):
+        path = write(tmp_path / "a.jsonl", record)
+        with pytest.raises(InvalidInput, match=r"a\.jsonl, line 1: .*no answer"):
+            read_samples(path, words(tmp_path, TEMPLATE), len(WORDS))
 
 
 def test_a_directory_is_read_file_by_file_in_the_order_of_names(tmp_path: Path) -> None:

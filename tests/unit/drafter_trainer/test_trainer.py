@@ -27,13 +27,12 @@ from whole_tensors import whole_of
 from paceline.errors import InvalidInput
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig, GateConfig
-from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn.heads import KEPT_HEADS, PolicyHeads
+from paceline.services.drafter_trainer.gate.round import Candidates
+from paceline.services.drafter_trainer.learn.heads import KEPT_HEADS
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
-from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.sample import sample_from
 from paceline.services.drafter_trainer.rows.store import RowStore
-from paceline.services.drafter_trainer.trainer import DrafterTrainer
+from paceline.services.drafter_trainer.trainer import DrafterTrainer, TrainerLink
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.net import DraftNet, read_drafter
 from paceline.streams import FeatureBatch
@@ -95,7 +94,7 @@ class Trainer:
         )
         for key in CONSTANTS & wanted.keys():
             vars(settings)[key] = wanted[key]
-        self.rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
+        self.rows = RowStore(settings.buffer, 0, batch_bytes=1 << 20)
         self.rows.add_head(toy_policy().policy_head())
         self.candidates = Candidates(directory, TARGET)
         net = start or EagleNet(TARGET, seed=1)
@@ -473,7 +472,7 @@ def test_a_state_stays_as_it_was_and_resumes_exactly(tmp_path: Path) -> None:
     first.run(1, max_steps=3)
     state, then = first.trainer.state(), first.weights()
     taken = {name: whole_of(value).clone() for name, value in tensors_of(state["learner"])}
-    assert {"model/fc.weight", "average/fc.weight", "optimizer/state/fc.weight/exp_avg"} <= {*taken}
+    assert {"model/fc.weight", "average/fc.weight", "exp_avg/fc.weight"} <= {*taken}
     first.run(2, max_steps=2)
     for name, value in tensors_of(state["learner"]):
         assert torch.equal(whole_of(value), taken[name]), name

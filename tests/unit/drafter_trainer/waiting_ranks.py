@@ -10,13 +10,11 @@ from unit.drafter_trainer.test_trainer import ScriptedParent
 
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn.heads import PolicyHeads
+from paceline.services.drafter_trainer.gate.round import Candidates
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu, receive
-from paceline.services.drafter_trainer.link import TrainerLink
 from paceline.services.drafter_trainer.rows.store import RowStore
-from paceline.services.drafter_trainer.trainer import DrafterTrainer
+from paceline.services.drafter_trainer.trainer import DrafterTrainer, TrainerLink
 from paceline.speculators.eagle import EagleNet
 from paceline.training.process import join_ranks
 
@@ -27,7 +25,7 @@ def main(directory: Path, collective_s: float) -> None:
     members = on_cpu(2)
     settings = DrafterTrainerConfig()
     vars(settings).update(data_wait_s=3 * collective_s)  # a constant of a run
-    rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
+    rows = RowStore(settings.buffer, 0, batch_bytes=1 << 20)
     rows.add_head(toy_policy().policy_head())
     link = TrainerLink(ScriptedParent())  # type: ignore[arg-type]
     learner = DrafterLearner(

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, ToyPolicy, toy_policy
+from unit.drafter_trainer.samples import (
+    HIDDEN,
+    TARGET,
+    VOCABULARY,
+    ToyPolicy,
+    chain_logits,
+    toy_policy,
+)
 from unit.speculators.eagle3_rows import packed, row_of
 
 from paceline.speculators.eagle3 import Eagle3Net, Eagle3Options
@@ -44,7 +51,7 @@ def excess(net: Eagle3Net, row: PackedRow, step: int) -> float:
     there, inside = row.ahead(step)
     log_p = (row.next_states[there] @ net.head.T).log_softmax(-1)
     with torch.no_grad():
-        log_q = net.chain_logits(row, step + 1)[step].log_softmax(-1)
+        log_q = chain_logits(net, row, step + 1)[step].log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum(-1)[inside].mean())
 
 

@@ -77,16 +77,16 @@ def test_draft_losses_and_their_gradients_are_those_of_the_formulas() -> None:
         draw.normal(0, 2, (6, 4)),
     )
     t2d = np.isin(np.arange(9), [1, 3, 4, 8])
-    teacher = teacher_of(torch.tensor(states), torch.tensor(head), torch.tensor(t2d))
+    log_p, drafted = teacher_of(torch.tensor(states), torch.tensor(head), torch.tensor(t2d))
     logits = torch.tensor(x, requires_grad=True)
-    losses, alphas = draft_losses(logits, teacher.log_p)
+    losses, alphas = draft_losses(logits, log_p)
     losses.sum().backward()
     assert logits.grad is not None
     for t in range(6):
         full = np.exp(head @ states[t]) / np.exp(head @ states[t]).sum()
         p, q = full[t2d], np.exp(x[t]) / np.exp(x[t]).sum()
         alpha = float(np.minimum(p, q).sum())
-        assert bool(teacher.drafted[t]) == bool(t2d[full.argmax()])
+        assert bool(drafted[t]) == bool(t2d[full.argmax()])
         assert float(alphas[t].detach()) == pytest.approx(alpha, rel=2e-6)
         assert float(losses[t].detach()) == pytest.approx(draft_formula(x[t], p), rel=5e-6)
         for v in range(4):
@@ -99,9 +99,9 @@ def test_draft_losses_and_their_gradients_are_those_of_the_formulas() -> None:
 def test_mass_outside_the_draft_vocabulary_is_rejected_but_not_taught() -> None:
     """A drafter that has learned p' exactly still loses what p gives to other tokens."""
     p = torch.tensor([[0.5, 0.2, 0.2, 0.1]])
-    teacher = teacher_of(p.log(), torch.eye(4), torch.tensor([True, True, False, False]))
+    log_p, _ = teacher_of(p.log(), torch.eye(4), torch.tensor([True, True, False, False]))
     perfect = torch.tensor([[5.0, 2.0]]).log()
     entropy = -(5 / 7 * np.log(5 / 7) + 2 / 7 * np.log(2 / 7))
-    loss, alpha = draft_losses(perfect, teacher.log_p)
+    loss, alpha = draft_losses(perfect, log_p)
     assert float(loss[0]) == pytest.approx(entropy, rel=1e-5)
     assert float(alpha[0]) == pytest.approx(0.7, rel=1e-5)

@@ -8,7 +8,7 @@ import torch
 
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.ngram import NgramSpeculator
-from paceline.speculators.ngram_answers import CONTEXTS, ContextTable
+from paceline.speculators.ngram_answers import CONTEXTS, Contexts
 
 
 def drafts_of(
@@ -94,7 +94,7 @@ def test_nothing_below_the_floor_is_proposed() -> None:
 
 
 def test_the_table_keeps_at_most_its_capacity_and_drops_the_oldest() -> None:
-    table = ContextTable(capacity=40)
+    table = Contexts(CONTEXTS, capacity=40)
     for start in range(0, 4000, 10):
         table.learn(list(range(start, start + 10)), 0)
         assert len(table) <= 40

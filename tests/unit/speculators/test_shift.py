@@ -93,5 +93,5 @@ def test_what_is_no_survival_is_refused(
 )
 def test_a_file_that_tells_none_is_damage(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(DataLoss, match="tells no acceptance"):
+    with pytest.raises(DataLoss, match="has no acceptance"):
         read_shift(tmp_path)

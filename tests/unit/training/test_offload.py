@@ -56,8 +56,8 @@ def test_what_has_left_holds_no_memory_is_read_from_the_copy_and_comes_back(
         away = local_of(offload.numbers(one))
         found = away.dequantize() if kind == "quantised" else away
         assert torch.equal(found, before)
-        offload.come_back()
-        offload.come_back()
+        offload.enter()
+        offload.enter()
         here = local_of(one).dequantize() if kind == "quantised" else local_of(one)
         assert torch.equal(here, before)
 
@@ -66,9 +66,9 @@ def test_numbers_that_changed_between_two_absences_are_the_new_ones() -> None:
     one = NUMBERS.clone()
     offload = Offload([one])
     offload.leave()
-    offload.come_back()
+    offload.enter()
     one.mul_(2)
     offload.leave()
     assert torch.equal(offload.numbers(one), NUMBERS * 2)
-    offload.come_back()
+    offload.enter()
     assert torch.equal(one, NUMBERS * 2)

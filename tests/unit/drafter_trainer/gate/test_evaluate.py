@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
+from unit.drafter_trainer.samples import HASH, TARGET, chain_logits, sample, toy_policy
 
 from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.evaluate import (
@@ -73,7 +73,7 @@ def chain_matches(net: Any, row: PackedRow, head: PolicyHead, steps: int) -> tor
     """
     net.bind(head.embed_tokens, head.lm_head)
     matches = []
-    for step, logits in enumerate(net.chain_logits(row, steps)):
+    for step, logits in enumerate(chain_logits(net, row, steps)):
         there, inside = row.ahead(step)
         matches.append((logits.argmax(-1) == row.draft_tokens[there]) & inside)
     return torch.stack(matches, dim=1)[row.valid]
@@ -109,14 +109,14 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
         pieces += 1
     positions = sum(one.positions for one in samples)
     assert pieces > 2 * STEPS * positions, "in no time a piece is one position of one draft"
-    measured = job.measured()
-    for net, got in zip(nets, measured.accepted, strict=True):
+    accepted, groups = job.measured()
+    for net, got in zip(nets, accepted, strict=True):
         counts = np.concatenate(
             [np.cumprod(slow_matches(net, one), axis=1).sum(axis=1) for one in samples]
         )
         assert abs(got.sum(axis=1).mean() - counts.mean()) < 1e-3
-    assert len(measured.groups) == sum(int(one.generated[2:].sum()) for one in samples)
-    assert sorted(np.unique(measured.groups, return_counts=True)[1]) == sorted(
+    assert len(groups) == sum(int(one.generated[2:].sum()) for one in samples)
+    assert sorted(np.unique(groups, return_counts=True)[1]) == sorted(
         int(one.generated[2:].sum()) for one in samples
     )
 
@@ -190,7 +190,7 @@ def test_positions_of_siblings_are_of_one_group_whatever_piece_they_are_in() -> 
     for one in samples:
         sizes[one.siblings] += int(one.generated[2:].sum())
     assert job.groups == len(sizes) == 3
-    counts = np.unique(job.measured().groups, return_counts=True)[1]
+    counts = np.unique(job.measured()[1], return_counts=True)[1]
     assert sorted(counts) == sorted(sizes.values())
 
 
@@ -211,7 +211,7 @@ def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> No
     job = GateJob([net], samples, heads, GateConfig(draft_steps=STEPS), 512, Pace())
     while not job.done:
         job.advance()
-    (got,) = job.measured().accepted
+    (got,) = job.measured()[0]
     assert sorted(got.sum(axis=1)) == pytest.approx(sorted(np.concatenate(alone).sum(axis=1)))
     assert job.head is heads[other]
 
@@ -229,7 +229,7 @@ def test_rows_of_two_temperatures_are_measured_each_at_its_own() -> None:
     job = GateJob([net], samples, {HASH: head}, GateConfig(draft_steps=STEPS), 512, Pace())
     while not job.done:
         job.advance()
-    (got,) = job.measured().accepted
+    (got,) = job.measured()[0]
     assert sorted(got.sum(axis=1)) == pytest.approx(sorted(np.concatenate(alone).sum(axis=1)))
     at_one = chain_survival(net, pack(samples[:1], window=512), head, STEPS, temperature=1.0)
     assert not np.allclose(at_one.numpy(), alone[0])
@@ -254,10 +254,6 @@ class TableNet:
 
     def draft_logits(self, step: int, states: torch.Tensor) -> torch.Tensor:
         return self.table[states]
-
-    def chain_logits(self, row: PackedRow, steps: int) -> list[torch.Tensor]:
-        chain = self.chain_states(row, steps)
-        return [self.draft_logits(step, states) for step, _, states in chain]
 
 
 SYMBOLS, DEPTH, HEAT = 3, 3, 0.7

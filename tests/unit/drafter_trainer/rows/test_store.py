@@ -7,7 +7,6 @@ import pytest
 from unit.drafter_trainer.samples import HASH, HIDDEN, PROMPT, sample, toy_policy
 
 from paceline.services.drafter_trainer.config import BufferConfig
-from paceline.services.drafter_trainer.learn.heads import PolicyHeads
 from paceline.services.drafter_trainer.rows.store import READY, PackedBatch, RowStore
 
 LENGTH, COUNT = 24, 40
@@ -15,7 +14,7 @@ POSITION_BYTES = 4 * 2 * HIDDEN  # the state that is read and the one that is le
 
 
 def store(ranks: int = 1, tokens: int = 64, *, batch_bytes: int = 1 << 20) -> RowStore:
-    made = RowStore(BufferConfig(), PolicyHeads(), 0, batch_bytes=batch_bytes)
+    made = RowStore(BufferConfig(), 0, batch_bytes=batch_bytes)
     made.shape = lambda: (ranks, tokens)
     made.add_head(toy_policy().policy_head())
     return made
@@ -82,9 +81,8 @@ def test_a_row_has_no_more_bytes_of_states_than_a_batch_may(positions: int) -> N
     assert positions - LENGTH < taken(rows).samples * (LENGTH - 2) <= positions
 
 
-def test_what_was_dropped_is_counted_up_to_now_and_owned_by_whoever_asks() -> None:
-    """The reading thread counts on meanwhile."""
+def test_a_dropped_row_is_counted_by_its_reason() -> None:
     rows = store()
-    before = rows.dropped
     rows.add([sample(LENGTH, 1, head="ab" * 8)])  # a head that nobody keeps
-    assert (before, rows.dropped) == ({}, {"stale_head": 1})
+    with rows.locked() as buffer:
+        assert buffer.dropped == {"stale_head": 1}

@@ -20,8 +20,6 @@ from paceline.services.policy_trainer.algorithms.losses import (
     clipped_value_loss,
     correction_weights,
     divergence,
-    token_entropy,
-    token_logprobs,
     token_weights,
 )
 
@@ -30,18 +28,6 @@ LOGPROBS = st.floats(-4, -0.01)
 
 def in_float64(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def test_log_probs_and_entropy_are_those_of_the_softmax() -> None:
-    logits = torch.tensor([[1.0, 2.0, 0.5], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    total = math.exp(1.0) + math.exp(2.0) + math.exp(0.5)
-    assert token_logprobs(logits, torch.tensor([1, 2])).tolist() == pytest.approx(
-        [2.0 - math.log(total), -math.log(3)], rel=1e-12
-    )
-    chances = [math.exp(x) / total for x in (1.0, 2.0, 0.5)]
-    assert token_entropy(logits).tolist() == pytest.approx(
-        [-sum(p * math.log(p) for p in chances), math.log(3)], rel=1e-12
-    )
 
 
 @pytest.mark.parametrize(

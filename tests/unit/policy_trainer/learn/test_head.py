@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import cross_entropy
 
-from paceline.services.policy_trainer.algorithms.losses import token_entropy, token_logprobs
 from paceline.services.policy_trainer.learn.model import _Scores, head_logprobs
 
 
@@ -54,8 +53,10 @@ def test_scores_and_gradients_are_those_of_whole_logits(
         entropy_gradient=entropy_gradient,
     )
     whole = logits.clone().requires_grad_()
-    entropy = token_entropy(whole)
-    wanted = token_logprobs(whole, targets), entropy if entropy_gradient else entropy.detach()
+    scores = whole.log_softmax(-1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    own = scores.gather(-1, targets[:, None])[:, 0]
+    wanted = own, entropy if entropy_gradient else entropy.detach()
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one.double(), other, atol=1e-6)
     assert torch.allclose(gradient(ours, *found).double(), gradient(whole, *wanted), atol=1e-6)
@@ -77,7 +78,9 @@ def test_a_kernel_that_gives_losses_is_read_as_logprobs_and_what_they_say_of_ent
     torch.nn.init.eye_(head.weight)
     hidden = logits.float().requires_grad_()
     found, entropy = head_logprobs(hidden, head, targets, chunk_rows=2, kernel="cut_cross_entropy")
-    assert torch.allclose(found.double(), token_logprobs(logits, targets), atol=1e-6)
+    assert torch.allclose(
+        found.double(), -cross_entropy(logits, targets, reduction="none"), atol=1e-6
+    )
     assert torch.equal(entropy, -found)
     assert found.requires_grad
     assert not entropy.requires_grad

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,31 +197,6 @@ def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_
             assert torch.equal(local_of(found[name]), local_of(one)), name
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.timeout(400)
-def test_a_compiled_head_steps_as_the_other_does(model_dir: Path, mesh: DeviceMesh) -> None:
-    settings = {"algorithm": GrpoConfig(entropy_coefficient=0.01), "head_rows": 64}
-    plain, compiled = (
-        learner(model_dir, mesh, **settings, head_kernel=one) for one in ("torch", "compiled")
-    )
-    for step in range(2):
-        one, other = plain.step(batch(step)).figures, compiled.step(batch(step)).figures
-        for name in ("loss", "grad_norm", "entropy", "behavior_gap"):
-            assert other[name] == pytest.approx(one[name], rel=1e-5), name
-    expected = whole(plain.published())
-    for name, weight in whole(compiled.published()).items():
-        assert torch.allclose(weight, expected[name], atol=1e-6), name
-
-
-def test_a_compiled_head_without_a_compiler_is_refused_before_anything_is_loaded(
-    model_dir: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
-        learner(model_dir, mesh, head_kernel="compiled")
-
-
 @pytest.mark.parametrize(
     ("device", "settings", "message"),
     [
@@ -282,8 +256,8 @@ def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
     once = learner(model_dir, mesh)
     twice = learner(model_dir, mesh, algorithm=GrpoConfig(passes=2, clip_low=0, clip_high=0))
     first, second = once.step(batch(0)), twice.step(batch(0))
-    assert once.optimizer.rates == pytest.approx([1e-3 / 3])
-    assert twice.optimizer.rates == pytest.approx([2e-3 / 3])
+    for one, rate in ((once, 1e-3 / 3), (twice, 2e-3 / 3)):
+        assert [float(group["lr"]) for group in one.optimizer._groups()] == pytest.approx([rate])
     assert first.figures["clip_fraction"] == 0.0
     assert 0.1 < second.figures["clip_fraction"] < 0.5
     weights = whole(once.published())

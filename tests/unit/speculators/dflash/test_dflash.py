@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.dflash_rows import BLOCK, arrays, block_logits, formula, rough_net
 from unit.speculators.eagle3_rows import TARGET, document, inner_of, packed
 
@@ -63,7 +64,7 @@ def test_chain_logits_are_those_of_a_block_at_each_position(
     monkeypatch.setattr(dflash_net, "JUDGED_TOGETHER", 7)
     net, rows = rough_net(), [document(4, 3), document(10, 4)]
     with torch.no_grad():
-        chain = net.chain_logits(packed(rows), BLOCK + 3)
+        chain = chain_logits(net, packed(rows), BLOCK + 3)
     assert len(chain) == BLOCK - 1
     w, begin = arrays(net), 0
     for row in rows:
@@ -114,7 +115,7 @@ def test_a_token_or_state_changes_no_block_before_it_and_no_neighbour() -> None:
 
     def changed(other: PackedRow) -> list[set[int]]:
         with torch.no_grad():
-            pairs = zip(net.chain_logits(row, 9), net.chain_logits(other, 9), strict=True)
+            pairs = zip(chain_logits(net, row, 9), chain_logits(net, other, 9), strict=True)
             return [set((a != b).any(-1).nonzero()[:, 0].tolist()) for a, b in pairs]
 
     of_token = changed(replace(row, next_tokens=tokens))
@@ -210,7 +211,7 @@ def test_a_block_learns_a_repeating_pattern() -> None:
 
     def right(row: PackedRow) -> list[float]:
         with torch.no_grad():
-            chain = net.chain_logits(row, 7)
+            chain = chain_logits(net, row, 7)
         found = []
         for step, logits in enumerate(chain):
             there, inside = row.ahead(step)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.dflash_rows import BLOCK, MASK, rough_net
 from unit.speculators.eagle3_rows import TARGET, document
 
@@ -43,7 +44,7 @@ def test_a_read_checkpoint_predicts_what_the_saved_one_did(
     again.bind(net.embed, net.head)
     row = replace(row, states=row.states.repeat(1, 2)[:, : 16 * 8], layers="1,2,3,4,5,6,7,last")
     with torch.no_grad():
-        first, second = (torch.stack(one.chain_logits(row, BLOCK)) for one in (net, again))
+        first, second = (torch.stack(chain_logits(one, row, BLOCK)) for one in (net, again))
     assert torch.equal(first, second)
     assert again.twin().shape == net.shape
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from random_models import save_random
 from torch import Tensor
+from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import LAYERS, row_of
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
+from paceline.models import decoder
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
-from paceline.speculators import dflash_drafter
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.dflash import DflashNet, DflashOptions
 from paceline.speculators.dflash_drafter import DflashDrafter
@@ -70,7 +71,7 @@ def predicted(net: DflashNet, batch: DraftBatch, row: int) -> Tensor:
     # The state of token n - 1 is not known to the drafter: no prediction may depend on it.
     states = torch.cat((batch.hidden[slot, : n - 1], torch.full((1, 5 * H), 7.0)))
     one = row_of(states, tokens, hidden=H)
-    return torch.stack([logits[n - 2] for logits in net.chain_logits(one, BLOCK - 1)])
+    return torch.stack([logits[n - 2] for logits in chain_logits(net, one, BLOCK - 1)])
 
 
 def best(net: DflashNet, batch: DraftBatch, steps: int) -> list[list[int]]:
@@ -116,7 +117,7 @@ def test_all_drafts_of_a_round_take_one_forward_of_each_layer_and_context_is_com
     weights = target_of(tmp_path)
     drafter = served(weights, rough_net(weights), tmp_path / "drafter")
     batch, forwards, fed = known_batch(), [], []
-    forward, feed = dflash_drafter.layer_forward, drafter._feed
+    forward, feed = decoder.layer_forward, drafter._feed
 
     def noted(*args: Any) -> Tensor:
         forwards.append(len(args[2]))
@@ -128,7 +129,7 @@ def test_all_drafts_of_a_round_take_one_forward_of_each_layer_and_context_is_com
         fed.append(rows)
         return feed(given, slots, lengths, rows)
 
-    monkeypatch.setattr(dflash_drafter, "layer_forward", noted)
+    monkeypatch.setattr(decoder, "layer_forward", noted)
     monkeypatch.setattr(drafter, "_feed", noted_feed)
     for lengths in ([8, 8], [10, 10], [13, 11], [13, 11]):
         drafter.propose(replace(batch, lengths=lengths), DraftShape(BLOCK - 1))

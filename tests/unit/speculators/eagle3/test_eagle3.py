@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import (
     TARGET,
     Array,
@@ -109,7 +110,7 @@ def test_gradients_are_those_of_the_formula() -> None:
 def test_chain_logits_are_those_of_the_formula_and_never_outside_the_draft_vocabulary() -> None:
     net, row = rough_net(draft_vocab_size=21), document(10, 4)
     with torch.no_grad():
-        chain = net.chain_logits(row, STEPS)
+        chain = chain_logits(net, row, STEPS)
     outside = ~torch.isin(torch.arange(TARGET.vocab_size), net.token_ids)
     w, inner = arrays(net), inner_of(row)
     for t in range(len(row)):
@@ -169,7 +170,7 @@ def test_packed_documents_learn_as_separate_ones(monkeypatch: pytest.MonkeyPatch
 def changed(net: Eagle3Net, row: PackedRow, other: PackedRow) -> list[set[int]]:
     """Of each step the positions that predict something else in `other`."""
     with torch.no_grad():
-        pairs = zip(net.chain_logits(row, STEPS), net.chain_logits(other, STEPS), strict=True)
+        pairs = zip(chain_logits(net, row, STEPS), chain_logits(net, other, STEPS), strict=True)
         return [set((a != b).any(-1).nonzero()[:, 0].tolist()) for a, b in pairs]
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import TARGET, document, rough_net
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
@@ -59,7 +60,7 @@ def test_a_read_checkpoint_predicts_what_the_saved_one_did(
     assert again.capture == net.capture
     again.bind(net.embed, net.head)
     row = replace(document(9, 1), layers=f"1,{','.join(map(str, net.inner))},last")
-    for one, other in zip(net.chain_logits(row, 3), again.chain_logits(row, 3), strict=True):
+    for one, other in zip(chain_logits(net, row, 3), chain_logits(again, row, 3), strict=True):
         assert torch.equal(one, other)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -75,7 +76,7 @@ def test_a_read_checkpoint_predicts_what_the_saved_one_did(
 
 def test_a_file_holds_the_names_and_dtypes_that_sglang_reads(tmp_path: Path) -> None:
     net = rough_net(draft_vocab_size=21)
-    net.save(tmp_path, torch.bfloat16)
+    net.to(torch.bfloat16).save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == SGLANG_NAMES
     assert tensors["d2t"].dtype == torch.int64

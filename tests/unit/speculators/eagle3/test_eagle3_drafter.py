@@ -12,6 +12,7 @@ import pytest
 import torch
 from random_models import save_random
 from torch import Tensor
+from unit.drafter_trainer.samples import chain_logits
 from unit.speculators.eagle3_rows import LAYERS, row_of
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
@@ -68,7 +69,7 @@ def predicted(
     # States behind row n - 2 are not known to the drafter: no prediction may depend on them.
     states = torch.cat((batch.hidden[slot, : n - 1], torch.full((len(drafts) + 1, 5 * H), 7.0)))
     one = row_of(states[: len(tokens) - 1], tokens, hidden=H)
-    return [logits[n - 2] for logits in net.chain_logits(one, steps)]
+    return [logits[n - 2] for logits in chain_logits(net, one, steps)]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3-scaled", "llama-tied", "qwen2", "qwen3"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
+from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, chain_logits, sample
 from unit.speculators.recurrent.arctic_method import Published
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
@@ -60,7 +60,7 @@ def test_the_chain_is_the_gated_cell_with_gelu(
     one = sample(14, 0)
     published = Published(net.config_json(), net.export_tensors())
     with torch.no_grad():
-        chain = net.chain_logits(pack([one], window=512), HEADS)
+        chain = chain_logits(net, pack([one], window=512), HEADS)
     for t in range(14 - 2 - HEADS):
         expected = published.logits(one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist())
         for got, logits in zip(chain, expected, strict=True):
@@ -116,7 +116,7 @@ def test_a_checkpoint_survives_the_round_trip(tie_lstm_embs: bool, tmp_path: Pat
     again, row = read_drafter(tmp_path, TARGET), pack([sample(14, 0)], window=512)
     assert isinstance(again, LstmNet)
     for got, expected in zip(
-        again.chain_logits(row, HEADS), net.chain_logits(row, HEADS), strict=True
+        chain_logits(again, row, HEADS), chain_logits(net, row, HEADS), strict=True
     ):
         assert torch.equal(got, expected)
 

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample, toy_policy
+from unit.drafter_trainer.samples import (
+    HIDDEN,
+    TARGET,
+    VOCABULARY,
+    chain_logits,
+    sample,
+    toy_policy,
+)
 from unit.speculators.recurrent.arctic_method import Published, declared_shapes
 
 from paceline.services.drafter_trainer.rows.sample import pack
@@ -44,8 +51,6 @@ LENGTH = 7
 SHAPES = {
     "gates": config_of("sum_lstm"),
     "an embedding for each gate": config_of("sum_lstm", tie_lstm_embs=False),
-    "matrices": config_of("sum_rnn"),
-    "a weight set for every draft": config_of("sum_rnn", tie_weights=False),
 }
 
 
@@ -70,7 +75,7 @@ def check_chain(net: LstmNet, config: dict[str, Any]) -> None:
     published = Published(config, rough_tensors(config))
     row = pack([one], window=512)
     with torch.no_grad():
-        chain = net.double().chain_logits(replace(row, states=row.states.double()), heads)
+        chain = chain_logits(net.double(), replace(row, states=row.states.double()), heads)
     for t in range(LENGTH - 2 - heads):
         expected = published.logits(one.hidden[t], one.token_ids[t + 1 : t + 1 + heads].tolist())
         for got, logits in zip(chain, expected, strict=True):
@@ -105,17 +110,3 @@ def test_a_drafter_trains_all_its_weights(name: str) -> None:
         assert parameter.grad is not None
         # The first draft forgets nothing: there is no memory before it.
         assert float(parameter.grad.norm()) > 0 or key == "forget_proj.0.weight", key
-
-
-def test_without_a_method_a_drafter_is_one_of_stacks(tmp_path: Path) -> None:
-    config = SHAPES["matrices"]
-    read_net(config).save(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if key != "method"})
-    )
-    assert LstmNet.read(tmp_path, TARGET).config_json() == config
-
-
-def test_matrices_may_draft_once() -> None:
-    config = config_of("sum_rnn", n_predict=1)
-    check_chain(read_net(config), config)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
+from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, chain_logits, sample
 
 from paceline.errors import InvalidInput, WeightsError
 from paceline.services.drafter_trainer.rows.sample import pack
@@ -79,7 +79,7 @@ def test_the_chain_is_the_papers_recurrence(
     net = rough_net(tie_weights=tie_weights, scale_input=scale_input, inner_dim=inner_dim)
     one = sample(14, 0)
     with torch.no_grad():
-        chain = net.chain_logits(pack([one], window=512), HEADS)
+        chain = chain_logits(net, pack([one], window=512), HEADS)
     for t in range(14 - 2 - HEADS):
         expected = expected_logits(
             net, one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist()
@@ -136,7 +136,7 @@ def test_a_checkpoint_survives_the_round_trip(tie_weights: bool, tmp_path: Path)
     again, row = read_drafter(tmp_path, TARGET), pack([sample(14, 0)], window=512)
     assert isinstance(again, MlpNet)
     for got, expected in zip(
-        again.chain_logits(row, HEADS), net.chain_logits(row, HEADS), strict=True
+        chain_logits(again, row, HEADS), chain_logits(net, row, HEADS), strict=True
     ):
         assert torch.equal(got, expected)
 

@@ -19,6 +19,7 @@ from unit.drafter_trainer.samples import (
     PROMPT,
     TARGET,
     VOCABULARY,
+    chain_logits,
     sample,
     toy_policy,
 )
@@ -41,8 +42,6 @@ KINDS = {
     "mlp tied": {"tie_weights": True},
     "lstm": {"tie_lstm_embs": False},
     "lstm tied": {"tie_lstm_embs": True},
-    "lstm stacks": {"method": "sum_rnn", "tie_weights": False, "inner_dim": 12},
-    "lstm stacks tied": {"method": "sum_rnn"},
 }
 LENGTHS = (9, 14, 6, 21)
 
@@ -99,7 +98,7 @@ class Engine:
         with torch.no_grad():
             return [
                 torch.log_softmax(logits[length - 2], -1)
-                for logits in self.net.chain_logits(row, len(drafts))
+                for logits in chain_logits(self.net, row, len(drafts))
             ]
 
 
@@ -231,7 +230,7 @@ def slow_loss(net: RecurrentNet, samples: list[FeatureSample], *, soft: bool) ->
     """
     policy, losses = toy_policy(), [0.0] * HEADS
     for one in samples:
-        chain = net.chain_logits(pack([one], window=512), HEADS)
+        chain = chain_logits(net, pack([one], window=512), HEADS)
         for t in range(one.positions):
             for i in range(HEADS):
                 if t + 2 + i >= len(one.token_ids) or not one.generated[t + 2 : t + 3 + i].all():
@@ -353,7 +352,7 @@ def test_no_earlier_prediction_or_loss_sees_a_later_token_or_another_document(ki
         earlier = own & (before.positions + 2 < changed)
         with torch.no_grad():
             pairs = zip(
-                net.chain_logits(before, HEADS), net.chain_logits(after, HEADS), strict=True
+                chain_logits(net, before, HEADS), chain_logits(net, after, HEADS), strict=True
             )
             for step, (one, two) in enumerate(pairs):
                 reach = own & (before.positions + 1 + step < changed)
