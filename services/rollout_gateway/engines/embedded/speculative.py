@@ -63,12 +63,10 @@ class Speculation:
         self.drafters = drafters
         self._barred: Set[str] = frozenset()
         self.served = self._served()
-        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
-        self.bandit = self._build_bandit()
+        self.bandit = build_bandit(spec.bandit, tuple(arms), spec.seed)
         self.rejection = spec.verification == "rejection"
         # Omitting drafts after they are drawn would bias the emitted tokens.
         self.budget = Budget() if spec.verify_budget and not self.rejection else None
-        self.measuring = False  # rounds of artificial requests: only costs are learned
         self.forced = ""
 
     def _served(self) -> tuple[str, ...]:
@@ -175,14 +173,14 @@ class Speculation:
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
         shape = DraftShape(arm.shape.steps, arm.shape.topk, arm.drafted)
-        if budget is None or self.measuring:
+        if budget is None:
             return part.speculator.propose(part.batch, shape)
         proposed = part.speculator.propose(part.batch, replace(shape, floor=budget.floor(arm.name)))
         return budget.prune(proposed, arm.speculator, arm.name)
 
     def learn_drafts(self, parts: Sequence[DraftPart], verdict: verify.Verdict) -> None:
         """Record the followed drafts for the budget's calibration."""
-        if self.budget is None or self.measuring or not parts:
+        if self.budget is None:
             return
         reached = _followed(verdict)
         for part in parts:
@@ -226,14 +224,6 @@ class Speculation:
             Target.DRAFTER,
             shift,
         )
-
-    def forget_rounds(self) -> None:
-        """Reset bandit, budget and drafters after rounds that only measured thread counts."""
-        if self.budget is not None:
-            self.budget = Budget()
-        self.bandit = self._build_bandit()
-        self.drafters.flush()
-        self.measuring = False
 
     def ended(
         self,

@@ -26,7 +26,7 @@ from paceline.local.ports import free_ports
 from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_parent
 from paceline.local.user_directory import process_directory, socket_directory, sweep_with_us
 from paceline.models.config import read_config, read_config_json
-from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
+from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASE
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.spec import QUANTIZATION, SGLangSpec
 from paceline.services.rollout_gateway.engines.worker import (
@@ -49,7 +49,7 @@ KV_MARGIN = 64
 def check_installed() -> str:
     """SGLang's version.
 
-    Raises ConfigError when SGLang is absent or its release is not in RELEASES.
+    Raises ConfigError when SGLang is absent or its release is not RELEASE.
     """
     try:
         found = version("sglang")
@@ -58,12 +58,10 @@ def check_installed() -> str:
             "engine.kind=sglang needs SGLang",
             seen="not installed",
             allowed=f"pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on "
-            f"others ({' or '.join(RELEASES)})",
+            f"others ({RELEASE})",
         ) from None
-    if found not in RELEASES:
-        raise ConfigError(
-            "this release of SGLang is not supported", seen=found, allowed=" or ".join(RELEASES)
-        )
+    if found != RELEASE:
+        raise ConfigError("this release of SGLang is not supported", seen=found, allowed=RELEASE)
     return found
 
 

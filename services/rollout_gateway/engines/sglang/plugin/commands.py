@@ -18,6 +18,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
     Tracked,
     as_sglang_request,
     cache_key,
+    rid_of,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.weights import check_rounding
 from paceline.services.rollout_gateway.engines.worker.peer import answer
@@ -64,10 +65,10 @@ class SchedulerEngine:
         control.check_arm(request.forced_arm, plugin.arms.arms)
         control.check_capabilities("sglang", plugin.info.capabilities, request)
         plugin.grammars.check(request.sampling)
-        sequence, rid = plugin.admission.sequence(request), plugin.rid_for(request.request_id)
+        sequence = plugin.admission.sequence(request)
+        rid = rid_of(request.request_id, next(plugin.numbers))
         tracked = plugin.requests[rid] = Tracked(sequence, plugin.versions.drafter, rid)
-        key = plugin.cache_key(rid)
-        plugin.scheduler.handle_generate_request(as_sglang_request(tracked, key))
+        plugin.scheduler.handle_generate_request(as_sglang_request(tracked, plugin.cache_key(rid)))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
         """End requests now; later results of the running round are not reported.

@@ -26,6 +26,7 @@ from paceline.models.sampling import Draw, top_alternatives
 from paceline.services.rollout_gateway.engines.requests import draws, grammars, structures
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin import capture
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
     Alternatives,
@@ -323,7 +324,7 @@ def verify_hook(
 
     first = positions.view(size, nodes)[:, 0] + 1
     plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.origin))
-    plugin.verified(verify_input, batch, logits_output, *outcome)
+    capture.verified(plugin, verify_input, batch, logits_output, *outcome)
     return outcome
 
 
