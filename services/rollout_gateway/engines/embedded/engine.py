@@ -54,11 +54,9 @@ class EmbeddedEngine:
         )
         self._admission = admission
         self._device_tflops = device_tflops
-        parts = {
-            nouns.MemoryTag.WEIGHTS: control.MemoryPart(weights.release, weights.resume),
-            nouns.MemoryTag.KV_CACHE: control.MemoryPart(self._release_cache, store.allocate),
-        }
-        self._memory = control.EngineMemory(parts if weights.memory_saver else {})
+        cache = control.MemoryPart(self._release_cache, store.allocate)
+        parts = (cache, control.MemoryPart(weights.release, weights.resume))
+        self._memory = control.EngineMemory(parts if weights.memory_saver else ())
         capabilities = {
             nouns.Capability.PENALTIES: True,
             nouns.Capability.PROMPT_LOGPROBS: True,
@@ -219,18 +217,18 @@ class EmbeddedEngine:
             self._prefixes.close()
 
     @torch.inference_mode()
-    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
+    def release_memory(self) -> int:
         """See Engine.release_memory; 0 bytes without engine.embedded.memory_saver."""
-        return self._memory.release(tags, self._unfinished)
+        return self._memory.release(self._unfinished)
 
     def _release_cache(self) -> int:
         self._prefixes.forget()
         return self._store.release()
 
     @torch.inference_mode()
-    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
+    def resume_memory(self) -> None:
         """See Engine.resume_memory."""
-        self._memory.resume(tags)
+        self._memory.resume()
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; drafters that learn from text drop their learned text too."""

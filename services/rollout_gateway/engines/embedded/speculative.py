@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.arm_names import OFF, ArmName
 from paceline.errors import InvalidInput
@@ -49,6 +50,7 @@ class DraftPart:
     speculator: Speculator
     batch: DraftBatch
     drafts: Drafts | None = None
+    sampler: rejection.ChainSampler | None = None  # draws the drafts, with verification="rejection"
 
 
 class Speculation:
@@ -156,19 +158,22 @@ class Speculation:
         return verify.arrange(last, drafts, whole=self.rejection), drafted
 
     def draft_probs(self, parts: Sequence[DraftPart], nodes: verify.Nodes, vocab: int) -> Tensor:
-        """Distributions q of a round's drafts, see sampled.draft_probs."""
-        drawn = [
-            (
-                part.members,
-                part.drafts,
-                part.batch.sampler
-                if isinstance(part.batch.sampler, rejection.ChainSampler)
-                else None,
-            )
-            for part in parts
-            if part.drafts is not None
-        ]
-        return rejection.draft_probs(nodes, drawn, vocab)
+        """q float64 [B, Q, V] of every node's child; zero without a child.
+
+        Drafts that are not drawn have all of q.
+        """
+        shape = (*nodes.tokens.shape, vocab)
+        probs = torch.zeros(shape, dtype=torch.float64, device=nodes.tokens.device)
+        for part in parts:
+            assert part.drafts is not None
+            tokens = part.drafts.tokens
+            if part.sampler is not None and part.sampler.probs:
+                levels = part.sampler.probs[: tokens.shape[1]]
+                probs[part.members, : tokens.shape[1]] = torch.stack(levels, dim=1)
+            else:
+                certain = functional.one_hot(tokens.clamp(min=0), vocab).double()
+                probs[part.members, : tokens.shape[1]] = certain * (tokens >= 0)[:, :, None]
+        return probs
 
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
@@ -267,7 +272,7 @@ def _sampling(part: DraftPart, params: sampling.DrawParams, device: torch.device
     sampler = rejection.ChainSampler(
         params.rows(members), torch.tensor(part.batch.lengths, device=device)
     )
-    return replace(part, batch=replace(part.batch, sampler=sampler))
+    return replace(part, batch=replace(part.batch, sampler=sampler), sampler=sampler)
 
 
 def _followed(verdict: verify.Verdict) -> list[Set[int]]:

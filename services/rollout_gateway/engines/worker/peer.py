@@ -11,7 +11,7 @@ import zmq
 from paceline.errors import InternalError, InvalidInput, PacelineError
 from paceline.messages import from_message, versions_from_proto
 from paceline.services.rollout_gateway.engines.base import CommandedEngine
-from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag, Withheld
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Withheld
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1 import engine_pb2 as pb
@@ -55,8 +55,7 @@ def _carry_out(
         case "get_health":
             return pb.WorkerEvent(health=wire.health_to(engine.load, engine.versions))
         case "release_memory":
-            freed = engine.release_memory(_tags(command.release_memory.tags))
-            return pb.WorkerEvent(done=pb.CommandDone(released_bytes=freed))
+            return pb.WorkerEvent(done=pb.CommandDone(released_bytes=engine.release_memory()))
         case None:
             raise InvalidInput("a command without content", seen=command.command_id)
         case _:
@@ -91,7 +90,7 @@ def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chun
         case "quarantine":
             engine.quarantine(from_message(Withheld, command.quarantine))
         case "resume_memory":
-            engine.resume_memory(_tags(command.resume_memory.tags))
+            engine.resume_memory()
         case "flush_cache":
             engine.flush_cache()
         case "shutdown":
@@ -99,10 +98,6 @@ def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chun
         case unknown:
             raise InvalidInput("an engine does not know this command", seen=unknown)
     return ()
-
-
-def _tags(values: Sequence[pb.MemoryTag]) -> list[MemoryTag]:
-    return [wire.noun_of(wire.MEMORY_TAGS, value) for value in values]
 
 
 def _enqueue(engine: CommandedEngine, message: pb.EngineRequest) -> Sequence[Chunk]:

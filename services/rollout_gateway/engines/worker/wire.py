@@ -22,7 +22,6 @@ from paceline.services.rollout_gateway.engines.nouns import (
     EngineInfo,
     EngineLoad,
     Finish,
-    MemoryTag,
     PauseMode,
     Request,
     RowLayout,
@@ -44,7 +43,6 @@ FINISH: dict[Finish, Any] = {
     noun: tpb.FinishReason.Value(f"FINISH_REASON_{noun.name}") for noun in Finish
 }
 PAUSE_MODES = _numbers(PauseMode, pb.PauseMode, "PAUSE_MODE")
-MEMORY_TAGS = _numbers(MemoryTag, pb.MemoryTag, "MEMORY_TAG")
 TARGETS = _numbers(Target, pb.WeightTarget, "WEIGHT_TARGET")
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))

@@ -5,7 +5,7 @@ Every rank executes a command; rank 0 answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,10 @@ from paceline.v1 import engine_pb2 as pb
 
 if TYPE_CHECKING:
     from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
+
+
+MEMORY = ["weights", "kv_cache", "cuda_graph"]
+"""SGLang's names of all memory that it can release."""
 
 
 def obey(plugin: Plugin, payload: bytes) -> None:
@@ -129,7 +133,7 @@ class SchedulerEngine:
         if retract:
             self.pause(nouns.PauseMode.RETRACT)
         plugin.weights.commit(versions)
-        if nouns.MemoryTag.WEIGHTS not in self._released:
+        if not self._released:
             plugin.weights.load_committed(self._updater)
         if retract:
             if not plugin.scheduler.flush_cache(empty_cache=False):
@@ -160,7 +164,7 @@ class SchedulerEngine:
         plugin.reuses = not withheld.reuse
         self._relabel()
 
-    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
+    def release_memory(self) -> int:
         """Release device memory; returns the growth of free memory on the device, in bytes.
 
         No request may be running, since SGLang would fail otherwise.
@@ -169,26 +173,22 @@ class SchedulerEngine:
 
         self._check_memory()
         control.check_idle(len(self._plugin.requests))
-        wanted = [str(tag) for tag in tags or nouns.MemoryTag if tag not in self._released]
-        if not wanted:
+        if self._released:
             return 0
         free, _ = torch.cuda.mem_get_info()
-        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=wanted))
+        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=MEMORY))
         return max(torch.cuda.mem_get_info()[0] - free, 0)
 
-    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
+    def resume_memory(self) -> None:
         """Restore memory. Weights return from the host's copy; versions committed meanwhile load
         then.
         """
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._check_memory()
-        control.check_released(tags, self._released)
-        wanted = [str(tag) for tag in tags] or sorted(self._released)
-        if wanted:
-            self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
-        if nouns.MemoryTag.WEIGHTS not in self._released:
-            self._plugin.weights.load_committed(self._updater)
+        if self._released:
+            self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=MEMORY))
+        self._plugin.weights.load_committed(self._updater)
 
     def _tried(self, target: Target, tensors: Mapping[str, torch.Tensor]) -> None:
         """Check the rounding of a version, unless the weights are released.
@@ -196,7 +196,7 @@ class SchedulerEngine:
         Released weights have no memory for rounding. An update that fails later ends the process,
         which restarts with the serving set.
         """
-        if nouns.MemoryTag.WEIGHTS not in self._released:
+        if not self._released:
             check_rounding(self._updater, target, tensors, self._plugin.weights.ranks)
 
     @property
@@ -204,10 +204,9 @@ class SchedulerEngine:
         return self._plugin.scheduler.weight_updater
 
     @property
-    def _released(self) -> Collection[str]:
-        """Tags of the memory that SGLang has released."""
-        released: Collection[str] = self._updater.offload_tags
-        return released
+    def _released(self) -> bool:
+        """Whether SGLang has released its memory."""
+        return bool(self._updater.offload_tags)
 
     def flush_cache(self) -> None:
         plugin = self._plugin
