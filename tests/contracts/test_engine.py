@@ -19,7 +19,7 @@ from remote_engine import RemoteEngine, WorkerClient
 
 from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, WeightsError
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
@@ -170,7 +170,7 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         memory_saver=True,
         profile=request.param.removeprefix("embedded").removeprefix("_"),
     )
-    yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48, embedded.profile)
+    yield Case(lambda sink: EmbeddedEngine(embedded, sink), new_weights, 2 * 48, embedded.profile)
 
 
 def request(

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from paceline.arm_names import OFF
+from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.engines import nouns, settings
@@ -27,19 +28,15 @@ def next_beat(now: float, last: float, seconds: float) -> float:
     return beat if beat > last + seconds / 2 else beat + seconds
 
 
-class Line(BaseModel):
+class Line(Config):
     """The responses to one prompt; the seed selects a response."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...] = Field(min_length=1)
 
 
-class Reply(BaseModel):
+class Reply(Config):
     """The replies to prompts whose text matches a pattern; the seed selects a text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # searched in the end of the decoded prompt, special tokens by their names
     pattern: re.Pattern[str]

@@ -39,14 +39,14 @@ _DRAFTER = "speculative.eagle_worker_v2.EagleDraftWorker"
 _NGRAM = "speculative.ngram_worker.NGRAMWorker"
 
 HOOK_POINTS = (
-    HookPoint(f"{_SCHEDULER}.run_event_loop", "loop.start", "BEFORE"),
+    HookPoint(f"{_SCHEDULER}.run_event_loop", "commands.start", "BEFORE"),
     HookPoint(
-        f"{_PARTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs", "loop.received"
+        f"{_PARTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs", "commands.received"
     ),
-    HookPoint(f"{_SCHEDULER}.process_input_requests", "loop.processed"),
-    HookPoint("managers.tp_worker.TpModelWorker.forward_batch_generation", "loop.forwarding"),
-    HookPoint("managers.schedule_batch.Req.update_finish_state", "loop.finishing"),
-    HookPoint(f"{_STREAMER}._stream_output_generation", "loop.streaming"),
+    HookPoint(f"{_SCHEDULER}.process_input_requests", "commands.processed"),
+    HookPoint("managers.tp_worker.TpModelWorker.forward_batch_generation", "commands.forwarding"),
+    HookPoint("managers.schedule_batch.Req.update_finish_state", "commands.finishing"),
+    HookPoint(f"{_STREAMER}._stream_output_generation", "commands.streaming"),
     HookPoint("layers.sampler.Sampler.forward", "sampling.sample_hook"),
     HookPoint("speculative.eagle_utils.eagle_sample", "sampling.verify_hook"),
     HookPoint(_ROWS_MODE, "capture.full_rows"),

@@ -129,18 +129,10 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
             values |= {"enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
     else:
         values |= cpu_arguments(spec)
-
-    return values | quantization(spec) | speculation(spec) | spec.arguments
-
-
-def quantization(spec: SGLangSpec) -> dict[str, Any]:
-    """Arguments that quantize the policy; the drafter is not quantized."""
-    if not spec.profile:
-        return {}
-    return {
-        "quantization": QUANTIZATION[spec.profile],
-        "speculative_draft_model_quantization": "unquant",
-    }
+    if spec.profile:  # the drafter is not quantized
+        values["quantization"] = QUANTIZATION[spec.profile]
+        values["speculative_draft_model_quantization"] = "unquant"
+    return values | speculation(spec) | spec.arguments
 
 
 def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:

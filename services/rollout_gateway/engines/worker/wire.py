@@ -17,15 +17,7 @@ from paceline.messages import (
     to_message,
     versions_to_proto,
 )
-from paceline.services.rollout_gateway.engines.nouns import (
-    Chunk,
-    EngineInfo,
-    EngineLoad,
-    Finish,
-    PauseMode,
-    Request,
-    RowLayout,
-)
+from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
 from paceline.trajectory import Span, Target, VersionSet, runs
 from paceline.v1 import engine_pb2 as pb
@@ -39,28 +31,28 @@ def _numbers(kind: type[E], wire_enum: Any, prefix: str) -> dict[Any, E]:
     return {wire_enum.Value(f"{prefix}_{noun.name}"): noun for noun in kind}
 
 
-FINISH: dict[Finish, Any] = {
-    noun: tpb.FinishReason.Value(f"FINISH_REASON_{noun.name}") for noun in Finish
+FINISH: dict[nouns.Finish, Any] = {
+    noun: tpb.FinishReason.Value(f"FINISH_REASON_{noun.name}") for noun in nouns.Finish
 }
-PAUSE_MODES = _numbers(PauseMode, pb.PauseMode, "PAUSE_MODE")
+PAUSE_MODES = _numbers(nouns.PauseMode, pb.PauseMode, "PAUSE_MODE")
 TARGETS = _numbers(Target, pb.WeightTarget, "WEIGHT_TARGET")
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
-def noun_of(nouns: Mapping[Any, E], value: int) -> E:
+def noun_of(members: Mapping[Any, E], value: int) -> E:
     """The member for a wire value.
 
     Raises InvalidInput for a value that no engine accepts.
     """
-    if value not in nouns:
-        allowed = [str(noun) for noun in nouns.values()]
+    if value not in members:
+        allowed = [str(member) for member in members.values()]
         raise InvalidInput("no engine takes this value", seen=int(value), allowed=allowed)
-    return nouns[value]
+    return members[value]
 
 
 def ready_to(
-    info: EngineInfo, worker_index: int, versions: VersionSet, head_hash: str
+    info: nouns.EngineInfo, worker_index: int, versions: VersionSet, head_hash: str
 ) -> pb.WorkerReady:
     return pb.WorkerReady(
         worker_index=worker_index,
@@ -84,8 +76,8 @@ def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineErr
     return kind(f"{sender}{failed.message}", reason=failed.reason)
 
 
-def rows_from(message: pb.WorkerReady) -> RowLayout:
-    return RowLayout(message.row_width, message.row_layers, message.row_convention)
+def rows_from(message: pb.WorkerReady) -> nouns.RowLayout:
+    return nouns.RowLayout(message.row_width, message.row_layers, message.row_convention)
 
 
 def spans_from(kind: type[Span], messages: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
@@ -130,8 +122,8 @@ def sampling_to(sampling: Sampling) -> tpb.SamplingParams:
     return tpb.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 
-def request_from(message: pb.EngineRequest) -> Request:
-    return Request(
+def request_from(message: pb.EngineRequest) -> nouns.Request:
+    return nouns.Request(
         request_id=message.request_id,
         prompt=tuple(message.prompt_token_ids),
         sampling=sampling_from(message.sampling),
@@ -143,7 +135,7 @@ def request_from(message: pb.EngineRequest) -> Request:
     )
 
 
-def request_to(request: Request) -> pb.EngineRequest:
+def request_to(request: nouns.Request) -> pb.EngineRequest:
     return pb.EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
@@ -156,7 +148,7 @@ def request_to(request: Request) -> pb.EngineRequest:
     )
 
 
-def chunk_to(chunk: Chunk) -> pb.TokenChunk:
+def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
     message = pb.TokenChunk(
         request_id=chunk.request_id,
         token_ids=chunk.token_ids,
@@ -191,7 +183,7 @@ def _alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
     return pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
 
 
-def health_to(load: EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
+def health_to(load: nouns.EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
     health = to_message(load, pb.WorkerHealth)
     health.versions.CopyFrom(versions_to_proto(versions))
     return health

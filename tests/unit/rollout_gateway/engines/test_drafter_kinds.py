@@ -18,7 +18,6 @@ from paceline.errors import ConfigError, InvalidInput, MissingCapability, Weight
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.bandits import BANDITS
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import (
@@ -57,7 +56,7 @@ def build(folder: Path, **options: object) -> EmbeddedEngine:
         "more_drafters": (TWIN,),
         "max_batch": 4,
     }
-    engine = build_embedded(
+    engine = EmbeddedEngine(
         EmbeddedSpec.model_validate(settings | {"max_sequence_tokens": 96} | options)
     )
     assert isinstance(engine, EmbeddedEngine)

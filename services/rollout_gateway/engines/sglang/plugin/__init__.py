@@ -29,16 +29,15 @@ def register() -> None:
 
     from paceline.services.rollout_gateway.engines.sglang.plugin import (
         capture,
-        loop,
+        commands,
         rounded,
         rounds,
         sampling,
     )
-    from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 
-    hooked = (loop, sampling, capture, rounds, rounded)
+    hooked = (commands, sampling, capture, rounds, rounded)
     modules = {module.__name__.rpartition(".")[2]: module for module in hooked}
-    plugin = Plugin(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
+    plugin = commands.SchedulerEngine(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
     for point in HOOK_POINTS:
         module, name = point.hook.split(".")
         hook = getattr(modules[module], name)

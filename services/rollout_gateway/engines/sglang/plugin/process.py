@@ -24,6 +24,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin import (
     capture,
     check_hooks,
     slot_rows,
+    weights,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
     PendingDraws,
@@ -32,10 +33,6 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
     foreign_sampling,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, cache_key
-from paceline.services.rollout_gateway.engines.sglang.plugin.weights import (
-    PluginWeights,
-    TensorParallel,
-)
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
 from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
@@ -57,7 +54,7 @@ class Plugin:
     Created when SGLang loads its plugins; started when SGLang's event loop begins.
     """
 
-    weights: PluginWeights
+    weights: weights.PluginWeights
     admission: control.Admission
     grammars: TreeGrammars
     scheduler: Any
@@ -115,7 +112,9 @@ class Plugin:
         if self.rank == 0 and self.worker.ring_path:
             self.ring = ring.RowRing.attach(Path(self.worker.ring_path))
         group = self.tp_group.cpu_group if self.tp_group is not None else None
-        self.weights = PluginWeights(self.spec, TensorParallel(self.rank, parallel.tp_size, group))
+        self.weights = weights.PluginWeights(
+            self.spec, weights.TensorParallel(self.rank, parallel.tp_size, group)
+        )
         config = read_config(Path(self.spec.model_dir), experts=True)
         room = scheduler.req_to_token_pool.req_to_token.shape[1] - get_alloc_reserve_per_decode()
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len, room)

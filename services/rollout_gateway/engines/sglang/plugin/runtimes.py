@@ -9,7 +9,7 @@ and the scheduler always see the launch shape. arms.py chooses the arm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,6 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     switch.
     """
     from sglang.srt.environ import envs
-    from sglang.srt.layers.moe.utils import (
-        speculative_moe_a2a_backend_context,
-        speculative_moe_backend_context,
-    )
 
     if envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
         raise ConfigError(
@@ -77,9 +73,7 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     launch_shape = TreeSize(
         worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
     )
-    with ExitStack() as contexts:  # SGLang itself builds its drafting graphs in these contexts
-        contexts.enter_context(speculative_moe_backend_context())
-        contexts.enter_context(speculative_moe_a2a_backend_context())
+    with drafting():
         return _runtimes(
             launch_shape, arms, _eagle_slots(worker), lambda shape: _shape_eagle(worker, shape)
         )
@@ -198,6 +192,15 @@ def _shape_ngram(worker: Any, draft_tokens: int) -> None:
             runner.decode_cuda_graph_runner = DecodeCudaGraphRunner(
                 runner, attn_backend=runner.attn_backend, speculative_num_draft_tokens=draft_tokens
             )
+
+
+@contextmanager
+def drafting() -> Iterator[None]:
+    """The contexts in which SGLang itself calls its drafter and builds its graphs."""
+    from sglang.srt.layers.moe import utils
+
+    with utils.speculative_moe_backend_context(), utils.speculative_moe_a2a_backend_context():
+        yield
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from live_memory import live_bytes, resident_bytes
 from random_models import save_random
 
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -50,7 +50,7 @@ def build(model_dir: Path, **settings: object) -> Engine:
         "memory_saver": True,
         **settings,
     }
-    return build_embedded(EmbeddedSpec.model_validate(given))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(given))
 
 
 def answer(engine: Engine, prompt: int = 8) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from random_models import save_random
 
 from paceline.local.processes import usable_cores
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 
@@ -25,5 +25,5 @@ def threads_of_before() -> Iterator[None]:
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_zero_threads_are_all_cores_of_the_process(tmp_path: Path, threads: int) -> None:
     save_random(tmp_path, "llama")
-    build_embedded(EmbeddedSpec(model_dir=str(tmp_path), threads=threads, max_batch=4))
+    EmbeddedEngine(EmbeddedSpec(model_dir=str(tmp_path), threads=threads, max_batch=4))
     assert torch.get_num_threads() == (threads or usable_cores())

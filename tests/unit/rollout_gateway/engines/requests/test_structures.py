@@ -25,7 +25,7 @@ from paceline.services.rollout_gateway.chat.tool_formats import (
 )
 from paceline.services.rollout_gateway.chat.tool_formats.base import Offered
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Vocabulary
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
 from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks, forbid_
@@ -69,7 +69,7 @@ def engine() -> Iterator[Any]:
         max_batch=4,
         max_sequence_tokens=400,
     )
-    engine = build_embedded(spec)
+    engine = EmbeddedEngine(spec)
     yield engine
     engine.close()
 
