@@ -157,13 +157,9 @@ class Drafters:
         """True if a speculator reads the target's hidden states, now or after a commit."""
         return self.trainable or any(speculator.capture.layers for speculator in self.live.values())
 
-    def trains(self, speculator: str) -> bool:
-        """True for a kind with weights."""
-        return speculator in self._kinds.trained
-
     def rests(self, speculator: str) -> bool:
         """True for a trained kind without a serving version."""
-        return self.trains(speculator) and speculator != self.serving
+        return speculator in self._kinds.trained and speculator != self.serving
 
     def prepare(self, path: Path) -> DrafterVersion:
         """Load a version of any kind.

@@ -151,10 +151,10 @@ class EmbeddedEngine:
         for slot, sequence in zip(slots, rows, strict=True):
             self._prefixes.retain(slot, sequence)
         moves, freed = self._scheduler.remove(ended)
-        for move in moves:
-            self._store.move(move.source, move.destination, move.sequence.length)
-            self._speculation.drafters.move(move.source, move.destination, move.sequence.length)
-            self._prefixes.move(move.source, move.destination)
+        for source, destination, sequence in moves:
+            self._store.move(source, destination, sequence.length)
+            self._speculation.drafters.move(source, destination, sequence.length)
+            self._prefixes.move(source, destination)
 
         self._speculation.drafters.free(freed)
 

@@ -14,7 +14,7 @@ import tempfile
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -230,7 +230,14 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
     tempfile.tempdir = str(socket_directory())  # SGLang creates its sockets there
-    from paceline.services.rollout_gateway.engines.sglang.schedulers import SchedulersAlone
+    from sglang.srt.entrypoints.engine import Engine
+
+    class SchedulersAlone(Engine):  # type: ignore[misc, no-any-unimported]
+        """SGLang's engine without its detokenizer process, because the plugin sends the tokens."""
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
 
     engine = SchedulersAlone(**values)
     tempfile.tempdir = None
@@ -275,8 +282,8 @@ def main() -> int:
     """Process entry; 0 after Shutdown, 2 for wrong settings."""
     worker = begin()
     spec = SGLangSpec.model_validate(worker.engine)
-    if not restarted(spec):
-        return 1  # never reached: the process has been replaced
+    if os.environ.get("SGLANG_PLUGINS") != "paceline":
+        restart(spec)
     with tempfile.TemporaryDirectory(prefix="sglang-", dir=process_directory()) as folder:
         try:
             launch(worker, Path(folder))
@@ -288,20 +295,17 @@ def main() -> int:
     return 0
 
 
-def restarted(spec: SGLangSpec) -> bool:
-    """True when this interpreter started with SGLang's environment; otherwise replaces the process.
+def restart(spec: SGLangSpec) -> NoReturn:
+    """Replaces this process by one with SGLang's environment.
 
     The interpreter and torch read PYTHONPATH and thread counts at their start. Setting them in a
     running process would be too late.
     """
-    if os.environ.get("SGLANG_PLUGINS") == "paceline":
-        return True
     seen = any(Path("/dev").glob("nvidia[0-9]*"))
     cuda = spec.device == "cuda" or (spec.device == "auto" and seen)
     values = {**os.environ, **environment(spec, cuda=cuda)}
     command = [sys.executable, "-m", __spec__.name]
     os.execve(sys.executable, command, values)  # noqa: S606 - no shell is meant
-    return False
 
 
 def tie_to_parent() -> None:

@@ -8,15 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
-from paceline import errors
+from paceline import errors, messages
 from paceline.errors import InvalidInput
-from paceline.messages import (
-    from_message,
-    shared_fields,
-    stats_to_proto,
-    to_message,
-    versions_to_proto,
-)
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
 from paceline.trajectory import Span, Target, VersionSet, runs
@@ -57,12 +50,13 @@ def ready_to(
     return pb.WorkerReady(
         worker_index=worker_index,
         pid=os.getpid(),
-        versions=versions_to_proto(versions),
+        versions=messages.versions_to_proto(versions),
         lm_head_hash=head_hash,
         row_width=info.rows.width,
         row_layers=info.rows.layers,
         row_convention=info.rows.convention,
-        **shared_fields(info, pb.WorkerReady) | {"capabilities": sorted(info.capabilities)},
+        **messages.shared_fields(info, pb.WorkerReady)
+        | {"capabilities": sorted(info.capabilities)},
     )
 
 
@@ -80,11 +74,13 @@ def rows_from(message: pb.WorkerReady) -> nouns.RowLayout:
     return nouns.RowLayout(message.row_width, message.row_layers, message.row_convention)
 
 
-def spans_from(kind: type[Span], messages: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
+def spans_from(kind: type[Span], spans: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
     """Spans shifted by `shift` tokens; equal neighbours are merged."""
     return tuple(
-        dataclasses.replace(from_message(kind, one), start=one.start + shift, end=end + shift)
-        for one, end in runs(kind, messages)
+        dataclasses.replace(
+            messages.from_message(kind, one), start=one.start + shift, end=end + shift
+        )
+        for one, end in runs(kind, spans)
     )
 
 
@@ -153,8 +149,8 @@ def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
         request_id=chunk.request_id,
         token_ids=chunk.token_ids,
         behavior_logprobs=chunk.behavior_logprobs,
-        version_spans=[to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
-        draw_spans=[to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
+        version_spans=[messages.to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
+        draw_spans=[messages.to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
         accepted_drafts=chunk.accepted_drafts,
         top_logprobs=[_alternatives_to(row) for row in chunk.top_logprobs],
         prompt_scores=[
@@ -169,12 +165,12 @@ def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
     if chunk.finish is not None:
         message.finish_reason = FINISH[chunk.finish]
         message.error = chunk.error
-        message.speculation.CopyFrom(stats_to_proto(chunk.speculation))
+        message.speculation.CopyFrom(messages.stats_to_proto(chunk.speculation))
         message.cached_prompt_tokens = chunk.cached_prompt_tokens
         message.smallest_gap = chunk.smallest_gap
         message.time_to_first_token_s = chunk.time_to_first_token_s
         message.matched_stop = chunk.matched_stop
-        message.stages.extend(to_message(one, pb.StageTime) for one in chunk.stages)
+        message.stages.extend(messages.to_message(one, pb.StageTime) for one in chunk.stages)
 
     return message
 
@@ -184,6 +180,6 @@ def _alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
 
 
 def health_to(load: nouns.EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
-    health = to_message(load, pb.WorkerHealth)
-    health.versions.CopyFrom(versions_to_proto(versions))
+    health = messages.to_message(load, pb.WorkerHealth)
+    health.versions.CopyFrom(messages.versions_to_proto(versions))
     return health

@@ -149,7 +149,7 @@ def test_sglang_puts_no_numbers_where_logits_are_none_whatever_its_surroundings_
     monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "1")
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given[2]))
     started: list[dict[str, str]] = []
-    host.restarted(spec())
+    host.restart(spec())
     assert started[0]["SGLANG_SANITIZE_NAN_LOGITS"] == "0"
 
 

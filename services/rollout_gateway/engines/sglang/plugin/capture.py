@@ -90,14 +90,7 @@ def start(plugin: Any) -> None:
     pool = plugin.scheduler.token_to_kv_pool_allocator
     dtype, device = loading.DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
     plugin.slot_rows = SlotRows(pool.size + pool.page_size, plugin.rows.width, dtype, device)
-    megabytes = round(plugin.slot_rows.nbytes / MB, 1)
-    log.info(
-        "hidden rows by KV slot",
-        slots=pool.size,
-        width=plugin.rows.width,
-        dtype=str(dtype),
-        megabytes=megabytes,
-    )
+    log.info("hidden rows by KV slot", megabytes=round(plugin.slot_rows.nbytes / MB, 1))
 
 
 # ---- rows in

@@ -23,14 +23,9 @@ from paceline.services.rollout_gateway.engines.sglang.plugin import (
     arms,
     capture,
     check_hooks,
+    sampling,
     slot_rows,
     weights,
-)
-from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
-    PendingDraws,
-    TreeGrammars,
-    asks,
-    foreign_sampling,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, cache_key
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
@@ -56,7 +51,7 @@ class Plugin:
 
     weights: weights.PluginWeights
     admission: control.Admission
-    grammars: TreeGrammars
+    grammars: sampling.TreeGrammars
     scheduler: Any
     info: nouns.EngineInfo
 
@@ -77,7 +72,7 @@ class Plugin:
         self.numbers = itertools.count(1)  # of enqueued requests; the same on every rank
         self.batch: Any = None  # batch of the target's forward that runs now
         self.arm = OFF  # arm of the round that runs now
-        self._pending: list[PendingDraws] = []
+        self._pending: list[sampling.PendingDraws] = []
         self._table = draws.DrawTable()
         self._penalties = draws.Penalties()
         self._tokens_emitted = 0
@@ -115,11 +110,12 @@ class Plugin:
         self.weights = weights.PluginWeights(
             self.spec, weights.TensorParallel(self.rank, parallel.tp_size, group)
         )
-        config = read_config(Path(self.spec.model_dir), experts=True)
+        model_dir = Path(self.spec.model_dir)
+        config = read_config(model_dir, experts=True)
         room = scheduler.req_to_token_pool.req_to_token.shape[1] - get_alloc_reserve_per_decode()
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len, room)
-        self.admission = control.Admission.of_model(config, Path(self.spec.model_dir), longest)
-        self.grammars = TreeGrammars(config, Path(self.spec.model_dir), self.rank, self.tp_group)
+        self.admission = control.Admission.of_model(config, model_dir, longest)
+        self.grammars = sampling.TreeGrammars(config, model_dir, self.rank, self.tp_group)
         capture.start(self)
         self.info = nouns.EngineInfo(
             config.vocab_size,
@@ -170,17 +166,17 @@ class Plugin:
         place, see TreeGrammars.mask_.
         """
         tracked = [self.requests.get(req.rid) for req in reqs]
-        sampling = [
-            one.request.sampling if one is not None else foreign_sampling(req)
+        asked = [
+            one.request.sampling if one is not None else sampling.foreign_sampling(req)
             for one, req in zip(tracked, reqs, strict=True)
         ]
         nodes = token_ids.shape[1]
         params = self._table.params(
             (*(req.rid for req in reqs), nodes),
-            [one for one in sampling for _ in range(nodes)],
+            [one for one in asked for _ in range(nodes)],
             logits.device,
         )
-        if any(asks(one) for one in tracked):
+        if any(sampling.asks(one) for one in tracked):
             self.settle()  # for the reason given in _adjusted
             firsts = positions.view(token_ids.shape)[:, 0].tolist()
             self.grammars.mask_(tracked, logits, firsts, token_ids, parents)
@@ -210,7 +206,7 @@ class Plugin:
         )
         return adjusted.view(logits.shape) if adjusted is not None else None
 
-    def keep(self, pending: PendingDraws) -> None:
+    def keep(self, pending: sampling.PendingDraws) -> None:
         """Keep a round's draws until SGLang takes the round's tokens."""
         self._pending.append(pending)
 
