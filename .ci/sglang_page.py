@@ -1,16 +1,11 @@
-"""Writes docs/sglang.md: supported releases, hook points, layouts and the router."""
+"""Writes docs/sglang.md: the supported release, hook points, layouts and the router."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 
-from paceline.services.rollout_gateway.engines.sglang.hook_points import (
-    HOOK_POINTS,
-    RELEASES,
-    HookPoint,
-)
-from paceline.services.rollout_gateway.engines.sglang.spec import REFUSED
+from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS, RELEASE
+from paceline.services.rollout_gateway.engines.sglang.spec import REFUSALS
 
 LAYOUTS = """
 ## GPUs of one worker
@@ -91,16 +86,14 @@ def sglang_page() -> str:
         "# SGLang as the engine",
         "",
         "Written by `make docs` from the code.",
-        *("", "## Releases", ""),
-        f"SGLang {' and '.join(RELEASES)}; every other release is refused by name.",
-        "`make setup-sglang` installs the first and `make test-sglang` runs its tests.",
-        "`SGLANG=RELEASE` selects another release. `constraints.txt` pins the torch and",
-        "transformers of the first release. With them, the tests passed over each release on CPU.",
+        *("", "## Release", ""),
+        f"SGLang {RELEASE}; every other release is refused by name.",
+        "`make setup-sglang` installs it and `make test-sglang` runs its tests.",
         "",
-        "The plugin hooks these functions below `sglang.srt`. A test compares their parameters",
-        "with the installed release.",
-        *("", "| function | kind | hook | its parameters |", "|---|---|---|---|"),
-        *map(row, HOOK_POINTS),
+        "The plugin hooks these functions below `sglang.srt`. A test calls each hook with the",
+        "parameters of the installed function.",
+        *("", "| function | kind | hook |", "|---|---|---|"),
+        *(f"| `{one.target}` | {one.kind} | `{one.hook}` |" for one in HOOK_POINTS),
         *LAYOUTS.rstrip().split("\n"),
         *refusals(),
         *PROFILE.rstrip().split("\n"),
@@ -109,14 +102,8 @@ def sglang_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def row(point: HookPoint) -> str:
-    """A line of the table of hook points."""
-    told = [f"`{point.parameters}`" if point.parameters else "none"]
-    told += [f"from {release} on `{other}`" for release, other in point.moved.items()]
-    return f"| `{point.target}` | {point.kind} | `{point.hook}` | {'; '.join(told)} |"
-
-
 def refusals() -> Iterator[str]:
     """Lines of the table of arguments that a worker cannot have."""
-    for refusal, found in groupby(REFUSED, REFUSED.__getitem__):
-        yield f"| {', '.join(f'`{name}`' for name in found)} | {refusal.why} | {refusal.instead} |"
+    for one in REFUSALS:
+        names = ", ".join(f"`{name}`" for name in one.arguments)
+        yield f"| {names} | {one.why} | {one.instead} |"

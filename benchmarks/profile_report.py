@@ -26,7 +26,7 @@ from paceline.models.loading import DTYPES
 from paceline.models.profiles import chosen_profile
 from paceline.models.quantised import QuantisedMatrix
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -144,7 +144,7 @@ def profiled_engine(
         "max_sequence_tokens": longest,
         "prefix_slots": 0,
     }
-    return build_embedded(EmbeddedSpec.model_validate(settings))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(settings))
 
 
 def _drawn(engine: Engine, prompts: Prompts, tokens: int) -> tuple[list[Chunk], float]:

@@ -38,7 +38,7 @@ from paceline.errors import InvalidInput
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 from paceline.services.rollout_gateway.environments import TextTurn
@@ -196,7 +196,7 @@ def _engine(model: Path, profile: str, options: argparse.Namespace) -> Engine:
         "max_batch": options.batch,
         "max_sequence_tokens": 512,
     }
-    return build_embedded(EmbeddedSpec.model_validate(settings))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(settings))
 
 
 def _of_report(report: ProfileReport) -> Row:

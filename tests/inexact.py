@@ -11,7 +11,6 @@ from typing import Any, Literal
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.engines import EngineKind
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec, layout_of_settings
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
@@ -30,7 +29,7 @@ class InexactSpec(EmbeddedSpec):
 
 def build_inexact(spec: InexactSpec, sink: RowSink | None = None) -> Engine:
     """An engine with the fault that is asked for."""
-    engine = build_embedded(spec, sink)
+    engine = EmbeddedEngine(spec, sink)
     assert isinstance(engine, EmbeddedEngine)
     if spec.fault:
         _FAULTS[spec.fault](engine)

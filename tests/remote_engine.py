@@ -7,7 +7,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from paceline.services.rollout_gateway.engines.nouns import (
     EngineInfo,
     EngineLoad,
     Finish,
-    MemoryTag,
     PauseMode,
     PrefixStats,
     PromptScore,
@@ -51,7 +49,6 @@ IDS = 1_000_000
 """Request ids of one RemoteEngine."""
 _FINISH = {value: name for name, value in wire.FINISH.items()}
 _MODES = {mode: value for value, mode in wire.PAUSE_MODES.items()}
-_TAGS = {tag: value for value, tag in wire.MEMORY_TAGS.items()}
 _TARGETS = {target: value for value, target in wire.TARGETS.items()}
 _KINDS = {
     kind.reason: kind
@@ -363,12 +360,11 @@ class RemoteEngine:
     def quarantine(self, withheld: Withheld) -> None:
         self._client.ask(quarantine=to_message(withheld, pb.Quarantine))
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
-        asked = pb.ReleaseMemory(tags=[_TAGS[tag] for tag in tags])
-        return self._client.ask(release_memory=asked).done.released_bytes
+    def release_memory(self) -> int:
+        return self._client.ask(release_memory=pb.ReleaseMemory()).done.released_bytes
 
-    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        self._client.ask(resume_memory=pb.ResumeMemory(tags=[_TAGS[tag] for tag in tags]))
+    def resume_memory(self) -> None:
+        self._client.ask(resume_memory=pb.ResumeMemory())
 
     def flush_cache(self) -> None:
         self._client.ask(flush_cache=pb.FlushCache())

@@ -24,7 +24,6 @@ from benchmarks.bandit.world import FOLDER, Drafter, Step, Trace
 from benchmarks.demo_runs import demo_folder
 from paceline.models.sampling import DrawParams
 from paceline.services.rollout_gateway.chat.text import TextCodec
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.embedded.speculative import DraftPart
@@ -318,7 +317,7 @@ def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -
         "drafter": str(demo / "drafter_trained"),
         "arms": arms,
     }
-    engine = build_embedded(EmbeddedSpec.model_validate(settings))
+    engine = EmbeddedEngine(EmbeddedSpec.model_validate(settings))
     assert isinstance(engine, EmbeddedEngine)
     listener = Listener(engine)
     engine._speculation.draft = listener.draft  # type: ignore[method-assign]

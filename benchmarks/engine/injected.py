@@ -22,7 +22,7 @@ from paceline.models.config import parse_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import model_shapes
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.speculators.base import (
     CaptureSpec,
@@ -151,7 +151,7 @@ class KnownTokens:
 
 
 def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:
-    """An engine whose n-gram arms draft with KnownTokens. Raises what build_embedded raises."""
+    """An engine whose n-gram arms draft with KnownTokens. Raises what EmbeddedEngine raises."""
     made: list[KnownTokens] = []
 
     def make(setup: SpeculatorSetup) -> KnownTokens:
@@ -159,7 +159,7 @@ def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:
         return made[-1]
 
     with _in_place_of_ngram(make):
-        engine = build_embedded(spec)
+        engine = EmbeddedEngine(spec)
     return engine, made[0]
 
 

@@ -27,7 +27,7 @@ from benchmarks.engine.runs import (
 from benchmarks.result import Goal, Ratio, Row, ratio_goal
 from paceline.services.rollout_gateway.bandits.base import BanditSettings
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 OFF = "off"
@@ -105,8 +105,8 @@ class Extent:
         return EmbeddedSpec.model_validate(settings | changes)
 
     def engine(self, policy: str, **changes: object) -> Engine:
-        """Raises what build_embedded raises."""
-        return build_embedded(self.spec(policy, **changes))
+        """Raises what EmbeddedEngine raises."""
+        return EmbeddedEngine(self.spec(policy, **changes))
 
     def bandit_engines(self, policy: str, **changes: object) -> dict[str, Engine]:
         """One engine per kind, so that a bandit learns from its own rounds alone, not from those of
@@ -128,7 +128,7 @@ def measured_pool(
         {"model_dir": str(demo / policy), "drafter": "off", "max_batch": batch}
     )
     pool = workload(held_out_prompts(demo, count), batch, max_tokens, greedy=greedy)
-    answers = decode(build_embedded(spec), pool, OFF, 1).answers
+    answers = decode(EmbeddedEngine(spec), pool, OFF, 1).answers
     return pool, tuple(len(answer.tokens) for answer in answers)
 
 

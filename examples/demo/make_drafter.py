@@ -23,7 +23,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -38,7 +38,7 @@ LEARNING = ("--lr", "2.5e-3", "--warmup-steps", "20", "--heldout-share", "0.02")
 
 def build_engine(options: argparse.Namespace, drafter: str, *arms: str) -> Engine:
     """An engine of the model."""
-    return build_embedded(
+    return EmbeddedEngine(
         EmbeddedSpec(
             model_dir=str(options.model),
             drafter=drafter,

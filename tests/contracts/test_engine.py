@@ -19,13 +19,12 @@ from remote_engine import RemoteEngine, WorkerClient
 
 from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, WeightsError
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     Finish,
-    MemoryTag,
     PauseMode,
     PrefixStats,
     Request,
@@ -171,7 +170,7 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         memory_saver=True,
         profile=request.param.removeprefix("embedded").removeprefix("_"),
     )
-    yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48, embedded.profile)
+    yield Case(lambda sink: EmbeddedEngine(embedded, sink), new_weights, 2 * 48, embedded.profile)
 
 
 def request(
@@ -889,9 +888,9 @@ def test_memory_that_an_engine_keeps_is_refused_by_engine_capability_and_setting
         MissingCapability,
         match=r"the \w+ engine lacks the capability release_memory; .*engine\.sglang",
     ):
-        engine.release_memory((MemoryTag.WEIGHTS,))
+        engine.release_memory()
     with pytest.raises(MissingCapability):
-        engine.resume_memory(())
+        engine.resume_memory()
 
 
 def test_released_memory_refuses_requests_and_comes_back_with_the_same_tokens(case: Case) -> None:
@@ -899,16 +898,14 @@ def test_released_memory_refuses_requests_and_comes_back_with_the_same_tokens(ca
     engine = releasing(case)
     engine.enqueue(request(0))
     with pytest.raises(FailedPrecondition, match="requests run"):
-        engine.release_memory(())
+        engine.release_memory()
     drain(engine)
-    assert engine.release_memory((MemoryTag.KV_CACHE,)) > 0
-    assert engine.release_memory(()) >= 0
-    assert engine.release_memory(()) == 0  # again
-    with pytest.raises(FailedPrecondition, match="given memory back"):
+    assert engine.release_memory() > 0
+    assert engine.release_memory() == 0  # again
+    with pytest.raises(FailedPrecondition, match="released its memory"):
         engine.enqueue(request(1))
-    engine.resume_memory(())
-    with pytest.raises(FailedPrecondition, match="was not released"):
-        engine.resume_memory((MemoryTag.KV_CACHE,))
+    engine.resume_memory()
+    engine.resume_memory()  # again
     for number in (1, 2):
         engine.enqueue(request(number))
     assert {n: tokens_of(chunks) for n, chunks in drain(engine).items()} == expected
@@ -918,12 +915,12 @@ def test_a_version_committed_while_memory_is_released_serves_after_its_return(ca
     def tokens_under_new_weights(*, released: bool) -> list[int]:
         engine = releasing(case)
         if released:
-            engine.release_memory(())
+            engine.release_memory()
         engine.prepare_weights(Target.POLICY, 1, case.weights, case.profile)
         engine.commit_weights(VersionSet(1, 1, 0, case.profile), PauseMode.RETRACT)
         assert engine.versions == VersionSet(1, 1, 0, case.profile)
         if released:
-            engine.resume_memory(())
+            engine.resume_memory()
         engine.enqueue(request(1))
         (chunk,) = drain(engine)[1]
         assert chunk.version_spans == (VersionSpan(0, 20, 1),)

@@ -13,7 +13,7 @@ import torch
 from random_models import FAMILIES, save_random
 
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -42,7 +42,7 @@ def build(directory: Path, drafter: str = "eagle", **options: Any) -> Engine:
         "max_sequence_tokens": CONTEXT,
     }
     settings |= options
-    return build_embedded(EmbeddedSpec.model_validate(settings))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(settings))
 
 
 def said(

@@ -15,7 +15,7 @@ from random_models import random_model
 from torch import Tensor
 
 from paceline.models.config import read_config
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -86,7 +86,7 @@ def said(
         "max_sequence_tokens": 32,
         **options,
     }
-    engine = build_embedded(EmbeddedSpec.model_validate(settings))
+    engine = EmbeddedEngine(EmbeddedSpec.model_validate(settings))
     engine.force_arm(arm)
     for number in range(REQUESTS):
         sampling = Sampling(

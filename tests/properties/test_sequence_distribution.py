@@ -9,18 +9,16 @@ tokens; a block is cut at the limit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from goodness_of_fit import g_test, power
-from sampled_trees import SampledTree
 from torch import Tensor
 
 from paceline.models.sampling import DrawParams, NoiseStream, gumbel_noise, uniform_of
 from paceline.services.rollout_gateway.engines.embedded import rejection
-from paceline.services.rollout_gateway.engines.embedded.rejection import verify_sampled
+from paceline.services.rollout_gateway.engines.embedded.rejection import ChainSampler, verify_drawn
 from paceline.services.rollout_gateway.engines.embedded.verify import Nodes, node_depths, verify
 
 VOCAB, LENGTH, PROMPT = 4, 4, 7
@@ -135,42 +133,28 @@ def same_draw_tree(counts: tuple[int, ...]) -> Rule:
 
 
 def sampled(
-    counts: tuple[int, ...],
-    spoil: Callable[[SampledTree, Tensor], SampledTree] | None = None,
-    **at_: Any,
+    spoil: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, **at_: Any
 ) -> Rule:
-    """Drafts sampled from the drafter, counts[d] children at every node of depth d; `at_`:
-    temperature and masks.
+    """A chain of drafts sampled from the drafter; `at_`: temperature and masks.
 
-    spoil(tree, target's probabilities [n, Q, V]) may change the drafts after they were drawn, which
-    a rule must not.
+    spoil(nodes' tokens [n, Q], q [n, Q, V], target's probabilities [n, Q, V]) may change tokens and
+    q after the draw, which a rule must not.
     """
 
     def rule(contexts: Tensor, lengths: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
-        tree = SampledTree.of(contexts % 4, VOCAB)
-        at_nodes, depths = contexts[:, None], [0]
-        for depth, count in enumerate(counts):
-            leaves = at_nodes[:, -tree.leaves :]
-            positions = (PROMPT + lengths + depth)[:, None].expand(-1, tree.leaves)
-            tree = tree.grow(
-                at(DRAFTER, leaves), positions, settings(seeds, tree.leaves, **at_), count
-            )
-            depths += [depth + 1] * tree.leaves
-            children = 4 * leaves.repeat_interleave(count, dim=1) + tree.tokens[
-                :, -tree.leaves :
-            ].clamp(min=0)
-            at_nodes = torch.cat((at_nodes, children), dim=1)
-        logits = at(TARGET, at_nodes)
-        tree = spoil(tree, logits.double().softmax(-1)) if spoil else tree
-        positions = PROMPT + lengths[:, None] + torch.tensor(depths)
-        verdict = verify_sampled(
-            logits,
-            tree.tokens,
-            tree.parents,
-            tree.probs,
-            positions,
-            settings(seeds, len(depths), **at_),
-        )
+        sampler = ChainSampler(settings(seeds, 1, **at_), PROMPT + lengths)
+        tokens, at_nodes = [contexts % 4], [contexts]
+        for level in range(STEPS):
+            tokens.append(sampler(at(DRAFTER, at_nodes[-1]), level))
+            at_nodes.append(4 * at_nodes[-1] + tokens[-1])
+        drafts = torch.stack(tokens, 1)
+        probs = torch.stack([*sampler.probs, torch.zeros(len(seeds), VOCAB).double()], 1)
+        logits = at(TARGET, torch.stack(at_nodes, 1))
+        if spoil:
+            drafts, probs = spoil(drafts, probs, logits.double().softmax(-1))
+        positions = PROMPT + lengths[:, None] + torch.arange(STEPS + 1)
+        params = settings(seeds, STEPS + 1, **at_)
+        verdict = verify_drawn(logits.flatten(0, 1), Nodes(drafts), positions, params, probs)
         return verdict.tokens, verdict.accepted
 
     return rule
@@ -180,14 +164,12 @@ def plain_logits(contexts: Tensor, drafts: Tensor) -> Tensor:
     return at(TARGET, contexts)
 
 
-CHAIN, WIDE_TREE, DEEP_TREE = (1,) * STEPS, (3, 2), (2, 2, 2)
+WIDE_TREE, DEEP_TREE = (3, 2), (2, 2, 2)
 RULES = {
     "same draw, chain": same_draw_chain(plain_logits),
     "same draw, 3 then 2 children": same_draw_tree(WIDE_TREE),
     "same draw, 2 children, depth 3": same_draw_tree(DEEP_TREE),
-    "sampled, chain": sampled(CHAIN),
-    "sampled, 3 then 2 siblings": sampled(WIDE_TREE),
-    "sampled, 2 siblings, depth 3": sampled(DEEP_TREE),
+    "sampled, chain": sampled(),
 }
 
 
@@ -201,8 +183,7 @@ def test_sequences_follow_the_target(name: str) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("counts", [CHAIN, WIDE_TREE], ids=["chain", "tree"])
-def test_sequences_follow_the_masked_target_at_another_temperature(counts: tuple[int, ...]) -> None:
+def test_sequences_follow_the_masked_target_at_another_temperature() -> None:
     """top_k leaves three tokens, top_p usually fewer; a sequence with any other token has
     probability 0.
     """
@@ -216,7 +197,7 @@ def test_sequences_follow_the_masked_target_at_another_temperature(counts: tuple
             )
     exact = probabilities(kept / kept.sum(-1, keepdim=True))
     assert (exact == 0).sum() > 100
-    result = g_test(play(sampled(counts, temperature=0.7, top_k=3, top_p=0.95)), exact)
+    result = g_test(play(sampled(temperature=0.7, top_k=3, top_p=0.95)), exact)
     print(result)
     assert result.p_value > ALPHA, result
 
@@ -271,22 +252,22 @@ def test_a_bias_of_two_hundredths_is_caught_with_power_near_one() -> None:
         assert caught > 0.999
 
 
-def drop_unlikely(tree: SampledTree, target: Tensor) -> SampledTree:
+def drop_unlikely(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Drops drafts of low confidence after they were drawn."""
-    confidence = tree.probs.gather(1, tree.parents[:, :, None].expand(-1, -1, VOCAB))
-    unlikely = confidence.gather(2, tree.tokens.clamp(min=0)[:, :, None])[:, :, 0] < 0.1
-    return replace(tree, tokens=tree.tokens.masked_fill(unlikely, -1))
+    share = probs[:, :-1].gather(2, drafts[:, 1:, None])[:, :, 0]
+    kept = drafts[:, 1:].masked_fill(share < 0.1, -1)
+    return torch.cat((drafts[:, :1], kept), 1), probs
 
 
-def accept_likely(tree: SampledTree, target: Tensor) -> SampledTree:
+def accept_likely(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Accepts whatever the target gives at least 0.5: a q of 0 wins every coin."""
-    return replace(tree, probs=tree.probs.masked_fill(target >= 0.5, 0.0))
+    return drafts, probs.masked_fill(target >= 0.5, 0.0)
 
 
-def sharper(tree: SampledTree, target: Tensor) -> SampledTree:
+def sharper(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Takes another q than the drafts were drawn from."""
-    probs = tree.probs**1.25
-    return replace(tree, probs=probs / probs.sum(-1, keepdim=True).clamp(min=1e-9))
+    other = probs**1.25
+    return drafts, other / other.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def biased_logits(contexts: Tensor, drafts: Tensor) -> Tensor:
@@ -311,32 +292,19 @@ def noise_of_the_drafts(
     return gumbel_noise(seeds, positions, vocab, NoiseStream.DRAFT)
 
 
-def only_removed(q: Tensor, tokens: Tensor) -> Tensor:
-    return q.scatter(1, tokens[:, None], 0.0)
-
-
 def unchanged(p: Tensor, q: Tensor) -> Tensor:
     return p
 
 
 BIASED: dict[str, tuple[Rule, dict[str, Callable[..., Tensor]]]] = {
     "same draw: the draft in 0.02 of draws": (same_draw_chain(biased_logits), {}),
-    "chain: acceptance + 0.02": (sampled(CHAIN), {"uniform_of": lucky_coins}),
-    "tree: acceptance + 0.02": (sampled(WIDE_TREE), {"uniform_of": lucky_coins}),
-    "chain: acceptance above a threshold": (sampled(CHAIN, accept_likely), {}),
-    "chain: unlikely drafts dropped after the draw": (sampled(CHAIN, drop_unlikely), {}),
-    "tree: unlikely drafts dropped after the draw": (sampled(WIDE_TREE, drop_unlikely), {}),
-    "chain: q of another temperature": (sampled(CHAIN, sharper), {}),
-    "chain: p itself after a rejection": (sampled(CHAIN), {"residual": unchanged}),
-    "tree: q not renormalised after a rejection": (sampled(WIDE_TREE), {"without": only_removed}),
-    "chain: coins that are the drafts' numbers": (
-        sampled(CHAIN),
-        {"uniform_of": coins_of_the_drafts},
-    ),
-    "chain: last draws with the drafts' noise": (
-        sampled(CHAIN),
-        {"gumbel_noise": noise_of_the_drafts},
-    ),
+    "acceptance + 0.02": (sampled(), {"uniform_of": lucky_coins}),
+    "acceptance above a threshold": (sampled(accept_likely), {}),
+    "unlikely drafts dropped after the draw": (sampled(drop_unlikely), {}),
+    "q of another temperature": (sampled(sharper), {}),
+    "p itself after a rejection": (sampled(), {"residual": unchanged}),
+    "coins that are the drafts' numbers": (sampled(), {"uniform_of": coins_of_the_drafts}),
+    "last draws with the drafts' noise": (sampled(), {"gumbel_noise": noise_of_the_drafts}),
 }
 """A rule, and the parts of rejection.py that are replaced while it plays."""
 

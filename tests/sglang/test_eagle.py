@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from paceline.errors import WeightsError
 from paceline.models.adapters import DOWN, FILE, UP, AddedAdapters, hash_of_start
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Finish, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -73,7 +73,7 @@ def embedded_tokens(prompts: list[list[int]], **sampling: object) -> list[list[i
     spec = EmbeddedSpec(
         model_dir=str(DEMO / "policy_trained"), drafter="off", max_sequence_tokens=256
     )
-    engine = build_embedded(spec, None)
+    engine = EmbeddedEngine(spec, None)
     for number, prompt in enumerate(prompts):
         options = {"seed": 7 + number, "max_tokens": 24, "ignore_eos": True, **sampling}
         engine.enqueue(Request(number, tuple(prompt), Sampling(**options)))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from paceline.local.patience import patient
 from paceline.models.decoder import Block
 from paceline.services.drafter_trainer.export import app
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -81,7 +81,7 @@ def embedded(requests: Sequence[Request], drafter: str, *arms: str) -> list[list
         verify_budget=False,
         max_sequence_tokens=LIMIT,
     )
-    engine = build_embedded(spec, None)
+    engine = EmbeddedEngine(spec, None)
     chunks: dict[int, list[Chunk]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.enqueue(request)

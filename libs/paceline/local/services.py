@@ -55,7 +55,7 @@ SERVICES: tuple[ServiceSpec, ...] = (
         ("http",),
         forked=(
             "paceline.services.rollout_gateway.engines.worker.process",
-            "paceline.services.rollout_gateway.engines.embedded.build",
+            "paceline.services.rollout_gateway.engines.embedded.engine",
         ),
     ),
     ServiceSpec(

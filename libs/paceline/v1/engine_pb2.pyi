@@ -21,13 +21,6 @@ class WeightTarget(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHT_TARGET_POLICY: _ClassVar[WeightTarget]
     WEIGHT_TARGET_DRAFTER: _ClassVar[WeightTarget]
     WEIGHT_TARGET_POLICY_HEAD: _ClassVar[WeightTarget]
-
-class MemoryTag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    MEMORY_TAG_UNSPECIFIED: _ClassVar[MemoryTag]
-    MEMORY_TAG_WEIGHTS: _ClassVar[MemoryTag]
-    MEMORY_TAG_KV_CACHE: _ClassVar[MemoryTag]
-    MEMORY_TAG_CUDA_GRAPH: _ClassVar[MemoryTag]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 PAUSE_MODE_IN_PLACE: PauseMode
 PAUSE_MODE_RETRACT: PauseMode
@@ -36,10 +29,6 @@ WEIGHT_TARGET_UNSPECIFIED: WeightTarget
 WEIGHT_TARGET_POLICY: WeightTarget
 WEIGHT_TARGET_DRAFTER: WeightTarget
 WEIGHT_TARGET_POLICY_HEAD: WeightTarget
-MEMORY_TAG_UNSPECIFIED: MemoryTag
-MEMORY_TAG_WEIGHTS: MemoryTag
-MEMORY_TAG_KV_CACHE: MemoryTag
-MEMORY_TAG_CUDA_GRAPH: MemoryTag
 
 class WorkerCommand(_message.Message):
     __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "quarantine", "learn_arms")
@@ -191,16 +180,12 @@ class Shutdown(_message.Message):
     def __init__(self) -> None: ...
 
 class ReleaseMemory(_message.Message):
-    __slots__ = ("tags",)
-    TAGS_FIELD_NUMBER: _ClassVar[int]
-    tags: _containers.RepeatedScalarFieldContainer[MemoryTag]
-    def __init__(self, tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ResumeMemory(_message.Message):
-    __slots__ = ("tags",)
-    TAGS_FIELD_NUMBER: _ClassVar[int]
-    tags: _containers.RepeatedScalarFieldContainer[MemoryTag]
-    def __init__(self, tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class FlushCache(_message.Message):
     __slots__ = ()

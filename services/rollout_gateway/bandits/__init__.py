@@ -3,18 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from paceline.plugins import find_variant
+from paceline.services.rollout_gateway.bandits import kinds
 from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings
-from paceline.services.rollout_gateway.bandits.kinds import (
-    UCB1,
-    BucketedEpsilonGreedy,
-    EpsilonGreedy,
-)
 from paceline.services.rollout_gateway.bandits.watchdog import AcceptanceWatchdog
 
 BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], Bandit]] = {
-    "epsilon_greedy": EpsilonGreedy,
-    "ucb": UCB1,
-    "beg": BucketedEpsilonGreedy,
+    "epsilon_greedy": kinds.EpsilonGreedy,
+    "ucb": kinds.UCB1,
+    "beg": kinds.BucketedEpsilonGreedy,
 }
 
 

@@ -28,10 +28,7 @@ from dataclasses import dataclass, replace
 from paceline.arm_names import speculator_of
 from paceline.services.rollout_gateway.bandits import base
 from paceline.speculators.shift import AcceptanceShift
-from paceline.telemetry import get_logger
 from paceline.trajectory import Target
-
-log = get_logger(__name__)
 
 # One-sided 10 %: among 20 rounds of one request, one round with acceptance is noise, two are not.
 NOISE_Z = 1.28
@@ -51,6 +48,8 @@ class Pulse:
     total: float = 0.0  # accepted per request, summed over the first `limit` rounds
     squares: float = 0.0
     dead: bool = False
+    rests_until: int = 0  # round of the group until which a dead drafter rests
+    failures: int = 0  # failed trials in a row
 
     def beat(self, accept_length: float) -> bool:
         """Records a round. Returns True when this round shows that the drafter has died."""
@@ -82,15 +81,6 @@ class Pulse:
         return share >= 0.5 or (1.0 - share) ** self.streak <= 0.5**self.limit
 
 
-@dataclass(slots=True)
-class WatchedDrafter:
-    """A group's record of one drafter."""
-
-    pulse: Pulse
-    rests_until: int = 0  # round of the group until which it rests, while dead
-    deaths_at_once: int = 0  # failed trials in a row
-
-
 class AcceptanceWatchdog:
     """A bandit that hides the arms of dead drafters from an inner bandit."""
 
@@ -98,51 +88,45 @@ class AcceptanceWatchdog:
         self, inner: base.Bandit, settings: base.BanditSettings, arms: Sequence[str]
     ) -> None:
         self._inner = inner
-        self._groups = settings.groups
-        self._limit = settings.watchdog_rounds
-        self._names = tuple(arms)
-        self._window = settings.window
-        self._rounds = dict.fromkeys(settings.groups, 0)
-        self._drafters: dict[tuple[int, str], WatchedDrafter] = {}
-        self._alive = dict.fromkeys(settings.groups, self._names)
-        self._warned: set[str] = set()
+        self._settings = settings
+        self._speculators = {arm: speculator_of(arm) for arm in arms}
+        self._rounds: Counter[int] = Counter()  # by group
+        self._pulses: dict[tuple[int, str], Pulse] = {}  # by group and drafter
         self._deaths: Counter[tuple[int, str]] = Counter()  # since the process started
 
     def choose(self, situation: base.Situation, names: Sequence[str] = ()) -> base.ArmChoice:
         """The inner bandit's choice among arms of living drafters, or among all if no drafter
         lives.
         """
-        alive = self._alive[base.group_of(self._groups, situation.batch_size)]
-        if names:
-            alive = tuple(name for name in names if name in alive) or tuple(names)
-        return self._inner.choose(situation, alive)
+        group = base.group_of(self._settings.groups, situation.batch_size)
+        names = names or tuple(self._speculators)
+        pulses = {name: self._pulses.get((group, self._speculators[name])) for name in names}
+        alive = tuple(name for name, pulse in pulses.items() if pulse is None or not pulse.dead)
+        return self._inner.choose(situation, alive or names)
 
     def observe(self, outcome: base.RoundOutcome) -> None:
         """Passes a round to the inner bandit, and updates the drafter's record."""
         self._inner.observe(outcome)
-        speculator = speculator_of(outcome.arm)
-        group = base.group_of(self._groups, outcome.situation.batch_size)
+        group = base.group_of(self._settings.groups, outcome.situation.batch_size)
         self._rounds[group] += 1
-        self._wake(group)
-        if speculator:
-            drafter = self._drafters.setdefault(
-                (group, speculator), WatchedDrafter(Pulse(self._limit))
-            )
-            if drafter.pulse.beat(outcome.accept_length):
-                self._retire(group, speculator, drafter)
+        limit = self._settings.watchdog_rounds
+        for key, pulse in self._pulses.items():
+            if key[0] == group and pulse.dead and pulse.rests_until < self._rounds[group]:
+                self._pulses[key] = Pulse(limit, failures=pulse.failures)  # a trial after the rest
+        if speculator := self._speculators[outcome.arm]:
+            pulse = self._pulses.setdefault((group, speculator), Pulse(limit))
+            if pulse.beat(outcome.accept_length):
+                pulse.failures = pulse.failures + 1 if pulse.rounds == limit else 1
+                windows = min(2 ** (pulse.failures - 1), LONGEST_REST)
+                pulse.rests_until = self._rounds[group] + self._settings.window * windows
+                self._deaths[group, speculator] += 1
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
         """Revives the drafters of these arms if the drafter changed; a new policy revives none."""
         self._inner.renew(arms, changed, shift)
-        if changed is not Target.DRAFTER:
-            return
-        revived = {speculator_of(arm) for arm in arms}
-        self._drafters = {
-            key: drafter for key, drafter in self._drafters.items() if key[1] not in revived
-        }
-        self._warned -= revived
-        for group in self._groups:
-            self._admit(group)
+        if changed is Target.DRAFTER:
+            revived = {speculator_of(arm) for arm in arms}
+            self._pulses = {key: one for key, one in self._pulses.items() if key[1] not in revived}
 
     def learn(self, reports: Sequence[base.ArmReport]) -> None:
         """Passes the statistics to the inner bandit."""
@@ -156,44 +140,3 @@ class AcceptanceWatchdog:
             replace(one, drafter_deaths=self._deaths[one.batch_group, speculator_of(one.arm)])
             for one in self._inner.reports()
         ]
-
-    def _wake(self, group: int) -> None:
-        """Tries drafters again after their rest."""
-        rested = [
-            drafter
-            for (where, _), drafter in self._drafters.items()
-            if where == group and 0 < drafter.rests_until < self._rounds[group]
-        ]
-        for drafter in rested:
-            drafter.pulse, drafter.rests_until = Pulse(self._limit), 0
-        if rested:
-            self._admit(group)
-
-    def _retire(self, group: int, speculator: str, drafter: WatchedDrafter) -> None:
-        pulse = drafter.pulse
-        again = drafter.deaths_at_once + 1 if pulse.rounds == self._limit else 1
-        drafter.deaths_at_once = again
-        drafter.rests_until = self._rounds[group] + self._window * min(
-            2 ** (again - 1), LONGEST_REST
-        )
-        self._admit(group)
-        self._deaths[group, speculator] += 1
-        if speculator not in self._warned:
-            self._warned.add(speculator)
-            log.warning(
-                "a drafter's tokens are not accepted; its arms rest until it changes",
-                speculator=speculator,
-                batch_group=group,
-                rounds=pulse.rounds,
-                rounds_since_accepted=pulse.streak,
-            )
-
-    def _admit(self, group: int) -> None:
-        dead = {
-            speculator
-            for (where, speculator), drafter in self._drafters.items()
-            if where == group and drafter.pulse.dead
-        }
-        self._alive[group] = (
-            tuple(name for name in self._names if speculator_of(name) not in dead) or self._names
-        )

@@ -49,7 +49,7 @@ _SCRIPTED = "paceline.services.rollout_gateway.testing"
 ENGINES = {
     "embedded": EngineKind(
         f"{_EMBEDDED}.spec:EmbeddedSpec",
-        f"{_EMBEDDED}.build:build_embedded",
+        f"{_EMBEDDED}.engine:EmbeddedEngine",
         f"{_EMBEDDED}.spec:layout_of_settings",
         extra="serve",
     ),

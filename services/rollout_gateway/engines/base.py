@@ -103,18 +103,18 @@ class CommandedEngine(Protocol):
         """Disable these arms and reuse paths from the next round on; unknown arms are ignored."""
         ...
 
-    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
-        """Free device memory (no tags: all); returns bytes, 0 if it is already free.
+    def release_memory(self) -> int:
+        """Free device memory; returns bytes, 0 if it is already free.
 
         Until `resume_memory`, enqueue raises FailedPrecondition, but weights may be prepared and
         committed. Raises MissingCapability, or FailedPrecondition while requests run.
         """
         ...
 
-    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
-        """Allocate released memory again (no tags: all) and serve the last committed set.
+    def resume_memory(self) -> None:
+        """Allocate released memory again and serve the last committed set.
 
-        Raises MissingCapability, or FailedPrecondition for a tag that was not released.
+        Raises MissingCapability.
         """
         ...
 

@@ -62,14 +62,6 @@ class PauseMode(StrEnum):
     ABORT = "abort"
 
 
-class MemoryTag(StrEnum):
-    """Parts of an engine's device memory."""
-
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-    CUDA_GRAPH = "cuda_graph"
-
-
 class Finish(StrEnum):
     """The reason for the end of a request."""
 

@@ -30,9 +30,7 @@ class ModelSettings(BatchSettings):
     dtype: Precision = "float32"
     """Element type of weights and computation."""
     threads: int = Field(default=1, ge=0)
-    """Compute threads per worker. 0: all of the worker's share of the host's cores. The embedded
-    engine then uses the fastest number within the share, measured when it starts.
-    """
+    """Compute threads per worker. 0: all of the worker's share of the host's cores."""
     prefill_tokens: int = Field(default=2048, ge=1)
     """Maximum prompt tokens of one prefill."""
 

@@ -4,13 +4,13 @@ benches.
 It fulfils the whole engine contract: speculation arms chosen by the bandit, versions, pause modes,
 capture, abort. So tests of all layers above it take milliseconds. A response depends on (prompt,
 seed) alone, never on arm, batch or time (script.py selects it, request.py emits it). A round's
-seconds are read from a cost table (arm, batch size) and spent on an injected clock. The clock is
-virtual by default and never sleeps; `real_time` sleeps, for benches.
+seconds are read from a cost table (arm, batch size). Only `real_time` sleeps them, for benches.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence, Set
 from pathlib import Path
 
@@ -41,12 +41,10 @@ _CAPABILITIES = frozenset(
 class ScriptedEngine:
     """The Engine of engines/base.py over a script."""
 
-    def __init__(
-        self, spec: script.ScriptedSpec, sink: base.RowSink | None, clock: script.Clock
-    ) -> None:
+    def __init__(self, spec: script.ScriptedSpec, sink: base.RowSink | None) -> None:
         self._spec = spec
         self._sink = sink
-        self._clock = clock
+        self._beat = 0.0  # end of the last round, with `real_time`
         self._bandit = build_bandit(spec.bandit, spec.arms, spec.seed)
         self._script = script.Script(spec)
         self._admission = control.Admission(
@@ -57,7 +55,10 @@ class ScriptedEngine:
         self._prepared: control.PreparedVersions[AcceptanceShift | None] = (
             control.PreparedVersions()
         )
-        self._memory = scripted_memory(spec)
+        # a float32 head, and a row of keys and values per token
+        tokens = spec.vocab_size + 2 * spec.max_batch * spec.max_sequence_tokens
+        size = 4 * spec.hidden_size * tokens
+        self._memory = control.EngineMemory([control.MemoryPart(lambda: size, lambda: None)])
         self._paused = False
         self._forced = ""
         self._barred: Set[str] = frozenset()
@@ -106,7 +107,6 @@ class ScriptedEngine:
     def enqueue(self, request: nouns.Request) -> None:
         control.check_held(self._memory.released)
         sequence = self._admission.sequence(request)
-        sequence.enqueued_s = self._clock.now()
         control.check_capabilities("scripted", self.info.capabilities, request)
         control.check_arm(request.forced_arm, self._spec.arms)
         answer = self._script.answer(request.prompt, request.sampling.seed)
@@ -144,7 +144,7 @@ class ScriptedEngine:
         situation = control.situation_of(rows)
         arm, explored = self._choose(batch, situation)
         cost = script.round_cost(self._spec, arm, len(batch))
-        self._clock.spend(cost)
+        self._spend(cost)
         if not (batch := self._going_on(batch, arm)):
             return []
         rows = [run.sequence for run in batch]
@@ -158,6 +158,17 @@ class ScriptedEngine:
             self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
         self._release()
         return [one.chunk() for one in rows if one.request.stream or one.finish is not None]
+
+    def _spend(self, seconds: float) -> None:
+        """With `real_time`, sleep until the next multiple of the seconds, so that work between two
+        rounds does not slow the pace.
+
+        A round that starts in the middle of its interval ends early; a round that was busy for
+        longer skips a beat.
+        """
+        if self._spec.real_time and seconds:
+            self._beat = script.next_beat(time.perf_counter(), self._beat, seconds)
+            time.sleep(max(self._beat - time.perf_counter(), 0))
 
     def _going_on(self, batch: list[script.ScriptedRun], arm: str) -> list[script.ScriptedRun]:
         """The requests that may take their tokens of this round."""
@@ -210,11 +221,11 @@ class ScriptedEngine:
         """See Engine.quarantine; a script reuses no prefix."""
         self._barred = frozenset(withheld.arms)
 
-    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
-        return self._memory.release(tags, len(self._running) + len(self._waiting))
+    def release_memory(self) -> int:
+        return self._memory.release(len(self._running) + len(self._waiting))
 
-    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
-        self._memory.resume(tags)
+    def resume_memory(self) -> None:
+        self._memory.resume()
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; there is no cache."""
@@ -244,10 +255,9 @@ class ScriptedEngine:
     def _advance(self, run: script.ScriptedRun, arm: str) -> int:
         """Emit one round's tokens of a request; returns the tokens that count for the arm."""
         sequence = run.sequence
-        first = not sequence.tokens
-        emitted = self._emit(run, arm)
-        if first:
-            sequence.first_token_s = self._clock.now() - sequence.enqueued_s
+        nan = self.versions.policy in self._spec.nan_policies
+        origin = DrawnBy(self.versions.policy, arm, "scripted")
+        emitted = run.emit(self._wanted(run, arm), origin, nan=nan)
         # A reply's own pace may exceed the arm's longest accepted length.
         taken = min(emitted, 1 + script.drafts_of(arm))
         sequence.count(
@@ -256,11 +266,6 @@ class ScriptedEngine:
         self._tokens += 0 if sequence.request.probe else emitted
         self._write_rows(run)
         return taken
-
-    def _emit(self, run: script.ScriptedRun, arm: str) -> int:
-        policy = self.versions.policy
-        nan = policy in self._spec.nan_policies
-        return run.emit(self._wanted(run, arm), DrawnBy(policy, arm, "scripted"), nan=nan)
 
     def _wanted(self, run: script.ScriptedRun, arm: str) -> int:
         """Tokens of this round: the reply's own pace, else the arm's accept length."""
@@ -284,21 +289,6 @@ class ScriptedEngine:
         self._sink.write(ids, positions, tokens, self.versions.policy, rows)
 
 
-def scripted_memory(spec: script.ScriptedSpec) -> control.EngineMemory:
-    """Bytes of a float32 model of these sizes: its head, and a row of keys and values per token."""
-    sizes = {
-        nouns.MemoryTag.WEIGHTS: 4 * spec.vocab_size * spec.hidden_size,
-        nouns.MemoryTag.KV_CACHE: 8 * spec.max_batch * spec.max_sequence_tokens * spec.hidden_size,
-    }
-
-    def part(size: int) -> control.MemoryPart:
-        return control.MemoryPart(release=lambda: size, resume=lambda: None)
-
-    return control.EngineMemory({tag: part(size) for tag, size in sizes.items()})
-
-
-def build_scripted(
-    spec: script.ScriptedSpec, sink: base.RowSink | None = None, clock: script.Clock | None = None
-) -> ScriptedEngine:
-    """Build the engine of a script. `clock` replaces the clock that `real_time` selects."""
-    return ScriptedEngine(spec, sink, clock or script.CLOCKS[spec.real_time]())
+def build_scripted(spec: script.ScriptedSpec, sink: base.RowSink | None = None) -> ScriptedEngine:
+    """Build the engine of a script."""
+    return ScriptedEngine(spec, sink)

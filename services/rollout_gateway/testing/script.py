@@ -5,67 +5,21 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from paceline.arm_names import OFF
+from paceline.config import Config
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.engines import nouns, settings
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
-
-
-class Clock(Protocol):
-    """The engine's time in seconds."""
-
-    def now(self) -> float:
-        """Seconds since an arbitrary start."""
-        ...
-
-    def spend(self, seconds: float) -> None:
-        """Let seconds pass."""
-        ...
-
-
-class VirtualClock:
-    """Time passes only through `spend`; nothing sleeps."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def spend(self, seconds: float) -> None:
-        self._now += seconds
-
-
-class RealClock:
-    """`spend` sleeps until the next multiple of the seconds, so that work between two rounds does
-    not slow the pace.
-
-    For benches. A round that starts in the middle of its interval ends early; a round that was busy
-    for longer skips a beat.
-    """
-
-    def __init__(self) -> None:
-        self._until = 0.0
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def spend(self, seconds: float) -> None:
-        if seconds:
-            self._until = next_beat(self.now(), self._until, seconds)
-            time.sleep(max(self._until - self.now(), 0))
 
 
 def next_beat(now: float, last: float, seconds: float) -> float:
@@ -74,34 +28,21 @@ def next_beat(now: float, last: float, seconds: float) -> float:
     return beat if beat > last + seconds / 2 else beat + seconds
 
 
-class Line(BaseModel):
+class Line(Config):
     """The responses to one prompt; the seed selects a response."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...] = Field(min_length=1)
 
 
-class Reply(BaseModel):
+class Reply(Config):
     """The replies to prompts whose text matches a pattern; the seed selects a text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    # regular expression, searched in the end of the decoded prompt, special tokens by their names
-    pattern: str
+    # searched in the end of the decoded prompt, special tokens by their names
+    pattern: re.Pattern[str]
     texts: tuple[str, ...] = Field(min_length=1)  # encoded by the tokenizer; the end token is added
     # None: the accept length of the round's arm
     tokens_per_round: int | None = Field(default=None, ge=1)
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        return pattern
 
 
 class ScriptedSpec(settings.BatchSettings, settings.RunValues):
@@ -178,13 +119,10 @@ def read_script(path: Path) -> dict[str, Any]:
     """
     try:
         return ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8")).model_dump(
-            exclude_unset=True
+            mode="json", exclude_unset=True
         )
     except (OSError, ValueError) as error:
         raise InvalidInput(f"the script {path} cannot be used: {error}") from error
-
-
-CLOCKS: dict[bool, Callable[[], Clock]] = {False: VirtualClock, True: RealClock}
 
 
 def round_cost(spec: ScriptedSpec, arm: str, batch: int) -> float:
@@ -213,14 +151,6 @@ class ScriptedAnswer:
     tokens_per_round: int | None = None  # None: the accept length of the round's arm
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """A reply with encoded texts."""
-
-    pattern: re.Pattern[str]
-    answers: tuple[ScriptedAnswer, ...]
-
-
 class Script:
     """The answers of one script.
 
@@ -241,7 +171,9 @@ class Script:
         self._tokenizer = tokenizer
         self._prompts = {line.prompt for line in spec.script}
         self._replies = [
-            _encoded(reply, spec, tokenizer) for reply in spec.replies if tokenizer is not None
+            (reply.pattern, _encoded(reply, spec, tokenizer))
+            for reply in spec.replies
+            if tokenizer is not None
         ]
 
     def answer(self, prompt: tuple[int, ...], seed: int) -> ScriptedAnswer:
@@ -250,9 +182,9 @@ class Script:
         """
         if self._replies and prompt not in self._prompts:
             text = self._end_of(prompt)
-            for reply in self._replies:
-                if reply.pattern.search(text):
-                    return reply.answers[seed % len(reply.answers)]
+            for pattern, answers in self._replies:
+                if pattern.search(text):
+                    return answers[seed % len(answers)]
         return ScriptedAnswer(scripted_response(self._spec, prompt, seed))
 
     def _end_of(self, prompt: tuple[int, ...]) -> str:
@@ -265,18 +197,18 @@ class Script:
         return str(self._tokenizer.decode(list(tail), skip_special_tokens=False))[-size:]
 
 
-def _encoded(reply: Reply, spec: ScriptedSpec, tokenizer: Tokenizer) -> _Reply:
+def _encoded(reply: Reply, spec: ScriptedSpec, tokenizer: Tokenizer) -> list[ScriptedAnswer]:
     answers = []
     for text in reply.texts:
         token_ids = (*tokenizer.encode(text, add_special_tokens=False).ids, spec.eos_token_id)
         if max(token_ids) >= spec.vocab_size:
             raise InvalidInput(
-                f"a text of the reply {reply.pattern!r} has a token out of range",
+                f"a text of the reply {reply.pattern.pattern!r} has a token out of range",
                 seen=max(token_ids),
                 allowed=spec.vocab_size - 1,
             )
         answers.append(ScriptedAnswer(token_ids, reply.tokens_per_round))
-    return _Reply(re.compile(reply.pattern), tuple(answers))
+    return answers
 
 
 @dataclass(eq=False, slots=True)

@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from paceline.arm_names import speculator_of
 from paceline.speculators.base import Drafts
@@ -233,25 +234,18 @@ def row_drafts(drafts: Drafts) -> Iterator[RowDrafts]:
 
 def _only(drafts: Drafts, chosen: Sequence[Node]) -> Drafts:
     """Keeps only the chosen nodes; every parent of a chosen node is chosen too."""
-    kept: list[list[int]] = [[] for _ in range(len(drafts.tokens))]
-    for _, row, index in chosen:
-        kept[row].append(index)
-    width = max(map(len, kept))
-    rows: tuple[list[list[int]], list[list[float]], list[list[int]]] = ([], [], [])
-    for indices, (tokens, scores, parents) in zip(kept, row_drafts(drafts), strict=True):
-        indices.sort()
-        names = {index + 1: name for name, index in enumerate(indices, 1)} | {0: 0}
-        rest = width - len(indices)
-        rows[0].append([tokens[index] for index in indices] + [-1] * rest)
-        rows[1].append([scores[index] for index in indices] + [1.0] * rest)
-        rows[2].append([names[parents[index]] for index in indices] + [0] * rest)
-
-    device = drafts.tokens.device
-    shape = (len(kept), width)
+    kept = torch.zeros_like(drafts.tokens, dtype=torch.bool)
+    kept[[row for _, row, _ in chosen], [index for _, _, index in chosen]] = True
+    names = kept.long().cumsum(dim=1)  # new index of each chosen node, behind the root 0
+    width = int(names[:, -1].max())
+    order = kept.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    absent = ~kept.gather(1, order)
+    parents = None
+    if drafts.parents is not None:
+        above = drafts.parents.gather(1, order)
+        parents = functional.pad(names, (1, 0)).gather(1, above).masked_fill(absent, 0)
     return Drafts(
-        torch.tensor(rows[0], dtype=torch.int64, device=device).view(shape),
-        torch.tensor(rows[1], dtype=torch.float32, device=device).view(shape),
-        None
-        if drafts.parents is None
-        else torch.tensor(rows[2], dtype=torch.int64, device=device).view(shape),
+        drafts.tokens.gather(1, order).masked_fill(absent, -1),
+        drafts.scores.gather(1, order).masked_fill(absent, 1.0),
+        parents,
     )

@@ -5,11 +5,9 @@ kept in slots. The module sets the dtype and the stamps of rows, and the number 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from paceline.models.loading import DTYPES
 from paceline.services.rollout_gateway.engines.base import RowSink
@@ -20,20 +18,6 @@ WAITING = 64
 """Minimum number of a request's rows written together, because a call costs as much for a few rows.
 With a full batch, one write at most fills the sink's ring.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedRows:
-    """R hidden rows; each is the state at its token."""
-
-    owners: Tensor
-    """int64 [R]: row of the batch, ascending."""
-    positions: Tensor
-    """int64 [R]"""
-    token_ids: Tensor
-    """int64 [R]"""
-    hidden: Tensor
-    """[R, W]"""
 
 
 class Capture:
@@ -67,39 +51,33 @@ class Capture:
         """
         if self._sink is None:
             return
-        parts = list[CapturedRows]()
-        for owner, (slot, one) in enumerate(zip(slots, sequences, strict=True)):
-            if one.request.capture and one.cached - one.captured >= least:
-                parts.append(self._waiting(owner, slot, one))
-                one.captured = one.cached
-        if parts:
-            ids = [one.request.request_id for one in sequences]
-            self._write(ids, version, parts)
-
-    def _waiting(self, owner: int, slot: int, sequence: RunningSequence) -> CapturedRows:
-        stretch = slice(sequence.captured, sequence.cached)
-        positions = torch.arange(stretch.start, stretch.stop)
-        return CapturedRows(
-            torch.full_like(positions, owner),
-            positions,
-            self._store.token_ids[slot, stretch],
-            self._store.hidden[slot, stretch],
+        due = [
+            (slot, one)
+            for slot, one in zip(slots, sequences, strict=True)
+            if one.request.capture and one.cached - one.captured >= least
+        ]
+        if not due:
+            return
+        ids, positions = zip(
+            *(
+                (
+                    np.full(one.cached - one.captured, one.request.request_id, dtype=np.uint64),
+                    np.arange(one.captured, one.cached, dtype=np.uint32),
+                )
+                for _, one in due
+            ),
+            strict=True,
         )
-
-    def _write(
-        self, request_ids: Sequence[int], version: int, parts: Sequence[CapturedRows]
-    ) -> None:
-        assert self._sink is not None
-        owners, positions, token_ids = (
-            torch.cat([getattr(part, name) for part in parts]).cpu().numpy()
-            for name in ("owners", "positions", "token_ids")
-        )
-        states = torch.cat([part.hidden for part in parts]).to(self._dtype).cpu()
+        stretches = [(slot, slice(one.captured, one.cached)) for slot, one in due]
+        tokens = torch.cat([self._store.token_ids[cells] for cells in stretches]).cpu().numpy()
+        states = torch.cat([self._store.hidden[cells] for cells in stretches])
         written = self._sink.write(
-            np.array(request_ids, dtype=np.uint64)[owners],
-            positions.astype(np.uint32),
-            token_ids.astype(np.uint32),
+            np.concatenate(ids),
+            np.concatenate(positions),
+            tokens.astype(np.uint32),
             version,
-            states.view(torch.uint8).numpy(),
+            states.to(self._dtype).cpu().view(torch.uint8).numpy(),
         )
-        self.rows_dropped += len(owners) - written
+        self.rows_dropped += len(tokens) - written
+        for _, one in due:
+            one.captured = one.cached

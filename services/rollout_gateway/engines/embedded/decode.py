@@ -17,14 +17,10 @@ from paceline.arm_names import OFF
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
-from paceline.services.rollout_gateway.engines.embedded import kv_cache, rejection, speculative
-from paceline.services.rollout_gateway.engines.embedded.capture import (
-    Capture,
-)
-from paceline.services.rollout_gateway.engines.embedded.verify import (
-    Grammars,
-    Nodes,
-    Verdict,
+from paceline.services.rollout_gateway.engines.embedded import (
+    kv_cache,
+    rejection,
+    speculative,
     verify,
 )
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
@@ -42,7 +38,7 @@ class Round:
     """int64 [B]"""
     roots: Tensor
     """int64 [B]: positions of the rows' last tokens."""
-    nodes: Nodes
+    nodes: verify.Nodes
     parts: Sequence[speculative.DraftPart]
     block: Block
     hidden: Tensor
@@ -70,14 +66,12 @@ class Decoder:
         weights: EngineWeights,
         speculation: speculative.Speculation,
         store: kv_cache.SlotStore,
-        capture: Capture,
-        grammars: Grammars,
+        grammars: verify.Grammars,
         stopwatch: timing.Stopwatch,
     ) -> None:
         self._weights = weights
         self._speculation = speculation
         self._store = store
-        self._capture = capture
         self._penalties = draws.Penalties()
         self._grammars = grammars
         self._draws = draws.DrawTable()
@@ -93,10 +87,11 @@ class Decoder:
         parts = speculation.parts(plan, slots, rows, self._store, version)
         teaches = not any(sequence.request.probe for sequence in rows)
         stopwatch.start()
-        places = self._places(slots, rows)
+        roots = [sequence.length - 1 for sequence in rows]
+        places = torch.tensor((slots, roots), device=self._store.token_ids.device)
         sampling = [sequence.request.sampling for sequence in rows]
-        params = self._draws.params(tuple(map(id, rows)), sampling, places[0].device)
-        nodes, parts = speculation.draft(parts, self._store.token_ids[places][:, None], params)
+        params = self._draws.params(tuple(map(id, rows)), sampling, places.device)
+        nodes, parts = speculation.draft(parts, self._store.token_ids[*places][:, None], params)
         stopwatch.lap("draft")
         one = self._forward(rows, slots, places, nodes, parts)
         stopwatch.lap("forward")
@@ -125,22 +120,15 @@ class Decoder:
         self._penalties.drop(ended)
         self._grammars.drop(ended)
 
-    def _places(
-        self, slots: Sequence[int], rows: Sequence[RunningSequence]
-    ) -> tuple[Tensor, Tensor]:
-        """Slots and positions int64 [B] of the rows' last tokens."""
-        roots = [sequence.length - 1 for sequence in rows]
-        places = torch.tensor((slots, roots), device=self._store.token_ids.device)
-        return places[0], places[1]
-
     def _forward(
         self,
         rows: Sequence[RunningSequence],
         slots: Sequence[int],
-        places: tuple[Tensor, Tensor],
-        nodes: Nodes,
+        places: Tensor,
+        nodes: verify.Nodes,
         parts: Sequence[speculative.DraftPart],
     ) -> Round:
+        """Forward the nodes under the last tokens; places int64 [2, B]: slots and positions."""
         policy, store, roots = self._weights.policy, self._store, places[1]
         length = max(sequence.length for sequence in rows) - 1 + nodes.width
         block = make_block(
@@ -156,20 +144,15 @@ class Decoder:
         hidden = forward_hidden(policy, store.kv, token_ids, block, store.inner)
         return Round(rows, *places, nodes, parts, block, hidden, head_logits(policy, hidden))
 
-    def _adjusted(self, one: Round) -> Tensor | None:
-        """Logits [N, V] after penalties and bias; None if no row uses any."""
-        if not any(sequence.request.sampling.adjusted for sequence in one.rows):
-            return None
-        nodes = one.nodes
-        whole = self._penalties.adjust(
-            one.rows, nodes.spread(one.logits), nodes.tokens, nodes.parents
-        )
-        return None if whole is None else nodes.compute(whole)
-
-    def _verify(self, one: Round, params: DrawParams) -> Verdict:
+    def _verify(self, one: Round, params: DrawParams) -> verify.Verdict:
         """Verify by the engine's rule; params: B rows."""
         nodes, logits, positions = one.nodes, one.logits, one.positions + 1
-        adjusted = self._adjusted(one)
+        adjusted = None
+        if any(sequence.request.sampling.adjusted for sequence in one.rows):
+            whole = self._penalties.adjust(
+                one.rows, nodes.spread(logits), nodes.tokens, nodes.parents
+            )
+            adjusted = None if whole is None else nodes.compute(whole)
         if nodes.width > 1:
             owners = torch.arange(len(positions), device=positions.device)[:, None].expand(
                 -1, nodes.width
@@ -178,9 +161,9 @@ class Decoder:
         if self._speculation.rejection and one.parts:
             probs = self._speculation.draft_probs(one.parts, nodes, logits.shape[-1])
             return rejection.verify_drawn(logits, nodes, positions, params, probs, adjusted)
-        return verify(logits, nodes, positions, params, adjusted)
+        return verify.verify(logits, nodes, positions, params, adjusted)
 
-    def _accept(self, one: Round, verdict: Verdict) -> list[int]:
+    def _accept(self, one: Round, verdict: verify.Verdict) -> list[int]:
         """Appends the emitted tokens of each row; returns the number of appended tokens per row,
         fewer than verified at a stop or limit.
         """
@@ -215,7 +198,7 @@ class Decoder:
                 origins[row] = DrawnBy(version, part.arm.name, numbers)
         return origins
 
-    def _keep(self, one: Round, verdict: Verdict) -> None:
+    def _keep(self, one: Round, verdict: verify.Verdict) -> None:
         """Store tokens, states and cache of the accepted path, as if its tokens were decoded one by
         one.
         """
@@ -230,7 +213,7 @@ class Decoder:
             store.keep_path(one.slots, one.roots, path)
 
 
-def _along(one: Round, verdict: Verdict) -> Tensor:
+def _along(one: Round, verdict: verify.Verdict) -> Tensor:
     """int64 [B, P]: index of each path node among the forwarded nodes."""
     rows, width = one.nodes.tokens.shape
     device = one.nodes.tokens.device

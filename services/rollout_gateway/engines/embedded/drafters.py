@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
-from paceline.errors import ConfigError, InvalidInput, WeightsError
+from paceline.errors import ConfigError, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Capability, missing
@@ -54,7 +54,7 @@ class Kinds:
         """
         if self.configured and not (directory / "config.json").is_file():
             return self.configured
-        return find_architecture(directory, self.trained.values()).name
+        return kind_of_checkpoint(directory, self.trained.values()).name
 
 
 def engine_kinds(spec: EmbeddedSpec) -> Kinds:
@@ -65,15 +65,15 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
     more = [find_kind(name) for name in spec.more_drafters]
     for kind in more:
         net.net_of(kind)  # raises for a kind without weights
-    directory = drafter_directory(spec.drafter)
-    named = more
-    if directory is not None:
-        named = [find_architecture(directory, [*SPECULATORS.values(), *more]), *more]
-    elif spec.drafter != OFF:
-        named = [find_kind(spec.drafter), *more]
-
+    directory, named = drafter_directory(spec.drafter), more
     if spec.drafter != OFF:
-        named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any kind
+        first = (
+            kind_of_checkpoint(directory, [*SPECULATORS.values(), *more])
+            if directory is not None
+            else find_kind(spec.drafter)
+        )
+        # n-grams have no weights to load: they draft beside any kind
+        named = [first, *more, SPECULATORS["ngram"]]
     kinds: dict[str, SpeculatorKind] = {}
     for kind in named:
         if kinds.setdefault(kind.name, kind) is not kind:
@@ -85,21 +85,6 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
     untrained = {name: kind for name, kind in kinds.items() if not kind.trained}
     configured = named[0].name if spec.drafter != OFF and named[0].trained else ""
     return Kinds(trained, untrained, configured, directory)
-
-
-def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
-    """The kind that reads a checkpoint directory.
-
-    Raises InvalidInput naming the directory if no kind reads it.
-    """
-    try:
-        return kind_of_checkpoint(directory, kinds)
-    except InvalidInput as error:
-        message = (
-            f"{error.message} (gateway.drafter and engine.embedded.more_drafters name those "
-            f"there are)"
-        )
-        raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
 
 
 def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
@@ -156,12 +141,8 @@ class Drafters:
         """Name of the serving trained kind; empty: none yet."""
         self.live: dict[str, base.Speculator] = {}
         if kinds.configured in self._kinds.trained:
-            self._place(
-                DrafterVersion(
-                    kinds.configured, self._built(kinds.configured, kinds.directory), None
-                )
-            )
-
+            first = self._built(kinds.configured, kinds.directory)
+            self._place(DrafterVersion(kinds.configured, first, None))
         for name, kind in kinds.untrained.items():
             if name in used:
                 self.live[name] = net.build_drafter(kind, replace(setup, steps=used[name]))
@@ -176,13 +157,9 @@ class Drafters:
         """True if a speculator reads the target's hidden states, now or after a commit."""
         return self.trainable or any(speculator.capture.layers for speculator in self.live.values())
 
-    def trains(self, speculator: str) -> bool:
-        """True for a kind with weights."""
-        return speculator in self._kinds.trained
-
     def rests(self, speculator: str) -> bool:
         """True for a trained kind without a serving version."""
-        return self.trains(speculator) and speculator != self.serving
+        return speculator in self._kinds.trained and speculator != self.serving
 
     def prepare(self, path: Path) -> DrafterVersion:
         """Load a version of any kind.
@@ -238,16 +215,14 @@ class Drafters:
     def _built(self, kind: str, directory: Path | None) -> base.Speculator:
         setup = replace(self._setup, directory=directory, steps=self._used[kind])
         speculator = net.build_drafter(self._kinds.trained[kind], setup)
-        kept = setup.layers.split(",")
-        lacking = [
-            name for name in speculator.capture.layers.split(",") if name and name not in kept
-        ]
-        if lacking:
-            message = (
-                f"{kind} reads hidden states that are not kept; gateway.features.layers "
-                f"asks for more"
+        read, kept = speculator.capture.layers.split(","), setup.layers.split(",")
+        if lacking := [name for name in read if name and name not in kept]:
+            raise ConfigError(
+                f"{kind} reads hidden states that are not kept; name them in "
+                "gateway.features.layers",
+                seen=", ".join(lacking),
+                allowed=setup.layers,
             )
-            raise ConfigError(message, seen=", ".join(lacking), allowed=setup.layers)
         return speculator
 
     def ended(self, batch: base.DraftBatch) -> None:

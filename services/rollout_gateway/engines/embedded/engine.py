@@ -6,73 +6,101 @@ It implements engines/base.py and fixes the order of the steps; decode.py holds 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from paceline.arm_names import ArmName
+from paceline.local.processes import usable_cores
+from paceline.models import decoder, in_place, loading, profiles
+from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.bandits.base import ArmReport
-from paceline.services.rollout_gateway.engines import nouns
+from paceline.services.rollout_gateway.engines import base, nouns
 from paceline.services.rollout_gateway.engines.embedded import (
+    capture,
     decode,
+    drafters,
     kv_cache,
     prefill,
     speculative,
     verify,
 )
-from paceline.services.rollout_gateway.engines.embedded.capture import WAITING, Capture
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec, row_layout
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.requests import control, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.speculators.base import CaptureSpec, SpeculatorSetup
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 
 
 class EmbeddedEngine:
     """The Engine of engines/base.py in PyTorch."""
 
-    def __init__(
-        self,
-        weights: EngineWeights,
-        speculation: speculative.Speculation,
-        scheduler: prefill.Scheduler,
-        store: kv_cache.SlotStore,
-        prefixes: kv_cache.PrefixCache,
-        capture: Capture,
-        admission: control.Admission,
-        grammars: verify.Grammars,
-        device_tflops: float,
-    ) -> None:
-        self._weights = weights
-        self._speculation = speculation
-        self._scheduler = scheduler
-        self._store = store
-        self._prefixes = prefixes
-        self._capture = capture
-        self._prefill = prefill.Prefill(scheduler, prefixes, store, weights)
-        self._grammars = grammars
+    def __init__(self, spec: EmbeddedSpec, sink: base.RowSink | None = None) -> None:
+        """An engine that is ready for requests.
+
+        Raises InvalidInput, WeightsError, DataLoss or ConfigError for an unusable checkpoint,
+        drafter or arm.
+        """
+        torch.set_num_threads(spec.threads or usable_cores())
+        model_dir = Path(spec.model_dir)
+        config = read_config(model_dir)
+        self._admission = control.Admission.of_model(config, model_dir, spec.max_sequence_tokens)
+        self._grammars = verify.Grammars(config, model_dir)
+        self._build_model(spec, config, captured=sink is not None)
+        self._scheduler = prefill.Scheduler(spec.max_batch, spec.prefill_tokens)
+        self._prefixes = kv_cache.PrefixCache(
+            spec.max_batch,
+            spec.prefix_slots,
+            self._store.kv.capacity,
+            self._store,
+            spec.prefix_tokens,
+        )
+        self._capture = capture.Capture(sink, self._store, spec.features_dtype)
+        self._prefill = prefill.Prefill(self._scheduler, self._prefixes, self._store, self._weights)
         self._stopwatch, self._busy = timing.Stopwatch(timing.compute_clock()), timing.Stopwatch()
         self._decoder = decode.Decoder(
-            weights, speculation, store, capture, grammars, self._stopwatch
+            self._weights, self._speculation, self._store, self._grammars, self._stopwatch
         )
-        self._admission = admission
-        self._device_tflops = device_tflops
-        parts = {
-            nouns.MemoryTag.WEIGHTS: control.MemoryPart(weights.release, weights.resume),
-            nouns.MemoryTag.KV_CACHE: control.MemoryPart(self._release_cache, store.allocate),
-        }
-        self._memory = control.EngineMemory(parts if weights.memory_saver else {})
-        capabilities = {
-            nouns.Capability.PENALTIES: True,
-            nouns.Capability.PROMPT_LOGPROBS: True,
-            nouns.Capability.CAPTURE: capture.possible,
-            nouns.Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
-            nouns.Capability.JSON_SCHEMA: grammars.possible,
-            nouns.Capability.GRAMMARS: grammars.possible,
-            nouns.Capability.RELEASE_MEMORY: True,
-            nouns.Capability.PROFILES: True,
-        }
-        self._capabilities = frozenset(one for one, there in capabilities.items() if there)
+        self._memory = control.EngineMemory(
+            (
+                control.MemoryPart(self._release_cache, self._store.allocate),
+                control.MemoryPart(self._weights.release, self._weights.resume),
+            )
+            if spec.memory_saver
+            else ()
+        )
         self._ended = SpeculationStats()
         self._paused = False
+
+    def _build_model(self, spec: EmbeddedSpec, config: ModelConfig, *, captured: bool) -> None:
+        """Load the policy and the drafters, and allocate the slots."""
+        model_dir = Path(spec.model_dir)
+        inner = row_layout(model_dir, (spec.drafter, *spec.more_drafters), spec.capture_inner).inner
+        kinds = drafters.engine_kinds(spec)
+        arms = drafters.engine_arms(spec, kinds)
+        capacity = self._admission.max_sequence_tokens + drafters.slack(arms.values())
+        profile = profiles.chosen_profile(spec.profile)
+        model = in_place.ServedModel(
+            config, loading.DTYPES[spec.dtype], capacity, profile, start=model_dir
+        )
+        policy = model.load(model_dir)
+        with torch.inference_mode():
+            self._speculation = speculative.Speculation(
+                spec, arms, _drafters(spec, kinds, arms, policy, capacity, inner)
+            )
+            self._store = kv_cache.SlotStore(
+                policy,
+                spec.max_batch + spec.prefix_slots,
+                capacity,
+                keep_hidden=self._speculation.drafters.needs_hidden or captured,
+                inner=inner,
+            )
+        self._weights = EngineWeights(
+            policy, self._speculation, model, model_dir, memory_saver=spec.memory_saver
+        )
+        self._device_tflops = timing.square_product_tflops(policy.head.device, policy.head.dtype)
 
     # ---- the round
 
@@ -104,7 +132,7 @@ class EmbeddedEngine:
         self._busy.lap("step")
         return news
 
-    def _take_rows(self, least: int = WAITING) -> None:
+    def _take_rows(self, least: int = capture.WAITING) -> None:
         running = self._scheduler.running
         self._capture.take(range(len(running)), running, self.versions.policy, least=least)
 
@@ -124,10 +152,10 @@ class EmbeddedEngine:
         for slot, sequence in zip(slots, rows, strict=True):
             self._prefixes.retain(slot, sequence)
         moves, freed = self._scheduler.remove(ended)
-        for move in moves:
-            self._store.move(move.source, move.destination, move.sequence.length)
-            self._speculation.drafters.move(move.source, move.destination, move.sequence.length)
-            self._prefixes.move(move.source, move.destination)
+        for source, destination, sequence in moves:
+            self._store.move(source, destination, sequence.length)
+            self._speculation.drafters.move(source, destination, sequence.length)
+            self._prefixes.move(source, destination)
 
         self._speculation.drafters.free(freed)
 
@@ -137,7 +165,7 @@ class EmbeddedEngine:
         """See Engine.enqueue."""
         control.check_held(self._memory.released)
         self._speculation.check_arm(request.forced_arm)
-        control.check_capabilities("embedded", self._capabilities, request)
+        control.check_capabilities("embedded", self.info.capabilities, request)
         self._grammars.check(request.sampling)
         self._scheduler.waiting.append(self._admission.sequence(request))
 
@@ -224,18 +252,18 @@ class EmbeddedEngine:
             self._prefixes.close()
 
     @torch.inference_mode()
-    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
+    def release_memory(self) -> int:
         """See Engine.release_memory; 0 bytes without engine.embedded.memory_saver."""
-        return self._memory.release(tags, self._unfinished)
+        return self._memory.release(self._unfinished)
 
     def _release_cache(self) -> int:
         self._prefixes.forget()
         return self._store.release()
 
     @torch.inference_mode()
-    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
+    def resume_memory(self) -> None:
         """See Engine.resume_memory."""
-        self._memory.resume(tags)
+        self._memory.resume()
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; drafters that learn from text drop their learned text too."""
@@ -250,16 +278,26 @@ class EmbeddedEngine:
 
     # ---- facts
 
-    @property
+    @cached_property
     def info(self) -> nouns.EngineInfo:
         """See Engine.info."""
+        capabilities = {
+            nouns.Capability.PENALTIES: True,
+            nouns.Capability.PROMPT_LOGPROBS: True,
+            nouns.Capability.CAPTURE: self._capture.possible,
+            nouns.Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
+            nouns.Capability.JSON_SCHEMA: self._grammars.possible,
+            nouns.Capability.GRAMMARS: self._grammars.possible,
+            nouns.Capability.RELEASE_MEMORY: True,
+            nouns.Capability.PROFILES: True,
+        }
         config = self._weights.policy.config
         return nouns.EngineInfo(
             config.vocab_size,
             config.hidden_size,
             self._admission.max_sequence_tokens,
             tuple(self._speculation.arms),
-            self._capabilities,
+            frozenset(one for one, there in capabilities.items() if there),
             nouns.RowLayout.entering(config.hidden_size, self._store.inner),
             self._device_tflops,
         )
@@ -291,3 +329,26 @@ class EmbeddedEngine:
             split=self._decoder.split,
             prefixes=self._prefixes.stats,
         )
+
+
+def _drafters(
+    spec: EmbeddedSpec,
+    kinds: drafters.Kinds,
+    arms: dict[str, ArmName],
+    policy: decoder.DecoderWeights,
+    capacity: int,
+    inner: tuple[int, ...],
+) -> drafters.Drafters:
+    setup = SpeculatorSetup(
+        policy,
+        spec.max_batch,
+        capacity,
+        policy.head.dtype,
+        spec.seed,
+        layers=CaptureSpec(inner).layers,
+        answer_versions=spec.answer_versions,
+    )
+    used: dict[str, int] = {}
+    for arm in arms.values():
+        used[arm.speculator] = max(used.get(arm.speculator, 0), arm.shape.steps)
+    return drafters.Drafters(kinds, used, setup)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,14 +22,8 @@ from paceline.services.rollout_gateway.engines.embedded.weights import EngineWei
 from paceline.services.rollout_gateway.engines.requests.draws import score_prompt
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """The move of a sequence to another slot."""
-
-    source: int
-    destination: int
-    sequence: RunningSequence
+Move = tuple[int, int, RunningSequence]
+"""Source slot, destination slot and the sequence that moves."""
 
 
 class Scheduler:
@@ -79,7 +72,7 @@ class Scheduler:
         ):
             last = self.running.pop()
             if slot < len(self.running):
-                moves.append(Move(len(self.running), slot, last))
+                moves.append((len(self.running), slot, last))
                 self.running[slot] = last
         return moves, range(len(self.running), before)
 
@@ -91,25 +84,20 @@ class Scheduler:
 
 def leaders_of(
     rows: Sequence[RunningSequence], counts: Sequence[int], *, apart: bool = False
-) -> tuple[list[int], list[int]]:
-    """Rows to compute, and for every row the index of its leader among these rows.
+) -> list[int]:
+    """For every row, the row that is computed for it.
 
-    Rows share a leader if they have the same cached tokens and the same next tokens, as the samples
-    of one task do. With `apart`, no rows share.
+    Rows share a leader, the first of them, if they have the same cached tokens and the same next
+    tokens, as the samples of one task do. With `apart`, no rows share.
     """
-    leaders: list[int] = []
-    leader_of_row: list[int] = []
     seen: dict[tuple[int, tuple[int, ...]], int] = {}
+    leaders: list[int] = []
     for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
         end = sequence.cached + count
         shares = not apart and not sequence.stale and end <= len(sequence.request.prompt)
         key = (sequence.cached, sequence.request.prompt[:end]) if shares else (-1, (row,))
-        if key not in seen:
-            seen[key] = len(leaders)
-            leaders.append(row)
-        leader_of_row.append(seen[key])
-
-    return leaders, leader_of_row
+        leaders.append(seen.setdefault(key, row))
+    return leaders
 
 
 class Prefill:
@@ -136,21 +124,23 @@ class Prefill:
             return
         slots, counts = [slot for slot, _ in plan], [count for _, count in plan]
         rows = [self._scheduler.running[slot] for slot in slots]
-        leaders, leader_of_row = leaders_of(rows, counts, apart=self._prefixes.closed)
+        leader_of = leaders_of(rows, counts, apart=self._prefixes.closed)
+        leaders = sorted(set(leader_of))
         hidden = self._forward(
             [slots[row] for row in leaders],
             [rows[row] for row in leaders],
             [counts[row] for row in leaders],
         )
-        if len(leaders) < len(rows):
-            self._copy(slots, counts, leaders, leader_of_row, rows)
-            hidden = hidden[leader_of_row]
-
+        states = dict(zip(leaders, hidden, strict=True))
         head = partial(head_logits, self._weights.policy)
-        for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
+        for row, (leader, sequence, count) in enumerate(zip(leader_of, rows, counts, strict=True)):
+            start, end = sequence.cached, sequence.cached + count
+            if leader != row:
+                self._store.copy(slots[leader], slots[row], start, end)
+                sequence.copied += count
             if sequence.scoring:
-                score_prompt(head, sequence, sequence.cached, hidden[row, :count])
-            sequence.cached += count
+                score_prompt(head, sequence, start, states[leader][:count])
+            sequence.cached = end
 
     def _reuse(self) -> None:
         """Copies a cached beginning into sequences without any cached token. A prompt with
@@ -184,19 +174,3 @@ class Prefill:
         hidden = forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
         self._store.keep_hidden(block.index, hidden)
         return hidden.view(*token_ids.shape, -1)
-
-    def _copy(
-        self,
-        slots: list[int],
-        counts: list[int],
-        leaders: list[int],
-        leader_of_row: list[int],
-        rows: Sequence[RunningSequence],
-    ) -> None:
-        followers = [row for row in range(len(slots)) if leaders[leader_of_row[row]] != row]
-        for row in followers:
-            start = rows[row].cached
-            self._store.copy(
-                slots[leaders[leader_of_row[row]]], slots[row], start, start + counts[row]
-            )
-            rows[row].copied += counts[row]

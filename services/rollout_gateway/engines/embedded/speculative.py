@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.arm_names import OFF, ArmName
 from paceline.errors import InvalidInput
@@ -49,6 +50,7 @@ class DraftPart:
     speculator: Speculator
     batch: DraftBatch
     drafts: Drafts | None = None
+    sampler: rejection.ChainSampler | None = None  # draws the drafts, with verification="rejection"
 
 
 class Speculation:
@@ -63,12 +65,10 @@ class Speculation:
         self.drafters = drafters
         self._barred: Set[str] = frozenset()
         self.served = self._served()
-        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
-        self.bandit = self._build_bandit()
+        self.bandit = build_bandit(spec.bandit, tuple(arms), spec.seed)
         self.rejection = spec.verification == "rejection"
         # Omitting drafts after they are drawn would bias the emitted tokens.
         self.budget = Budget() if spec.verify_budget and not self.rejection else None
-        self.measuring = False  # rounds of artificial requests: only costs are learned
         self.forced = ""
 
     def _served(self) -> tuple[str, ...]:
@@ -158,31 +158,34 @@ class Speculation:
         return verify.arrange(last, drafts, whole=self.rejection), drafted
 
     def draft_probs(self, parts: Sequence[DraftPart], nodes: verify.Nodes, vocab: int) -> Tensor:
-        """Distributions q of a round's drafts, see sampled.draft_probs."""
-        drawn = [
-            (
-                part.members,
-                part.drafts,
-                part.batch.sampler
-                if isinstance(part.batch.sampler, rejection.ChainSampler)
-                else None,
-            )
-            for part in parts
-            if part.drafts is not None
-        ]
-        return rejection.draft_probs(nodes, drawn, vocab)
+        """q float64 [B, Q, V] of every node's child; zero without a child.
+
+        Drafts that are not drawn have all of q.
+        """
+        shape = (*nodes.tokens.shape, vocab)
+        probs = torch.zeros(shape, dtype=torch.float64, device=nodes.tokens.device)
+        for part in parts:
+            assert part.drafts is not None
+            tokens = part.drafts.tokens
+            if part.sampler is not None and part.sampler.probs:
+                levels = part.sampler.probs[: tokens.shape[1]]
+                probs[part.members, : tokens.shape[1]] = torch.stack(levels, dim=1)
+            else:
+                certain = functional.one_hot(tokens.clamp(min=0), vocab).double()
+                probs[part.members, : tokens.shape[1]] = certain * (tokens >= 0)[:, :, None]
+        return probs
 
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
         shape = DraftShape(arm.shape.steps, arm.shape.topk, arm.drafted)
-        if budget is None or self.measuring:
+        if budget is None:
             return part.speculator.propose(part.batch, shape)
         proposed = part.speculator.propose(part.batch, replace(shape, floor=budget.floor(arm.name)))
         return budget.prune(proposed, arm.speculator, arm.name)
 
     def learn_drafts(self, parts: Sequence[DraftPart], verdict: verify.Verdict) -> None:
         """Record the followed drafts for the budget's calibration."""
-        if self.budget is None or self.measuring or not parts:
+        if self.budget is None:
             return
         reached = _followed(verdict)
         for part in parts:
@@ -227,14 +230,6 @@ class Speculation:
             shift,
         )
 
-    def forget_rounds(self) -> None:
-        """Reset bandit, budget and drafters after rounds that only measured thread counts."""
-        if self.budget is not None:
-            self.budget = Budget()
-        self.bandit = self._build_bandit()
-        self.drafters.flush()
-        self.measuring = False
-
     def ended(
         self,
         slots: Sequence[int],
@@ -277,7 +272,7 @@ def _sampling(part: DraftPart, params: sampling.DrawParams, device: torch.device
     sampler = rejection.ChainSampler(
         params.rows(members), torch.tensor(part.batch.lengths, device=device)
     )
-    return replace(part, batch=replace(part.batch, sampler=sampler))
+    return replace(part, batch=replace(part.batch, sampler=sampler), sampler=sampler)
 
 
 def _followed(verdict: verify.Verdict) -> list[Set[int]]:

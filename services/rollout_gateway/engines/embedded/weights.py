@@ -13,14 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.errors import PacelineError, WeightsError
+from paceline.models import in_place
 from paceline.models.decoder import DecoderWeights
-from paceline.models.in_place import (
-    ServedModel,
-    StagedWeights,
-    beside,
-    check_staged,
-    written_over,
-)
 from paceline.services.rollout_gateway.engines.embedded import drafters, speculative
 from paceline.services.rollout_gateway.engines.requests.control import PreparedVersions
 from paceline.telemetry import get_logger
@@ -36,7 +30,7 @@ class EngineWeights:
         self,
         policy: DecoderWeights,
         speculation: speculative.Speculation,
-        model: ServedModel,
+        model: in_place.ServedModel,
         directory: Path,
         *,
         memory_saver: bool = False,
@@ -49,7 +43,7 @@ class EngineWeights:
         self.memory_saver = memory_saver
         self._released = False
         self._torn: BaseException | None = None
-        self._prepared: PreparedVersions[StagedWeights | drafters.DrafterVersion] = (
+        self._prepared: PreparedVersions[in_place.StagedWeights | drafters.DrafterVersion] = (
             PreparedVersions(model.profile.name if model.profile else "")
         )
 
@@ -100,26 +94,26 @@ class EngineWeights:
         """
         changes = self._prepared.changes(versions)
         for new in changes.values():
-            if isinstance(new, StagedWeights):
+            if isinstance(new, in_place.StagedWeights):
                 self._serve_policy(new)
             else:
                 self._speculation.serve_drafter(new, over=self.versions.drafter)
         self._prepared.serve(versions)
         return Target.POLICY in changes
 
-    def _serve_policy(self, new: StagedWeights) -> None:
+    def _serve_policy(self, new: in_place.StagedWeights) -> None:
         if self._released:  # `resume` loads it and binds the drafters to it
             self._policy = replace(self._policy, head_hash=new.head_hash)
             self._speculation.policy_changed()
         else:
-            in_place = new.profile == self._model.profile
-            self._policy = self._written_over(new) if in_place else self._beside(new)
+            same_profile = new.profile == self._model.profile
+            self._policy = self._written_over(new) if same_profile else self._beside(new)
         self._model, self._directory = replace(self._model, profile=new.profile), new.path
 
-    def _written_over(self, new: StagedWeights) -> DecoderWeights:
-        check_staged(self._policy, new)
+    def _written_over(self, new: in_place.StagedWeights) -> DecoderWeights:
+        in_place.check_staged(self._policy, new)
         try:
-            policy = written_over(self._policy, new)
+            policy = in_place.written_over(self._policy, new)
             self._speculation.bind(policy)
         except BaseException as interrupted:
             self._restore(interrupted)
@@ -127,8 +121,8 @@ class EngineWeights:
         self._torn = None  # a prepared version has every tensor
         return policy
 
-    def _beside(self, new: StagedWeights) -> DecoderWeights:
-        policy = beside(self._policy, new)
+    def _beside(self, new: in_place.StagedWeights) -> DecoderWeights:
+        policy = in_place.beside(self._policy, new)
         self._speculation.bind(policy)
         self._torn = None
         return policy

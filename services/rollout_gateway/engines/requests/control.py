@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -12,7 +12,7 @@ from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig
 from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.bandits.base import Situation
-from paceline.services.rollout_gateway.engines.nouns import Capability, MemoryTag, Request, missing
+from paceline.services.rollout_gateway.engines.nouns import Capability, Request, missing
 from paceline.services.rollout_gateway.engines.requests import stop_texts, structures
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import (
@@ -44,26 +44,26 @@ class MemoryPart(NamedTuple):
 
 
 class EngineMemory:
-    """The parts of one engine; tags of absent parts count 0 bytes."""
+    """The parts of one engine that can be released."""
 
-    def __init__(self, parts: Mapping[MemoryTag, MemoryPart]) -> None:
+    def __init__(self, parts: Sequence[MemoryPart]) -> None:
         self._parts = parts
-        self.released: set[MemoryTag] = set()
+        self.released = False
 
-    def release(self, tags: Sequence[MemoryTag], running: int) -> int:
+    def release(self, running: int) -> int:
         """See Engine.release_memory; `running` counts requests that run or wait."""
         check_idle(running)
-        wanted = [tag for tag in tags or MemoryTag if tag not in self.released]
-        self.released.update(wanted)
-        return sum(self._parts[tag].release() for tag in wanted if tag in self._parts)
+        if self.released:
+            return 0
+        self.released = True
+        return sum(part.release() for part in self._parts)
 
-    def resume(self, tags: Sequence[MemoryTag]) -> None:
+    def resume(self) -> None:
         """See Engine.resume_memory."""
-        check_released(tags, self.released)
-        for tag in tags or sorted(self.released):
-            if tag in self._parts:
-                self._parts[tag].resume()
-            self.released.discard(tag)
+        if self.released:
+            for part in self._parts:
+                part.resume()
+            self.released = False
 
 
 def check_idle(running: int) -> None:
@@ -72,21 +72,13 @@ def check_idle(running: int) -> None:
         raise FailedPrecondition("requests run; abort them or wait", seen=running, allowed=0)
 
 
-def check_released(tags: Collection[str], released: Collection[str]) -> None:
-    """Raises FailedPrecondition for memory that was not released."""
-    if held := sorted(set(tags) - set(released)):
-        raise FailedPrecondition(
-            "this memory was not released", seen=held, allowed=sorted(released)
-        )
-
-
-def check_held(released: Collection[str]) -> None:
+def check_held(released: object) -> None:
     """Raises FailedPrecondition for a request while memory is released."""
     if released:
         raise FailedPrecondition(
-            "the engine has given memory back; resume it first",
-            seen=sorted(released),
-            allowed="nothing released",
+            "the engine has released its memory; resume it first",
+            seen="released",
+            allowed="memory in use",
         )
 
 

@@ -14,16 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.models.sampling import (
-    DrawParams,
-    PenaltyParams,
-    add_bias_,
-    behavior_logprobs,
-    node_counts,
-    node_depths,
-    penalised,
-    top_alternatives,
-)
+from paceline.models import sampling
 from paceline.services.rollout_gateway.engines.nouns import PromptScore
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -120,16 +111,16 @@ class Penalties:
             base = torch.stack([one.counts for one in said])
             for place, row in enumerate(counting):
                 _count_(base[place], (ahead or {}).get(row, ()))
-            counts = node_counts(
+            counts = sampling.node_counts(
                 base, token_ids[index], None if parents is None else parents[index]
             )
             holds = torch.stack([one.prompt_holds for one in said])
-            adjusted[index] = penalised(
+            adjusted[index] = sampling.penalised(
                 logits[index], holds, counts, _params(counting.values(), logits.device)
             )
 
         confined = any(one.request.sampling.confined for one in asking.values())
-        depths = node_depths(token_ids, parents) if confined else token_ids
+        depths = sampling.node_depths(token_ids, parents) if confined else token_ids
         for row, sequence in asking.items():
             _add_bias_(adjusted[row], sequence.request.sampling.logit_bias)
             if sequence.request.sampling.confined:
@@ -162,12 +153,12 @@ def _count_(counts: Tensor, tokens: Sequence[int]) -> None:
         counts.index_put_((ids,), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)
 
 
-def _params(sequences: Iterable[RunningSequence], device: torch.device) -> PenaltyParams:
-    sampling = [sequence.request.sampling for sequence in sequences]
-    return PenaltyParams.of(
-        [one.repetition_penalty for one in sampling],
-        [one.frequency_penalty for one in sampling],
-        [one.presence_penalty for one in sampling],
+def _params(sequences: Iterable[RunningSequence], device: torch.device) -> sampling.PenaltyParams:
+    asked = [sequence.request.sampling for sequence in sequences]
+    return sampling.PenaltyParams.of(
+        [one.repetition_penalty for one in asked],
+        [one.frequency_penalty for one in asked],
+        [one.presence_penalty for one in asked],
         device,
     )
 
@@ -179,7 +170,7 @@ def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
         values = torch.tensor(
             [value for _, value in bias], dtype=logits.dtype, device=logits.device
         )
-        add_bias_(logits, token_ids, values)
+        sampling.add_bias_(logits, token_ids, values)
 
 
 def _forbid_(logits: Tensor, sequence: RunningSequence, indices: Tensor) -> None:
@@ -227,10 +218,10 @@ def score_prompt(
 def _scores(logits: Tensor, tokens: Tensor, temperature: float, count: int) -> list[PromptScore]:
     """Scores of tokens int64 [n] under logits [n, V], with `count` alternatives each."""
     temperatures = torch.full((len(tokens),), temperature, device=logits.device)
-    logprobs = behavior_logprobs(logits, temperatures)
+    logprobs = sampling.behavior_logprobs(logits, temperatures)
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > chosen).sum(dim=1) + 1
-    tops = top_alternatives(logits, temperature, count) if count else [()] * len(tokens)
+    tops = sampling.top_alternatives(logits, temperature, count) if count else [()] * len(tokens)
     columns = (chosen[:, 0].tolist(), ranks.tolist(), tops)
     return [PromptScore(*one) for one in zip(*columns, strict=True)]
 
@@ -240,23 +231,23 @@ class DrawTable:
 
     def __init__(self) -> None:
         self._key: Hashable = None
-        self._params: DrawParams | None = None
+        self._params: sampling.DrawParams | None = None
 
     def params(
-        self, key: Hashable, sampling: Sequence[Sampling], device: torch.device
-    ) -> DrawParams:
-        """Parameters with one row per element of `sampling`.
+        self, key: Hashable, rows: Sequence[Sampling], device: torch.device
+    ) -> sampling.DrawParams:
+        """Parameters with one row per element of `rows`.
 
-        key: must change whenever `sampling` changes.
+        key: must change whenever `rows` changes.
         """
         if self._params is None or key != self._key:
             self._key = key
-            self._params = DrawParams.of(
-                [one.seed for one in sampling],
-                [one.temperature for one in sampling],
-                top_k=[one.top_k for one in sampling],
-                top_p=[one.top_p for one in sampling],
-                min_p=[one.min_p for one in sampling],
+            self._params = sampling.DrawParams.of(
+                [one.seed for one in rows],
+                [one.temperature for one in rows],
+                top_k=[one.top_k for one in rows],
+                top_p=[one.top_p for one in rows],
+                min_p=[one.min_p for one in rows],
                 device=device,
             )
         return self._params

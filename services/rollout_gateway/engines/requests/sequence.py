@@ -127,13 +127,7 @@ class RunningSequence:
     error: str = ""  # reason, when the request ends by a fault of its own
     matched_stop: str = ""
     first_token_s: float = 0.0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_rounds: int = 0
-    drafted_round_tokens: int = 0
-    trained_rounds: int = 0
-    trained_round_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # by field of SpeculationStats
     proposed_at: list[int] = field(default_factory=list)  # see SpeculationStats
     accepted_at: list[int] = field(default_factory=list)
     arm_rounds: Counter[str] = field(default_factory=Counter)  # drafted rounds only
@@ -204,25 +198,25 @@ class RunningSequence:
         depth None: a chain with one proposal per level. trained: the proposals are from a
         speculator with weights that are swapped.
         """
-        self.rounds += 1
-        self.drafted += drafted
-        if drafted:
-            self.drafted_rounds += 1
-            self.drafted_round_tokens += taken
-            self.accepted += taken - 1
-            self.trained_rounds += trained
-            self.trained_round_tokens += taken * trained
-            self.arm_rounds[arm] += 1
-            self.arm_tokens[arm] += taken
-            self._count_positions(depth if depth is not None else drafted, taken - 1)
-
-    def _count_positions(self, depth: int, accepted: int) -> None:
+        counts = self.counts
+        counts["target_steps"] += 1
+        counts["drafted_tokens"] += drafted
+        if not drafted:
+            return
+        counts["drafted_rounds"] += 1
+        counts["drafted_round_tokens"] += taken
+        counts["accepted_tokens"] += taken - 1
+        counts["trained_rounds"] += trained
+        counts["trained_round_tokens"] += taken * trained
+        self.arm_rounds[arm] += 1
+        self.arm_tokens[arm] += taken
+        depth = drafted if depth is None else depth
         missing = [0] * (depth - len(self.proposed_at))
         self.proposed_at += missing
         self.accepted_at += missing
         for position in range(depth):
             self.proposed_at[position] += 1
-            self.accepted_at[position] += position < accepted
+            self.accepted_at[position] += position < taken - 1
 
     def retract(self) -> None:
         """Forget the cache: everything is prefilled again."""
@@ -289,15 +283,9 @@ class RunningSequence:
     def speculation(self) -> SpeculationStats:
         """Counters so far."""
         return SpeculationStats(
-            self.rounds,
-            self.drafted,
-            self.accepted,
-            self.drafted_round_tokens,
-            self.drafted_rounds,
-            tuple(self.proposed_at),
-            tuple(self.accepted_at),
-            self.trained_rounds,
-            self.trained_round_tokens,
-            dict(self.arm_rounds),
-            dict(self.arm_tokens),
+            **self.counts,
+            proposed_at=tuple(self.proposed_at),
+            accepted_at=tuple(self.accepted_at),
+            arm_drafted_rounds=dict(self.arm_rounds),
+            arm_round_tokens=dict(self.arm_tokens),
         )

@@ -14,7 +14,7 @@ import tempfile
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -26,7 +26,7 @@ from paceline.local.ports import free_ports
 from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_parent
 from paceline.local.user_directory import process_directory, socket_directory, sweep_with_us
 from paceline.models.config import read_config, read_config_json
-from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
+from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASE
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.spec import QUANTIZATION, SGLangSpec
 from paceline.services.rollout_gateway.engines.worker import (
@@ -49,7 +49,7 @@ KV_MARGIN = 64
 def check_installed() -> str:
     """SGLang's version.
 
-    Raises ConfigError when SGLang is absent or its release is not in RELEASES.
+    Raises ConfigError when SGLang is absent or its release is not RELEASE.
     """
     try:
         found = version("sglang")
@@ -58,12 +58,10 @@ def check_installed() -> str:
             "engine.kind=sglang needs SGLang",
             seen="not installed",
             allowed=f"pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on "
-            f"others ({' or '.join(RELEASES)})",
+            f"others ({RELEASE})",
         ) from None
-    if found not in RELEASES:
-        raise ConfigError(
-            "this release of SGLang is not supported", seen=found, allowed=" or ".join(RELEASES)
-        )
+    if found != RELEASE:
+        raise ConfigError("this release of SGLang is not supported", seen=found, allowed=RELEASE)
     return found
 
 
@@ -131,18 +129,10 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
             values |= {"enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
     else:
         values |= cpu_arguments(spec)
-
-    return values | quantization(spec) | speculation(spec) | spec.arguments
-
-
-def quantization(spec: SGLangSpec) -> dict[str, Any]:
-    """Arguments that quantize the policy; the drafter is not quantized."""
-    if not spec.profile:
-        return {}
-    return {
-        "quantization": QUANTIZATION[spec.profile],
-        "speculative_draft_model_quantization": "unquant",
-    }
+    if spec.profile:  # the drafter is not quantized
+        values["quantization"] = QUANTIZATION[spec.profile]
+        values["speculative_draft_model_quantization"] = "unquant"
+    return values | speculation(spec) | spec.arguments
 
 
 def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
@@ -240,7 +230,14 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
     tempfile.tempdir = str(socket_directory())  # SGLang creates its sockets there
-    from paceline.services.rollout_gateway.engines.sglang.schedulers import SchedulersAlone
+    from sglang.srt.entrypoints.engine import Engine
+
+    class SchedulersAlone(Engine):  # type: ignore[misc, no-any-unimported]
+        """SGLang's engine without its detokenizer process, because the plugin sends the tokens."""
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
 
     engine = SchedulersAlone(**values)
     tempfile.tempdir = None
@@ -285,8 +282,8 @@ def main() -> int:
     """Process entry; 0 after Shutdown, 2 for wrong settings."""
     worker = begin()
     spec = SGLangSpec.model_validate(worker.engine)
-    if not restarted(spec):
-        return 1  # never reached: the process has been replaced
+    if os.environ.get("SGLANG_PLUGINS") != "paceline":
+        restart(spec)
     with tempfile.TemporaryDirectory(prefix="sglang-", dir=process_directory()) as folder:
         try:
             launch(worker, Path(folder))
@@ -298,20 +295,17 @@ def main() -> int:
     return 0
 
 
-def restarted(spec: SGLangSpec) -> bool:
-    """True when this interpreter started with SGLang's environment; otherwise replaces the process.
+def restart(spec: SGLangSpec) -> NoReturn:
+    """Replaces this process by one with SGLang's environment.
 
     The interpreter and torch read PYTHONPATH and thread counts at their start. Setting them in a
     running process would be too late.
     """
-    if os.environ.get("SGLANG_PLUGINS") == "paceline":
-        return True
     seen = any(Path("/dev").glob("nvidia[0-9]*"))
     cuda = spec.device == "cuda" or (spec.device == "auto" and seen)
     values = {**os.environ, **environment(spec, cuda=cuda)}
     command = [sys.executable, "-m", __spec__.name]
     os.execve(sys.executable, command, values)  # noqa: S606 - no shell is meant
-    return False
 
 
 def tie_to_parent() -> None:

@@ -4,9 +4,7 @@ A worker is one scheduler and its tensor-parallel ranks. A command reaches all r
 same two rounds. All ranks therefore serve one version set, and each token has one policy version.
 SGLang's other layouts have further schedulers, which a command would not reach.
 
-Imports neither torch nor SGLang, so that the gateway can check the settings.
-
-The gateway sizes its row rings by this layout. Imports no torch.
+Imports neither torch nor SGLang, so that the gateway can check the settings and size its row rings.
 """
 
 from __future__ import annotations
@@ -28,73 +26,61 @@ from paceline.speculators.kinds import SGLANG, SPECULATORS, drafter_directory
 
 
 class Refusal(NamedTuple):
-    """Reason for rejecting an argument, and its alternative."""
+    """Rejected arguments, the reason and an alternative."""
 
+    arguments: tuple[str, ...]
     off: tuple[object, ...]
     """Values that leave the feature off; they are accepted."""
     why: str
     instead: str
 
 
-_SERVERS = Refusal(
-    ("null",),
+_SERVERS = (
     "prefill and decode servers are two schedulers that exchange keys and values on CUDA: both "
     "would have to change the version set at the same token of each request, and the prompt's "
     "hidden rows would stay on the prefill server",
     "workers for both (gateway.engine.workers), short prefills (gateway.engine.prefill_tokens)",
 )
-_SCHEDULERS = Refusal(
-    (1, False),
-    "it starts further schedulers, which would not receive a version set between the same two "
-    "rounds",
-    "more workers (gateway.engine.workers)",
-)
-_HOSTS = Refusal(
-    (0, 1, ""),
-    "the ranks of a worker rendezvous through a file on one host",
-    "one worker per host (gateway.engine.workers) with all GPUs of the host",
-)
-_MOVING = Refusal(
-    (0, False, "none"),
-    "experts would move between GPUs during a load of a version",
-    "gateway.engine.sglang.expert_parallel_size, with one copy of each expert",
-)
 _OWN = "it has its own setting, which the memory plan and the slot leases use"
-REFUSED: Mapping[str, Refusal] = {
-    "disaggregation_mode": _SERVERS,
-    **dict.fromkeys(
+REFUSALS = (
+    Refusal(("disaggregation_mode",), ("null",), *_SERVERS),
+    Refusal(
         (
-            "dp_size",
-            "enable_dp_attention",
-            "pp_size",
-            "attn_cp_size",
-            "dcp_size",
-            "moe_dp_size",
-            "dwdp_size",
+            *("dp_size", "enable_dp_attention", "pp_size", "attn_cp_size", "dcp_size"),
+            *("moe_dp_size", "dwdp_size"),
         ),
-        _SCHEDULERS,
+        (1, False),
+        "it starts further schedulers, which would not receive a version set between the same two "
+        "rounds",
+        "more workers (gateway.engine.workers)",
     ),
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), _HOSTS),
-    **dict.fromkeys(
+    Refusal(
+        ("nnodes", "node_rank", "dist_init_addr"),
+        (0, 1, ""),
+        "the ranks of a worker rendezvous through a file on one host",
+        "one worker per host (gateway.engine.workers) with all GPUs of the host",
+    ),
+    Refusal(
         (
-            "enable_eplb",
-            "ep_num_redundant_experts",
-            "elastic_ep_backend",
+            *("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend"),
             "enable_elastic_expert_backup",
         ),
-        _MOVING,
+        (0, False, "none"),
+        "experts would move between GPUs during a load of a version",
+        "gateway.engine.sglang.expert_parallel_size, with one copy of each expert",
     ),
-    "tp_size": Refusal((), _OWN, "gateway.engine.sglang.tensor_parallel_size"),
-    "ep_size": Refusal((), _OWN, "gateway.engine.sglang.expert_parallel_size"),
-}
-_PREFIXES = {"disaggregation_": _SERVERS._replace(off=()), "encoder_": _SERVERS._replace(off=())}
+    Refusal(("tp_size",), (), _OWN, "gateway.engine.sglang.tensor_parallel_size"),
+    Refusal(("ep_size",), (), _OWN, "gateway.engine.sglang.expert_parallel_size"),
+)
+_REFUSED = {name: one for one in REFUSALS for name in one.arguments}
+_PREFIXES = {prefix: Refusal((), (), *_SERVERS) for prefix in ("disaggregation_", "encoder_")}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first argument that a worker does not support."""
     for name, value in arguments.items():
         begun = (found for prefix, found in _PREFIXES.items() if name.startswith(prefix))
-        refusal = REFUSED.get(name) or next(begun, None)
+        refusal = _REFUSED.get(name) or next(begun, None)
         if refusal is None or any(type(one) is type(value) and one == value for one in refusal.off):
             continue  # by type, since True == 1
         off = ", ".join(f"{one!r}" for one in refusal.off) or "nothing"

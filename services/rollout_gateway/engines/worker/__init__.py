@@ -22,7 +22,7 @@ class WorkerSpec(BaseModel):
 
     worker_index: int  # in its gateway; determines cores and GPU
     kind: str  # see paceline.services.rollout_gateway.engines.find_engine
-    threads: int = 1  # 0: measured, at most as many as `cores`
+    threads: int = 1  # 0: as many as `cores`
     cores: tuple[int, ...] = ()  # empty: not pinned
     ring_path: str = ""  # empty: no capture
     engine: dict[str, Any] = Field(default_factory=dict)  # values of the engine's settings class

@@ -12,7 +12,7 @@ from paceline.errors import InternalError, InvalidInput, PacelineError
 from paceline.messages import from_message, versions_from_proto
 from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines.base import CommandedEngine
-from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag, Withheld
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Withheld
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1 import engine_pb2 as pb
@@ -44,6 +44,32 @@ def answer(
     return event
 
 
+_CHANGES: dict[str, Callable[[CommandedEngine, Any], Sequence[Chunk] | None]] = {
+    "pause": lambda engine, asked: engine.pause(wire.noun_of(wire.PAUSE_MODES, asked.mode)),
+    "continue": lambda engine, _: engine.resume(),
+    "prepare_weights": lambda engine, asked: engine.prepare_weights(
+        wire.noun_of(wire.TARGETS, asked.target), asked.version, Path(asked.path), asked.profile
+    ),
+    "commit_weights": lambda engine, asked: engine.commit_weights(
+        versions_from_proto(asked.versions), wire.noun_of(wire.PAUSE_MODES, asked.mode)
+    ),
+    "abort_weights": lambda engine, asked: engine.abort_weights(
+        wire.noun_of(wire.TARGETS, asked.target), asked.version
+    ),
+    "set_speculation": lambda engine, asked: engine.force_arm(asked.forced_arm),
+    "learn_arms": lambda engine, asked: engine.learn_arms(
+        [from_message(ArmReport, one) for one in asked.arms]
+    ),
+    "quarantine": lambda engine, asked: engine.quarantine(from_message(Withheld, asked)),
+    "resume_memory": lambda engine, _: engine.resume_memory(),
+    "flush_cache": lambda engine, _: engine.flush_cache(),
+    "shutdown": lambda engine, _: engine.abort(None),
+}
+"""Commands that are answered once they are done. They return the chunks of requests that they
+ended.
+"""
+
+
 def _carry_out(
     engine: CommandedEngine, command: pb.WorkerCommand, emit: Emit
 ) -> pb.WorkerEvent | None:
@@ -56,56 +82,13 @@ def _carry_out(
         case "get_health":
             return pb.WorkerEvent(health=wire.health_to(engine.load, engine.versions))
         case "release_memory":
-            freed = engine.release_memory(_tags(command.release_memory.tags))
-            return pb.WorkerEvent(done=pb.CommandDone(released_bytes=freed))
-        case None:
-            raise InvalidInput("a command without content", seen=command.command_id)
-        case _:
-            emit(_change(engine, command))
+            return pb.WorkerEvent(done=pb.CommandDone(released_bytes=engine.release_memory()))
+        case name if name in _CHANGES:
+            emit(_CHANGES[name](engine, getattr(command, name)) or ())
             return pb.WorkerEvent(done=pb.CommandDone())
-    return None
-
-
-def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chunk]:
-    """Executes a command that is answered once it is done; returns the chunks of requests that it
-    ended.
-    """
-    match command.WhichOneof("command"):
-        case "pause":
-            return engine.pause(wire.noun_of(wire.PAUSE_MODES, command.pause.mode))
-        case "continue":
-            engine.resume()
-        case "prepare_weights":
-            prepare = command.prepare_weights
-            target = wire.noun_of(wire.TARGETS, prepare.target)
-            path = Path(prepare.path)
-            engine.prepare_weights(target, prepare.version, path, prepare.profile)
-        case "commit_weights":
-            commit = command.commit_weights
-            mode = wire.noun_of(wire.PAUSE_MODES, commit.mode)
-            return engine.commit_weights(versions_from_proto(commit.versions), mode)
-        case "abort_weights":
-            given_up = command.abort_weights
-            engine.abort_weights(wire.noun_of(wire.TARGETS, given_up.target), given_up.version)
-        case "set_speculation":
-            engine.force_arm(command.set_speculation.forced_arm)
-        case "learn_arms":
-            engine.learn_arms([from_message(ArmReport, one) for one in command.learn_arms.arms])
-        case "quarantine":
-            engine.quarantine(from_message(Withheld, command.quarantine))
-        case "resume_memory":
-            engine.resume_memory(_tags(command.resume_memory.tags))
-        case "flush_cache":
-            engine.flush_cache()
-        case "shutdown":
-            return engine.abort(None)
         case unknown:
-            raise InvalidInput("an engine does not know this command", seen=unknown)
-    return ()
-
-
-def _tags(values: Sequence[pb.MemoryTag]) -> list[MemoryTag]:
-    return [wire.noun_of(wire.MEMORY_TAGS, value) for value in values]
+            raise InvalidInput("unknown command", seen=unknown, allowed=", ".join(_CHANGES))
+    return None
 
 
 def _enqueue(engine: CommandedEngine, message: pb.EngineRequest) -> Sequence[Chunk]:

@@ -37,17 +37,6 @@ class EngineBroken(Exception):
     """
 
 
-def build_engine(spec: WorkerSpec, sink: base.RowSink | None) -> base.Engine:
-    """Builds the engine of a spec.
-
-    Raises ConfigError for an unknown kind.
-    """
-    kind = find_engine(spec.kind)
-    settings = import_object(kind.settings).model_validate(spec.engine)
-    engine: base.Engine = import_object(kind.build)(settings, sink)
-    return engine
-
-
 class Worker:
     """The command loop of one engine."""
 
@@ -117,23 +106,20 @@ def begin() -> WorkerSpec:
     return WorkerSpec.read(Path(os.environ[SPEC_VARIABLE]))
 
 
-def pin_cores(spec: WorkerSpec) -> None:
-    """Keep the process on the cores of its spec."""
-    if spec.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(
-            0, set(spec.cores) & os.sched_getaffinity(0) or os.sched_getaffinity(0)
-        )
-
-
 def main() -> int:
     """Process entry. Returns 0 after Shutdown, 1 if the engine is broken, 2 for wrong settings."""
     spec = begin()
-    pin_cores(spec)
+    if spec.cores:
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, set(spec.cores) & allowed or allowed)
     ring = RowRing.attach(Path(spec.ring_path)) if spec.ring_path else None
     peer = Peer(os.environ[SOCKET_VARIABLE], ring)
     started = time.monotonic()
     try:
-        Worker(build_engine(spec, ring), peer, spec.worker_index).run()
+        kind = find_engine(spec.kind)
+        settings = import_object(kind.settings).model_validate(spec.engine)
+        engine: base.Engine = import_object(kind.build)(settings, ring)
+        Worker(engine, peer, spec.worker_index).run()
     except PacelineError as error:
         peer.fail(error)
         return 2

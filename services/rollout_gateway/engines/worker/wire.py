@@ -8,25 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
-from paceline import errors
+from paceline import errors, messages
 from paceline.errors import InvalidInput
-from paceline.messages import (
-    from_message,
-    shared_fields,
-    stats_to_proto,
-    to_message,
-    versions_to_proto,
-)
-from paceline.services.rollout_gateway.engines.nouns import (
-    Chunk,
-    EngineInfo,
-    EngineLoad,
-    Finish,
-    MemoryTag,
-    PauseMode,
-    Request,
-    RowLayout,
-)
+from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
 from paceline.trajectory import Span, Target, VersionSet, runs
 from paceline.v1 import engine_pb2 as pb
@@ -40,39 +24,39 @@ def _numbers(kind: type[E], wire_enum: Any, prefix: str) -> dict[Any, E]:
     return {wire_enum.Value(f"{prefix}_{noun.name}"): noun for noun in kind}
 
 
-FINISH: dict[Finish, Any] = {
-    noun: tpb.FinishReason.Value(f"FINISH_REASON_{noun.name}") for noun in Finish
+FINISH: dict[nouns.Finish, Any] = {
+    noun: tpb.FinishReason.Value(f"FINISH_REASON_{noun.name}") for noun in nouns.Finish
 }
-PAUSE_MODES = _numbers(PauseMode, pb.PauseMode, "PAUSE_MODE")
-MEMORY_TAGS = _numbers(MemoryTag, pb.MemoryTag, "MEMORY_TAG")
+PAUSE_MODES = _numbers(nouns.PauseMode, pb.PauseMode, "PAUSE_MODE")
 TARGETS = _numbers(Target, pb.WeightTarget, "WEIGHT_TARGET")
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
-def noun_of(nouns: Mapping[Any, E], value: int) -> E:
+def noun_of(members: Mapping[Any, E], value: int) -> E:
     """The member for a wire value.
 
     Raises InvalidInput for a value that no engine accepts.
     """
-    if value not in nouns:
-        allowed = [str(noun) for noun in nouns.values()]
+    if value not in members:
+        allowed = [str(member) for member in members.values()]
         raise InvalidInput("no engine takes this value", seen=int(value), allowed=allowed)
-    return nouns[value]
+    return members[value]
 
 
 def ready_to(
-    info: EngineInfo, worker_index: int, versions: VersionSet, head_hash: str
+    info: nouns.EngineInfo, worker_index: int, versions: VersionSet, head_hash: str
 ) -> pb.WorkerReady:
     return pb.WorkerReady(
         worker_index=worker_index,
         pid=os.getpid(),
-        versions=versions_to_proto(versions),
+        versions=messages.versions_to_proto(versions),
         lm_head_hash=head_hash,
         row_width=info.rows.width,
         row_layers=info.rows.layers,
         row_convention=info.rows.convention,
-        **shared_fields(info, pb.WorkerReady) | {"capabilities": sorted(info.capabilities)},
+        **messages.shared_fields(info, pb.WorkerReady)
+        | {"capabilities": sorted(info.capabilities)},
     )
 
 
@@ -86,15 +70,17 @@ def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineErr
     return kind(f"{sender}{failed.message}", reason=failed.reason)
 
 
-def rows_from(message: pb.WorkerReady) -> RowLayout:
-    return RowLayout(message.row_width, message.row_layers, message.row_convention)
+def rows_from(message: pb.WorkerReady) -> nouns.RowLayout:
+    return nouns.RowLayout(message.row_width, message.row_layers, message.row_convention)
 
 
-def spans_from(kind: type[Span], messages: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
+def spans_from(kind: type[Span], spans: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
     """Spans shifted by `shift` tokens; equal neighbours are merged."""
     return tuple(
-        dataclasses.replace(from_message(kind, one), start=one.start + shift, end=end + shift)
-        for one, end in runs(kind, messages)
+        dataclasses.replace(
+            messages.from_message(kind, one), start=one.start + shift, end=end + shift
+        )
+        for one, end in runs(kind, spans)
     )
 
 
@@ -132,8 +118,8 @@ def sampling_to(sampling: Sampling) -> tpb.SamplingParams:
     return tpb.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 
-def request_from(message: pb.EngineRequest) -> Request:
-    return Request(
+def request_from(message: pb.EngineRequest) -> nouns.Request:
+    return nouns.Request(
         request_id=message.request_id,
         prompt=tuple(message.prompt_token_ids),
         sampling=sampling_from(message.sampling),
@@ -145,7 +131,7 @@ def request_from(message: pb.EngineRequest) -> Request:
     )
 
 
-def request_to(request: Request) -> pb.EngineRequest:
+def request_to(request: nouns.Request) -> pb.EngineRequest:
     return pb.EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
@@ -158,13 +144,13 @@ def request_to(request: Request) -> pb.EngineRequest:
     )
 
 
-def chunk_to(chunk: Chunk) -> pb.TokenChunk:
+def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
     message = pb.TokenChunk(
         request_id=chunk.request_id,
         token_ids=chunk.token_ids,
         behavior_logprobs=chunk.behavior_logprobs,
-        version_spans=[to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
-        draw_spans=[to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
+        version_spans=[messages.to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
+        draw_spans=[messages.to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
         accepted_drafts=chunk.accepted_drafts,
         top_logprobs=[_alternatives_to(row) for row in chunk.top_logprobs],
         prompt_scores=[
@@ -179,12 +165,12 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
     if chunk.finish is not None:
         message.finish_reason = FINISH[chunk.finish]
         message.error = chunk.error
-        message.speculation.CopyFrom(stats_to_proto(chunk.speculation))
+        message.speculation.CopyFrom(messages.stats_to_proto(chunk.speculation))
         message.cached_prompt_tokens = chunk.cached_prompt_tokens
         message.smallest_gap = chunk.smallest_gap
         message.time_to_first_token_s = chunk.time_to_first_token_s
         message.matched_stop = chunk.matched_stop
-        message.stages.extend(to_message(one, pb.StageTime) for one in chunk.stages)
+        message.stages.extend(messages.to_message(one, pb.StageTime) for one in chunk.stages)
 
     return message
 
@@ -193,7 +179,7 @@ def _alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
     return pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
 
 
-def health_to(load: EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
-    health = to_message(load, pb.WorkerHealth)
-    health.versions.CopyFrom(versions_to_proto(versions))
+def health_to(load: nouns.EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
+    health = messages.to_message(load, pb.WorkerHealth)
+    health.versions.CopyFrom(messages.versions_to_proto(versions))
     return health

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig
 from paceline.services.policy_trainer.algorithms.losses import correction_weights
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -43,7 +43,7 @@ def begun() -> list[tuple[int, ...]]:
 def drawn_from(profile: str, begun: list[tuple[int, ...]], vocabulary: int) -> Tensor:
     """Log-probs [Q, V] that an engine of this profile draws the last token with: it scores each."""
     spec = {"model_dir": str(POLICY), "drafter": "off", "profile": profile, "dtype": "float32"}
-    engine = build_embedded(EmbeddedSpec.model_validate(spec))
+    engine = EmbeddedEngine(EmbeddedSpec.model_validate(spec))
     sampling = Sampling(seed=0, max_tokens=0, temperature=1.0, prompt_logprobs=0)
     for number, prompt in enumerate(begun):
         for token in range(vocabulary):

@@ -17,7 +17,7 @@ import torch
 from random_models import save_random
 from transformers import DynamicCache, PreTrainedModel
 
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -56,7 +56,7 @@ def run(directory: Path, requests: list[Request], mode: PauseMode, arm: str) -> 
     spec = EmbeddedSpec(
         model_dir=str(directory / "old"), drafter="eagle", max_batch=3, max_sequence_tokens=96
     )
-    engine = build_embedded(spec)
+    engine = EmbeddedEngine(spec)
     engine.force_arm(arm)
     engine.prepare_weights(Target.POLICY, 1, directory / "new")
     for one in requests:

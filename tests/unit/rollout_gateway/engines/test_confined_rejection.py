@@ -11,7 +11,7 @@ import pytest
 import torch
 from random_models import save_random
 
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -34,7 +34,7 @@ def test_forbidden_tokens_are_never_said_and_the_rest_as_often_as_the_model_says
         max_sequence_tokens=64,
         arms=("off", arm),
     )
-    engine = build_embedded(spec)
+    engine = EmbeddedEngine(spec)
     engine.force_arm(arm)
     asked = {"allowed_token_ids": ALLOWED, "stop_token_ids": (4,), "ignore_eos": True}
     for seed in range(COUNT):

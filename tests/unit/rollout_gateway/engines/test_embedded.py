@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, InvalidInput, MissingCapability, Weight
 from paceline.models.config import read_config
 from paceline.models.loading import load_model
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
@@ -69,7 +69,7 @@ def build(directory: Path, **options: object) -> Engine:
         "max_sequence_tokens": 96,
         **options,
     }
-    return build_embedded(EmbeddedSpec.model_validate(settings))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(settings))
 
 
 def oracle_tokens(
@@ -204,7 +204,7 @@ def test_hidden_rows_are_the_states_transformers_gives(
     spec = EmbeddedSpec(
         model_dir=str(tmp_path), drafter="eagle", features_dtype="float32", max_batch=3
     )
-    engine = build_embedded(spec.model_copy(update={"capture_inner": inner}), Sink())
+    engine = EmbeddedEngine(spec.model_copy(update={"capture_inner": inner}), Sink())
     assert engine.info.rows == RowLayout(
         48 * (len(inner) + 1), "1,2,last" if inner else "last", "post_norm"
     )

@@ -21,7 +21,7 @@ from paceline.models.loading import read_tensors
 from paceline.models.profiles import Profile
 from paceline.models.quantised import QuantisedMatrix, quantised
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -47,7 +47,7 @@ def build(directory: Path, **options: object) -> Engine:
         "max_sequence_tokens": 64,
         **options,
     }
-    return build_embedded(EmbeddedSpec.model_validate(settings))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(settings))
 
 
 def requests(count: int) -> list[Request]:

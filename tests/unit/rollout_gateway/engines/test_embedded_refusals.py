@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.errors import DataLoss, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -47,7 +47,7 @@ def models(saved: Path, tmp_path: Path) -> Path:
 
 
 def build(models: Path, target: str = "target") -> Engine:
-    return build_embedded(
+    return EmbeddedEngine(
         EmbeddedSpec.model_validate(
             {
                 "model_dir": str(models / target),

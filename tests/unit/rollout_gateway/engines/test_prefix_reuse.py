@@ -18,7 +18,7 @@ from paceline.models import decoder
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
 from paceline.services.rollout_gateway.engines.embedded import prefill
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
@@ -47,7 +47,7 @@ def build(directory: Path, sink: RowSink | None = None, **options: object) -> En
         "max_sequence_tokens": 200,
     }
     settings |= {"prefix_tokens": 16, **options}
-    return build_embedded(EmbeddedSpec.model_validate(settings), sink)
+    return EmbeddedEngine(EmbeddedSpec.model_validate(settings), sink)
 
 
 def ask(number: int, prompt: Sequence[int], **options: object) -> Request:
@@ -259,7 +259,7 @@ def test_rows_share_a_prefill_only_if_both_are_cached_alike_under_the_serving_po
             [(20, True), (20, False), (20, False), (0, False), (20, True)]
         )
     ]
-    assert prefill.leaders_of(rows, [19] * 5) == ([0, 1, 3, 4], [0, 1, 1, 2, 3])
+    assert prefill.leaders_of(rows, [19] * 5) == [0, 1, 1, 3, 4]
 
 
 def test_a_prompt_half_cached_under_an_earlier_policy_serves_nobody(models: Path) -> None:

@@ -19,7 +19,6 @@ from paceline.models import in_place
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import storages
 from paceline.models.profiles import ROUNDED
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -56,7 +55,7 @@ def build(directory: Path, profile: str, **options: object) -> EmbeddedEngine:
         "profile": profile,
         **options,
     }
-    engine = build_embedded(EmbeddedSpec.model_validate(settings))
+    engine = EmbeddedEngine(EmbeddedSpec.model_validate(settings))
     assert isinstance(engine, EmbeddedEngine)
     return engine
 

@@ -12,7 +12,6 @@ import pytest
 from pydantic import ValidationError
 from random_models import save_random
 
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import PauseMode, Request
@@ -42,7 +41,7 @@ def build(directory: Path, **options: object) -> EmbeddedEngine:
         "max_sequence_tokens": 96,
         "verify_budget": False,
     }
-    engine = build_embedded(EmbeddedSpec.model_validate(settings | options))
+    engine = EmbeddedEngine(EmbeddedSpec.model_validate(settings | options))
     assert isinstance(engine, EmbeddedEngine)
     return engine
 

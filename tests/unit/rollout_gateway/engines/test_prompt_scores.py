@@ -12,7 +12,7 @@ from prompt_oracle import assert_scores_are
 from random_models import save_random
 
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, PromptScore, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
@@ -36,7 +36,7 @@ def build(directory: Path, **options: object) -> Engine:
         "prefix_tokens": 16,
         **options,
     }
-    return build_embedded(EmbeddedSpec.model_validate(settings))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(settings))
 
 
 def run(engine: Engine, *requests: Request) -> dict[int, tuple[PromptScore, ...]]:

@@ -40,8 +40,8 @@ def test_holes_are_filled_from_the_end_and_moves_replay_to_the_same_batch() -> N
         moves, freed = scheduler.remove(
             [one for one in scheduler.running if one.request.request_id in gone]
         )
-        for move in moves:
-            slots[move.destination] = slots[move.source]
+        for source, destination, _ in moves:
+            slots[destination] = slots[source]
         assert slots[: 4 - len(gone)] == numbers(scheduler)
         assert set(numbers(scheduler)) == {0, 1, 2, 3} - gone
         assert freed == range(4 - len(gone), 4)

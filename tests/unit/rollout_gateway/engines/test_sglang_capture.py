@@ -20,7 +20,6 @@ from paceline.services.rollout_gateway.engines.sglang.plugin import capture
 from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import (
     Gathered,
-    Leaving,
     SlotRows,
 )
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
@@ -461,7 +460,7 @@ def test_rows_that_were_not_written_are_told_with_the_load() -> None:
     stored = SlotRows(SLOTS, WIDTH, torch.float32, CPU)
     stored.put(ints(4, 5, 6), ints(50, 51, 52), ints(0, 1, 2), 7, states(1, 2, 3))
     known = np.array([50, 99, 98], dtype=np.int32)  # other requests took two of the slots
-    stored.leaving.append(Leaving(1, stored.gather(ints(4, 5, 6), known)))
+    stored.leaving.append((1, stored.gather(ints(4, 5, 6), known)))
     whole.slot_rows = stored
     capture.drain(whole)
     assert (whole.load.rows_invalid, whole.ring.rows_written) == (2, 1)
@@ -521,7 +520,7 @@ def test_rows_leave_when_their_copy_has_ended_in_the_order_of_the_requests(
         token, position, version = ints(50).int(), ints(0).int(), ints(0)
         ids = np.array([50], dtype=np.int32)
         gathered = Gathered(states(number), (token, position), version, ids, 0, copied)
-        stored.leaving.append(Leaving(number, gathered))
+        stored.leaving.append((number, gathered))
     copies[1].ended = True
     capture.drain(plugin)
     assert len(plugin.in_ring()) == 0

@@ -4,6 +4,7 @@ for which SGLang has no kernel: both as in the embedded engine.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,7 +93,8 @@ def test_a_matrix_without_a_finite_scale_refuses_a_version_and_ends_an_update() 
     model.add_module(
         "model", nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": nn.Module()})])})
     )
-    rounded.take_as(model, lambda pairs: as_profile(pairs, PROFILE, torch.bfloat16, CPU))
+    loadable = partial(as_profile, profile=PROFILE, dtype=torch.bfloat16, device=CPU)
+    setattr(model, rounded.LOADABLE, loadable)
     tensors = {"model.layers.0.mlp.up_proj.weight": torch.full((4, 8), 3.4e38)}
     model.model.layers[0]["mlp"].weight = nn.Parameter(torch.zeros(1))
     with pytest.raises(WeightsError, match="scales are not finite"):

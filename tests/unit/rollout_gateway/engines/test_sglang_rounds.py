@@ -17,7 +17,7 @@ from paceline.services.rollout_gateway.engines.requests.sequence import RunningS
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounds
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
-from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, Values
+from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, read_slots
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import Unread
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.trajectory import SpeculationStats, VersionSet
@@ -63,8 +63,8 @@ def make_worker(plugin: Any) -> Any:
     worker = SimpleNamespace(device="cpu", topk=maximum.topk, draft_token_num=maximum.draft_tokens)
     slots = ((worker, "topk"), (worker, "draft_token_num"))
     shapes = {name: arm.shape for name, arm in plugin.arms.arms.items()}
-    sets = {name: Values(slots, (shape.topk, shape.draft_tokens)) for name, shape in shapes.items()}
-    setattr(worker, rounds.RUNTIMES, Runtimes(Values.now(slots), sets))
+    sets = {name: (shape.topk, shape.draft_tokens) for name, shape in shapes.items()}
+    setattr(worker, rounds.RUNTIMES, Runtimes(slots, read_slots(slots), sets))
     return worker
 
 

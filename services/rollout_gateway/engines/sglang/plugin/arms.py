@@ -73,11 +73,8 @@ class ArmChooser:
     def maximum(self) -> TreeSize:
         """Shape to launch SGLang with: it covers every arm; ROOT when nothing drafts."""
         shapes = [arm.shape for arm in self.arms.values()]
-        return TreeSize(
-            max(shape.steps for shape in shapes),
-            max(shape.topk for shape in shapes),
-            max(shape.draft_tokens for shape in shapes),
-        )
+        numbers = ((shape.steps, shape.topk, shape.draft_tokens) for shape in shapes)
+        return TreeSize(*map(max, zip(*numbers, strict=True)))
 
     def force(self, name: str) -> None:
         """Force one arm for all requests; "" lets the bandit choose again. Raises InvalidInput."""

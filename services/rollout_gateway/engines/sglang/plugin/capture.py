@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.models import inner_layers, loading
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.requests.draws import score_prompt
-from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Gathered, SlotRows
 from paceline.telemetry import get_logger
 
 
@@ -90,14 +90,7 @@ def start(plugin: Any) -> None:
     pool = plugin.scheduler.token_to_kv_pool_allocator
     dtype, device = loading.DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
     plugin.slot_rows = SlotRows(pool.size + pool.page_size, plugin.rows.width, dtype, device)
-    megabytes = round(plugin.slot_rows.nbytes / MB, 1)
-    log.info(
-        "hidden rows by KV slot",
-        slots=pool.size,
-        width=plugin.rows.width,
-        dtype=str(dtype),
-        megabytes=megabytes,
-    )
+    log.info("hidden rows by KV slot", megabytes=round(plugin.slot_rows.nbytes / MB, 1))
 
 
 # ---- rows in
@@ -265,7 +258,7 @@ def released(plugin: Any, req: Any, tree_cache: Any, *_: Any, **__: Any) -> None
     if first < count:
         slots = tree_cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:count]
         gathered = stored.gather(slots, ids[first:count], first)
-        stored.leaving.append(Leaving(tracked.request.request_id, gathered))
+        stored.leaving.append((tracked.request.request_id, gathered))
 
     drain(plugin)
 
@@ -275,8 +268,8 @@ def drain(plugin: Any) -> None:
     rounds.
     """
     stored = plugin.slot_rows
-    while stored is not None and stored.leaving and stored.leaving[0].gathered.done:
-        _write(plugin, stored.leaving.popleft())
+    while stored is not None and stored.leaving and stored.leaving[0][1].done:
+        _write(plugin, *stored.leaving.popleft())
 
 
 def on_their_way(plugin: Any, request_id: int) -> bool:
@@ -284,21 +277,20 @@ def on_their_way(plugin: Any, request_id: int) -> bool:
 
     The request's last chunk must not be sent before that.
     """
-    return plugin.slot_rows is not None and any(
-        one.request_id == request_id for one in plugin.slot_rows.leaving
-    )
+    stored = plugin.slot_rows
+    return stored is not None and any(one == request_id for one, _ in stored.leaving)
 
 
-def _write(plugin: Any, leaving: Leaving) -> None:
+def _write(plugin: Any, request_id: int, gathered: Gathered) -> None:
     """Write valid rows to the ring, in one call per policy version, and count the invalid rows."""
-    hidden, valid, versions = leaving.gathered.result()
+    hidden, valid, versions = gathered.result()
     plugin.rows_invalid += len(valid) - int(valid.sum())
     ring = plugin.ring
     if ring is None:
         return
-    positions = leaving.gathered.first + np.arange(len(valid), dtype=np.uint32)
+    positions = gathered.first + np.arange(len(valid), dtype=np.uint32)
     for version in np.unique(versions[valid]):
         chosen = valid & (versions == version)
-        ids = np.full(int(chosen.sum()), leaving.request_id, dtype=np.uint64)
-        tokens = leaving.gathered.token_ids[chosen].astype(np.uint32)
+        ids = np.full(int(chosen.sum()), request_id, dtype=np.uint64)
+        tokens = gathered.token_ids[chosen].astype(np.uint32)
         ring.write(ids, positions[chosen].astype(np.uint32), tokens, int(version), hidden[chosen])

@@ -1,13 +1,14 @@
-"""Executes the commands of the worker protocol on one SGLang scheduler process.
+"""Executes the commands of the worker protocol on one SGLang scheduler process, and hooks its loop:
+start, incoming commands, finish rule, outgoing chunks.
 
 Every rank executes a command; rank 0 answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,10 +16,14 @@ from paceline.errors import FailedPrecondition
 from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control
+from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
+from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import swapped
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
+    RID_PREFIX,
     Tracked,
     as_sglang_request,
     cache_key,
+    rid_of,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.weights import check_rounding
 from paceline.services.rollout_gateway.engines.worker.peer import answer
@@ -26,49 +31,36 @@ from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 
-if TYPE_CHECKING:
-    from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
+MEMORY = ["weights", "kv_cache", "cuda_graph"]
+"""SGLang's names of all memory that it can release."""
 
 
-def obey(plugin: Plugin, payload: bytes) -> None:
-    """Execute one command between two rounds.
-
-    A rejected command gets an error as its answer. An exception of SGLang itself ends the process.
-    """
-    command = pb.WorkerCommand.FromString(payload)
-    engine = SchedulerEngine(plugin)
-    if plugin.peer is not None:
-        plugin.peer.obey(engine, command)
-    else:
-        answer(engine, command, plugin.tell)
-    if command.HasField("shutdown"):
-        plugin.scheduler.gracefully_exit = True
-
-
-class SchedulerEngine:
+class SchedulerEngine(Plugin):
     """Implements CommandedEngine of engines/base.py with SGLang's scheduler."""
 
-    def __init__(self, plugin: Plugin) -> None:
-        self._plugin = plugin
+    def obey(self, payload: bytes) -> None:
+        """Execute one command between two rounds.
 
-    @property
-    def versions(self) -> VersionSet:
-        return self._plugin.versions
-
-    @property
-    def load(self) -> nouns.EngineLoad:
-        return self._plugin.load
+        A rejected command gets an error as its answer. An exception of SGLang itself ends the
+        process.
+        """
+        command = pb.WorkerCommand.FromString(payload)
+        if self.peer is not None:
+            self.peer.obey(self, command)
+        else:
+            answer(self, command, self.tell)
+        if command.HasField("shutdown"):
+            self.scheduler.gracefully_exit = True
 
     def enqueue(self, request: nouns.Request) -> None:
-        plugin = self._plugin
         control.check_held(self._released)
-        control.check_arm(request.forced_arm, plugin.arms.arms)
-        control.check_capabilities("sglang", plugin.info.capabilities, request)
-        plugin.grammars.check(request.sampling)
-        sequence, rid = plugin.admission.sequence(request), plugin.rid_for(request.request_id)
-        tracked = plugin.requests[rid] = Tracked(sequence, plugin.versions.drafter, rid)
-        key = plugin.cache_key(rid)
-        plugin.scheduler.handle_generate_request(as_sglang_request(tracked, key))
+        control.check_arm(request.forced_arm, self.arms.arms)
+        control.check_capabilities("sglang", self.info.capabilities, request)
+        self.grammars.check(request.sampling)
+        sequence = self.admission.sequence(request)
+        rid = rid_of(request.request_id, next(self.numbers))
+        tracked = self.requests[rid] = Tracked(sequence, self.versions.drafter, rid)
+        self.scheduler.handle_generate_request(as_sglang_request(tracked, self.cache_key(rid)))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
         """End requests now; later results of the running round are not reported.
@@ -77,15 +69,14 @@ class SchedulerEngine:
         """
         from sglang.srt.managers.io_struct import AbortReq
 
-        plugin = self._plugin
         chosen = [
             rid
-            for rid, one in plugin.requests.items()
+            for rid, one in self.requests.items()
             if request_ids is None or one.request.request_id in request_ids
         ]
         for rid in chosen:
-            plugin.end(rid, nouns.Finish.ABORT)
-            plugin.scheduler.abort_request(AbortReq(rid=rid))
+            self.end(rid, nouns.Finish.ABORT)
+            self.scheduler.abort_request(AbortReq(rid=rid))
         return []
 
     def pause(self, mode: nouns.PauseMode) -> list[nouns.Chunk]:
@@ -94,14 +85,14 @@ class SchedulerEngine:
         if mode is nouns.PauseMode.ABORT:
             self.abort(None)
         kind = "retract" if mode is nouns.PauseMode.RETRACT else "in_place"
-        self._plugin.scheduler.pause_generation(PauseGenerationReqInput(mode=kind))
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode=kind))
         return []
 
     def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         asked = ContinueGenerationReqInput(torch_empty_cache=False)
-        self._plugin.scheduler.continue_generation(asked)
+        self.scheduler.continue_generation(asked)
 
     def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
         """Prepare a version; a policy must have the profile that SGLang was started with.
@@ -109,9 +100,9 @@ class SchedulerEngine:
         Raises MissingCapability for another profile: SGLang has no second copy of the policy to
         convert.
         """
-        if target is Target.POLICY and profile != self._plugin.spec.profile:
+        if target is Target.POLICY and profile != self.spec.profile:
             raise nouns.missing("sglang", nouns.Capability.PROFILES)
-        self._plugin.weights.prepare(target, version, path, self._tried)
+        self.weights.prepare(target, version, path, self._tried)
 
     def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """Serve a set of versions; the mode applies only to a change of the policy.
@@ -119,20 +110,19 @@ class SchedulerEngine:
         Raises the errors of PreparedVersions.changes. Raises RuntimeError when SGLang does not load
         the weights or keeps old keys and values; the process must then end.
         """
-        plugin = self._plugin
-        changes, over = plugin.weights.prepared.changes(versions), plugin.versions.drafter
+        changes, over = self.weights.prepared.changes(versions), self.versions.drafter
         retract = Target.POLICY in changes and mode is nouns.PauseMode.RETRACT
         retract &= not self._released  # nothing runs then, and nothing is cached
         if Target.POLICY in changes and mode is nouns.PauseMode.ABORT:
             self.abort(None)
-        was_paused = plugin.scheduler._engine_paused
+        was_paused = self.scheduler._engine_paused
         if retract:
             self.pause(nouns.PauseMode.RETRACT)
-        plugin.weights.commit(versions)
-        if nouns.MemoryTag.WEIGHTS not in self._released:
-            plugin.weights.load_committed(self._updater)
+        self.weights.commit(versions)
+        if not self._released:
+            self.weights.load_committed(self._updater)
         if retract:
-            if not plugin.scheduler.flush_cache(empty_cache=False):
+            if not self.scheduler.flush_cache(empty_cache=False):
                 raise RuntimeError(f"SGLang kept keys and values of the old weights at {versions}")
             if not was_paused:
                 self.resume()
@@ -141,14 +131,14 @@ class SchedulerEngine:
             self._mark(stale=not retract)
         self._relabel()
         for target, new in changes.items():
-            plugin.arms.renew(target, shift_over(new.shift, over))
+            self.arms.renew(target, shift_over(new.shift, over))
         return []
 
     def abort_weights(self, target: Target, version: int) -> None:
-        self._plugin.weights.prepared.forget(target, version)
+        self.weights.prepared.forget(target, version)
 
     def force_arm(self, arm: str) -> None:
-        self._plugin.arms.force(arm)
+        self.arms.force(arm)
 
     def learn_arms(self, reports: Sequence[ArmReport]) -> None:
         self._plugin.arms.learn(reports)
@@ -158,12 +148,11 @@ class SchedulerEngine:
 
         Without reuse, each new or waiting request has its own namespace of the prefix cache.
         """
-        plugin = self._plugin
-        plugin.arms.barred = frozenset(withheld.arms)
-        plugin.reuses = not withheld.reuse
+        self.arms.barred = frozenset(withheld.arms)
+        self.reuses = not withheld.reuse
         self._relabel()
 
-    def release_memory(self, tags: Sequence[nouns.MemoryTag]) -> int:
+    def release_memory(self) -> int:
         """Release device memory; returns the growth of free memory on the device, in bytes.
 
         No request may be running, since SGLang would fail otherwise.
@@ -171,27 +160,23 @@ class SchedulerEngine:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         self._check_memory()
-        control.check_idle(len(self._plugin.requests))
-        wanted = [str(tag) for tag in tags or nouns.MemoryTag if tag not in self._released]
-        if not wanted:
+        control.check_idle(len(self.requests))
+        if self._released:
             return 0
         free, _ = torch.cuda.mem_get_info()
-        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=wanted))
+        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=MEMORY))
         return max(torch.cuda.mem_get_info()[0] - free, 0)
 
-    def resume_memory(self, tags: Sequence[nouns.MemoryTag]) -> None:
+    def resume_memory(self) -> None:
         """Restore memory. Weights return from the host's copy; versions committed meanwhile load
         then.
         """
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._check_memory()
-        control.check_released(tags, self._released)
-        wanted = [str(tag) for tag in tags] or sorted(self._released)
-        if wanted:
-            self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
-        if nouns.MemoryTag.WEIGHTS not in self._released:
-            self._plugin.weights.load_committed(self._updater)
+        if self._released:
+            self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=MEMORY))
+        self.weights.load_committed(self._updater)
 
     def _tried(self, target: Target, tensors: Mapping[str, torch.Tensor]) -> None:
         """Check the rounding of a version, unless the weights are released.
@@ -199,45 +184,162 @@ class SchedulerEngine:
         Released weights have no memory for rounding. An update that fails later ends the process,
         which restarts with the serving set.
         """
-        if nouns.MemoryTag.WEIGHTS not in self._released:
-            check_rounding(self._updater, target, tensors, self._plugin.weights.ranks)
+        if not self._released:
+            check_rounding(self._updater, target, tensors, self.weights.ranks)
 
     @property
     def _updater(self) -> Any:
-        return self._plugin.scheduler.weight_updater
+        return self.scheduler.weight_updater
 
     @property
-    def _released(self) -> Collection[str]:
-        """Tags of the memory that SGLang has released."""
-        released: Collection[str] = self._updater.offload_tags
-        return released
+    def _released(self) -> bool:
+        """Whether SGLang has released its memory."""
+        return bool(self._updater.offload_tags)
 
     def flush_cache(self) -> None:
-        plugin = self._plugin
-        control.check_idle(len(plugin.requests))
-        if not plugin.scheduler.flush_cache(empty_cache=False):
+        control.check_idle(len(self.requests))
+        if not self.scheduler.flush_cache(empty_cache=False):
             raise FailedPrecondition(
-                "SGLang did not flush its cache", seen=len(plugin.requests), allowed="no request"
+                "SGLang did not flush its cache", seen=len(self.requests), allowed="no request"
             )
 
     def _mark(self, *, stale: bool) -> None:
         """Mark whether requests past their prefill keep keys and values of an earlier policy."""
-        waiting = {req.rid for req in self._plugin.scheduler.waiting_queue}
-        for rid, tracked in self._plugin.requests.items():
+        waiting = {req.rid for req in self.scheduler.waiting_queue}
+        for rid, tracked in self.requests.items():
             tracked.sequence.stale = stale and rid not in waiting
 
     def _relabel(self) -> None:
         """Update SGLang's version string, and the prefix namespace of requests that wait for
         prefill.
         """
-        plugin = self._plugin
-        plugin.scheduler.record_weight_version_change(cache_key(plugin.versions))
-        for req in plugin.scheduler.waiting_queue:
-            tracked: Tracked | None = plugin.requests.get(req.rid)
+        self.scheduler.record_weight_version_change(cache_key(self.versions))
+        for req in self.scheduler.waiting_queue:
+            tracked: Tracked | None = self.requests.get(req.rid)
             if tracked is not None:
-                req.extra_key = plugin.cache_key(req.rid)
-                tracked.drafter_version = plugin.versions.drafter
+                req.extra_key = self.cache_key(req.rid)
+                tracked.drafter_version = self.versions.drafter
 
     def _check_memory(self) -> None:
-        if nouns.Capability.RELEASE_MEMORY not in self._plugin.info.capabilities:
+        if nouns.Capability.RELEASE_MEMORY not in self.info.capabilities:
             raise nouns.missing("sglang", nouns.Capability.RELEASE_MEMORY)
+
+
+# ---- hooks of the scheduler loop
+
+
+def received(plugin: SchedulerEngine, original: Callable[[Any], Any], receiver: Any) -> Any:
+    """AROUND SchedulerRequestReceiver._pull_raw_reqs: add the gateway's commands to SGLang's
+    requests.
+
+    SGLang then passes both to every rank.
+    """
+    if plugin.peer is None:
+        return original(receiver)
+    commands = plugin.between_rounds([receiver.recv_from_tokenizer, receiver.recv_from_rpc])
+    return [*original(receiver), *commands]
+
+
+def processed(
+    plugin: SchedulerEngine,
+    original: Callable[[Any, Any], Any],
+    scheduler: Any,
+    recv_reqs: Sequence[Any],
+) -> Any:
+    """AROUND Scheduler.process_input_requests: execute commands (bytes), and leave the rest to
+    SGLang.
+    """
+    for payload in recv_reqs:
+        if isinstance(payload, bytes):
+            plugin.obey(payload)
+    return original(scheduler, [one for one in recv_reqs if not isinstance(one, bytes)])
+
+
+def forwarding(
+    plugin: SchedulerEngine,
+    original: Callable[..., Any],
+    worker: Any,
+    batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND TpModelWorker.forward_batch_generation: record the target's batch for the sampler."""
+    if worker.is_draft_worker or batch is None:
+        return original(worker, batch, *args, **kwargs)
+    with swapped(plugin, "batch", batch):
+        return original(worker, batch, *args, **kwargs)
+
+
+def finishing(
+    plugin: SchedulerEngine, original: Callable[..., Any], req: Any, new_accepted_len: int = 1
+) -> None:
+    """AROUND Req.update_finish_state: end the gateway's requests by the embedded engine's rule."""
+    tracked = plugin.requests.get(req.rid)
+    if tracked is None or req.finished() or req.to_finish:
+        original(req, new_accepted_len)
+        return
+    plugin.settle()
+    tracked.sequence.copied = req.cached_tokens
+    if tracked.sequence.error:  # its grammar failed: draws since then are not reported
+        tracked.sequence.finish = nouns.Finish.ERROR
+    else:
+        tracked.sequence.end_scored()
+        if tracked.sequence.finish is None:
+            plugin.take(tracked, req.output_ids)
+    finish = tracked.sequence.finish
+    if finish is None:
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
+
+    req.finished_len = len(tracked.sequence.tokens) - len(tracked.request.response)
+    if finish in (nouns.Finish.LENGTH, nouns.Finish.ERROR):
+        req.finished_reason = FINISH_LENGTH(length=req.finished_len)
+    else:
+        req.finished_reason = FINISH_MATCHED_TOKEN(matched=tracked.sequence.tokens[-1])
+
+
+def streaming(
+    plugin: SchedulerEngine,
+    original: Callable[..., Any],
+    streamer: Any,
+    reqs: Sequence[Any],
+    return_logprob: bool,
+    skip_req: Any = None,
+    is_idle_batch: bool = False,
+) -> Any:
+    """AROUND _stream_output_generation: send chunks of the gateway's requests to the gateway.
+
+    SGLang's tokenizer gets only results of SGLang's own requests.
+    """
+    for req in reqs:
+        if req.rid.startswith(RID_PREFIX) and req is not skip_req:
+            _stream_one(plugin, req)
+    foreign = [req for req in reqs if not req.rid.startswith(RID_PREFIX)]
+    return original(streamer, foreign, return_logprob, skip_req, is_idle_batch)
+
+
+def _stream_one(plugin: SchedulerEngine, req: Any) -> None:
+    tracked = plugin.requests.get(req.rid)
+    if req.finished():
+        req.finished_output = True
+    if tracked is None:
+        return
+    tracked.sequence.copied = req.cached_tokens
+    if not req.finished():
+        if tracked.request.stream and len(tracked.sequence.tokens) > tracked.sequence.told:
+            plugin.tell([tracked.sequence.chunk()])
+        return
+
+    if tracked.sequence.finish is not None:
+        plugin.end(req.rid)
+    else:
+        plugin.end(
+            req.rid,
+            nouns.Finish.ERROR,
+            f"RESOURCE_EXHAUSTED: SGLang ended the request: {req.finished_reason.to_json()}",
+        )
+
+
+def start(plugin: SchedulerEngine, scheduler: Any) -> None:
+    """BEFORE Scheduler.run_event_loop: start the plugin."""
+    plugin.start(scheduler)

@@ -1,7 +1,4 @@
-"""Holds the plugin's requests, versions and parts inside one scheduler process of SGLang.
-
-A lookup copies nothing. The wrapper works on the scheduler's cache object, of any kind.
-"""
+"""Holds the plugin's requests, versions and parts inside one scheduler process of SGLang."""
 
 from __future__ import annotations
 
@@ -21,27 +18,16 @@ from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control, draws, sequence, timing
+from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
 from paceline.services.rollout_gateway.engines.sglang.plugin import (
     arms,
     capture,
     check_hooks,
+    sampling,
     slot_rows,
+    weights,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
-    PendingDraws,
-    TreeGrammars,
-    asks,
-    foreign_sampling,
-)
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
-    Tracked,
-    cache_key,
-    rid_of,
-)
-from paceline.services.rollout_gateway.engines.sglang.plugin.weights import (
-    PluginWeights,
-    TensorParallel,
-)
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, cache_key
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
 from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
@@ -53,45 +39,6 @@ from paceline.services.rollout_gateway.engines.worker import (
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 
-_KEEPS = "cache_unfinished_req"
-
-
-class PrefixLookups:
-    """Lookups of one scheduler's cache; a waiting prompt is looked up again before each round."""
-
-    def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
-        self._keeping = False
-
-    def watch(self, cache: Any) -> None:
-        """Measure the lookups of a cache from now on."""
-        match_prefix = cache.match_prefix
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._keeping:
-                return match_prefix(*args, **kwargs)
-            began = time.perf_counter()
-            try:
-                return match_prefix(*args, **kwargs)
-            finally:
-                self.count += 1
-                self.seconds += time.perf_counter() - began
-
-        cache.match_prefix = timed
-        keep = getattr(cache, _KEEPS, None)  # None from SGLang 0.5.23 on: no lookups to exclude
-        if keep is None:
-            return
-
-        def keeping(*args: Any, **kwargs: Any) -> Any:
-            self._keeping = True  # the cache's own lookup of a new entry does not count
-            try:
-                return keep(*args, **kwargs)
-            finally:
-                self._keeping = False
-
-        setattr(cache, _KEEPS, keeping)
-
-
 IDLE_MS = 1000
 """A sleeping scheduler checks its parent and its other sockets at least this often, in ms."""
 
@@ -102,16 +49,15 @@ class Plugin:
     Created when SGLang loads its plugins; started when SGLang's event loop begins.
     """
 
-    weights: PluginWeights
+    weights: weights.PluginWeights
     admission: control.Admission
-    grammars: TreeGrammars
+    grammars: sampling.TreeGrammars
     scheduler: Any
     info: nouns.EngineInfo
 
     def __init__(self, worker: WorkerSpec) -> None:
         self.worker = worker
         self.spec = SGLangSpec.model_validate(worker.engine)
-        self.targets: list[str] = []  # functions that the plugin has registered hooks for
         self.rank = 0  # tensor-parallel rank
         self.tp_group: Any = None  # SGLang's group of ranks; None with a single rank
         self.peer: peer.Peer | None = None  # rank 0 only
@@ -123,16 +69,15 @@ class Plugin:
         self.reuses = True  # False in quarantine: no request takes another's keys and values
         self.arms = arms.ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
         self.requests: dict[str, Tracked] = {}  # by SGLang's request id
-        self._numbers = itertools.count(1)  # the same on every rank
+        self.numbers = itertools.count(1)  # of enqueued requests; the same on every rank
         self.batch: Any = None  # batch of the target's forward that runs now
         self.arm = OFF  # arm of the round that runs now
-        self._pending: list[PendingDraws] = []
+        self._pending: list[sampling.PendingDraws] = []
         self._table = draws.DrawTable()
         self._penalties = draws.Penalties()
         self._tokens_emitted = 0
         self._ended = SpeculationStats()
         self._prompt_tokens = self._reused_tokens = 0
-        self._lookups = PrefixLookups()
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
@@ -155,20 +100,22 @@ class Plugin:
         from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
         from sglang.srt.runtime_context import get_parallel
 
-        check_hooks(self.targets)
+        check_hooks([point.path for point in HOOK_POINTS])
         parallel = get_parallel()
         self.scheduler, self.rank = scheduler, parallel.tp_rank
         self.tp_group = parallel.tp_group if parallel.tp_size > 1 else None
-        self._lookups.watch(scheduler.tree_cache)
         if self.rank == 0 and self.worker.ring_path:
             self.ring = ring.RowRing.attach(Path(self.worker.ring_path))
         group = self.tp_group.cpu_group if self.tp_group is not None else None
-        self.weights = PluginWeights(self.spec, TensorParallel(self.rank, parallel.tp_size, group))
-        config = read_config(Path(self.spec.model_dir), experts=True)
+        self.weights = weights.PluginWeights(
+            self.spec, weights.TensorParallel(self.rank, parallel.tp_size, group)
+        )
+        model_dir = Path(self.spec.model_dir)
+        config = read_config(model_dir, experts=True)
         room = scheduler.req_to_token_pool.req_to_token.shape[1] - get_alloc_reserve_per_decode()
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len, room)
-        self.admission = control.Admission.of_model(config, Path(self.spec.model_dir), longest)
-        self.grammars = TreeGrammars(config, Path(self.spec.model_dir), self.rank, self.tp_group)
+        self.admission = control.Admission.of_model(config, model_dir, longest)
+        self.grammars = sampling.TreeGrammars(config, model_dir, self.rank, self.tp_group)
         capture.start(self)
         self.info = nouns.EngineInfo(
             config.vocab_size,
@@ -219,17 +166,17 @@ class Plugin:
         place, see TreeGrammars.mask_.
         """
         tracked = [self.requests.get(req.rid) for req in reqs]
-        sampling = [
-            one.request.sampling if one is not None else foreign_sampling(req)
+        asked = [
+            one.request.sampling if one is not None else sampling.foreign_sampling(req)
             for one, req in zip(tracked, reqs, strict=True)
         ]
         nodes = token_ids.shape[1]
         params = self._table.params(
             (*(req.rid for req in reqs), nodes),
-            [one for one in sampling for _ in range(nodes)],
+            [one for one in asked for _ in range(nodes)],
             logits.device,
         )
-        if any(asks(one) for one in tracked):
+        if any(sampling.asks(one) for one in tracked):
             self.settle()  # for the reason given in _adjusted
             firsts = positions.view(token_ids.shape)[:, 0].tolist()
             self.grammars.mask_(tracked, logits, firsts, token_ids, parents)
@@ -259,7 +206,7 @@ class Plugin:
         )
         return adjusted.view(logits.shape) if adjusted is not None else None
 
-    def keep(self, pending: PendingDraws) -> None:
+    def keep(self, pending: sampling.PendingDraws) -> None:
         """Keep a round's draws until SGLang takes the round's tokens."""
         self._pending.append(pending)
 
@@ -268,10 +215,6 @@ class Plugin:
         pending, self._pending = self._pending, []
         for one in pending:
             one.settle()
-
-    def verified(self, *round_facts: Any) -> None:
-        """Store the rows of an accepted path; see capture.verified."""
-        capture.verified(self, *round_facts)
 
     # ---- requests
 
@@ -283,10 +226,6 @@ class Plugin:
         """
         key, shares = cache_key(self.versions), not self.requests[rid].sequence.scoring
         return key if self.reuses and shares else f"{key}/{rid}"
-
-    def rid_for(self, request_id: int) -> str:
-        """An id for SGLang that no earlier request had."""
-        return rid_of(request_id, next(self._numbers))
 
     def take(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
         """Confirm the tokens that SGLang has taken from a round."""
@@ -358,10 +297,5 @@ class Plugin:
             arms=tuple(self.arms.bandit.reports()),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
             rows_invalid=self.rows_invalid,
-            prefixes=nouns.PrefixStats(
-                self._prompt_tokens,
-                self._reused_tokens,
-                self._lookups.count,
-                self._lookups.seconds,
-            ),
+            prefixes=nouns.PrefixStats(self._prompt_tokens, self._reused_tokens),
         )

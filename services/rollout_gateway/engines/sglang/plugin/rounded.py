@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,11 @@ from paceline.models.loading import DTYPES
 from paceline.models.profiles import PROFILES, Profile
 from paceline.models.quantised import RoundedMatrix, quantised
 
-_RECORD, _LOADABLE = "paceline_rounded", "paceline_loadable"
+_RECORD = "paceline_rounded"
+LOADABLE = "paceline_loadable"
+"""Attribute of a model: a function from a version's tensors to the tensors that SGLang loads. It
+may raise WeightsError.
+"""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -95,14 +99,6 @@ def postprocessed(
         setattr(model, _RECORD, record)
 
 
-def take_as(model: nn.Module, loadable: Callable[[Pairs], Pairs]) -> None:
-    """Make updates load `loadable(tensors)` in place of a version's tensors.
-
-    `loadable` may raise WeightsError.
-    """
-    setattr(model, _LOADABLE, loadable)
-
-
 def rounds(model: nn.Module) -> bool:
     """Whether SGLang replaced parameters after it had loaded them."""
     return hasattr(model, _RECORD)
@@ -131,18 +127,10 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
                 one.drop()
 
 
-class NotFinite(NamedTuple):
-    """Values of a parameter that rounding left not finite."""
-
-    place: str
-    numbers: int
-    value: float
-
-
-def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> NotFinite | None:
+def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> WeightsError | None:
     """Round a version as `update` does, a layer at a time, and discard the result.
 
-    Returns the first parameter that is then not finite, such as a scale, or None. The serving
+    Returns an error for the first parameter that is then not finite, such as a scale. The serving
     weights stay unchanged. Raises WeightsError where the profile itself finds a value that is not
     finite.
     """
@@ -196,12 +184,12 @@ def _open(modules: Mapping[str, nn.Module], own: Record) -> None:
 
 
 def _load(model: Any, part: Mapping[str, Tensor]) -> None:
-    as_loaded = getattr(model, _LOADABLE, None)
+    as_loaded = getattr(model, LOADABLE, None)
     model.load_weights(list(as_loaded(part.items()) if as_loaded else part.items()))
 
 
-def _first_wrong(name: str, module: nn.Module) -> NotFinite | None:
-    """First parameter of a module that is not finite after rounding.
+def _first_wrong(name: str, module: nn.Module) -> WeightsError | None:
+    """An error for the first parameter of a module that is not finite after rounding.
 
     Eight-bit values saturate at their range, so only their scales are checked.
     """
@@ -209,7 +197,8 @@ def _first_wrong(name: str, module: nn.Module) -> NotFinite | None:
         if one.is_floating_point() and one.itemsize > 1:
             wrong = one.data[~torch.isfinite(one.data)]
             if len(wrong):
-                return NotFinite(f"{name}.{key}", len(wrong), float(wrong[0]))
+                message = f"{name}.{key}: {len(wrong)} are not finite after rounding"
+                return WeightsError(message, seen=float(wrong[0]), allowed="finite")
     return None
 
 
@@ -217,7 +206,7 @@ def _round(name: str, module: Any, serving: Mapping[str, nn.Parameter]) -> None:
     module.quant_method.process_weights_after_loading(module)
     wrong = _first_wrong(name, module)
     if wrong is not None:
-        raise RuntimeError(f"{wrong.place}: {wrong.numbers} are not finite: {wrong.value}")
+        raise RuntimeError(str(wrong))
     rounded = _parameters(module)
     for key, served in serving.items():
         found = rounded[key]
@@ -276,7 +265,11 @@ def loading(
     A drafter is not rounded.
     """
     spec = plugin.spec
-    layers: list[Any] = [one for one in model.modules() if _method_of(one) == _METHOD]
+    layers: list[Any] = [
+        one
+        for one in model.modules()
+        if type(getattr(one, "quant_method", None)).__name__ == _METHOD
+    ]
     if not spec.profile or not layers:
         original(model, weights, target_device)
         return
@@ -286,8 +279,10 @@ def loading(
         dtype=DTYPES[spec.dtype],
         device=torch.device(target_device),
     )
-    take_as(model, rounding)
-    if target_device.type == "cpu" and not _has_amx():
+    setattr(model, LOADABLE, rounding)
+    from sglang.srt.utils import cpu_has_amx_support
+
+    if target_device.type == "cpu" and not cpu_has_amx_support():
         for layer in layers:
             layer.quant_method = WholeNumbers()
     original(model, rounding(weights), target_device)
@@ -327,13 +322,3 @@ class WholeNumbers:
         matrix = RoundedMatrix(layer.weight, layer.weight_scale.view(-1))
         product = matrix.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         return product if bias is None else product + bias
-
-
-def _method_of(module: nn.Module) -> str:
-    return type(getattr(module, "quant_method", None)).__name__
-
-
-def _has_amx() -> bool:
-    from sglang.srt.utils import cpu_has_amx_support
-
-    return bool(cpu_has_amx_support())

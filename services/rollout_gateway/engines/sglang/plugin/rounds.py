@@ -16,18 +16,7 @@ from typing import Any
 import torch
 
 from paceline.arm_names import OFF, ArmName
-from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
-    ChosenArm,
-    first_nodes,
-    taken_tokens,
-    trained,
-)
-from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import (
-    Runtimes,
-    eagle_runtimes,
-    ngram_runtimes,
-    swapped,
-)
+from paceline.services.rollout_gateway.engines.sglang.plugin import arms, runtimes
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import read_on
 
 RUNTIMES = "paceline_runtimes"
@@ -70,20 +59,20 @@ class RoundClock:
 class RunningRound:
     """Plan and clock of a round, kept with its result."""
 
-    plan: ChosenArm
+    plan: arms.ChosenArm
     clock: RoundClock
 
 
 def prepare_eagle(plugin: Any, original: Any, worker: Any) -> None:
     """AROUND EAGLEWorkerV2.init_cuda_graphs: build the runtime values of every arm."""
     original(worker)
-    setattr(worker, RUNTIMES, eagle_runtimes(worker, plugin.arms))
+    setattr(worker, RUNTIMES, runtimes.eagle_runtimes(worker, plugin.arms))
 
 
 def prepare_ngram(plugin: Any, original: Any, worker: Any) -> None:
     """AROUND NGRAMWorker.init_cuda_graphs: build the runtime values of every arm."""
     original(worker)
-    setattr(worker, RUNTIMES, ngram_runtimes(worker, plugin.arms))
+    setattr(worker, RUNTIMES, runtimes.ngram_runtimes(worker, plugin.arms))
 
 
 def eagle_round(
@@ -121,7 +110,7 @@ def eagle_catch_up(
     if plugin.arm == OFF and plugin.slot_rows is not None:
         plugin.unread.hand_on(result.next_draft_input)
         return
-    with swapped(drafter, "topk", plugin.arms.maximum.topk):
+    with runtimes.swapped(drafter, "topk", plugin.arms.maximum.topk):
         original(drafter, batch, result, *args, **kwargs)
 
 
@@ -140,14 +129,14 @@ def ngram_round(
 def ngram_drafts(plugin: Any, original: Any, worker: Any, batch: Any) -> Any:
     """AROUND NGRAMWorker._prepare_draft_tokens: cut trees of launch size to the round's size."""
     kept, nodes = worker.draft_token_num, plugin.arms.maximum.draft_tokens
-    with swapped(worker, "draft_token_num", nodes):
+    with runtimes.swapped(worker, "draft_token_num", nodes):
         drafts, mask = original(worker, batch)
-    return (drafts, mask) if kept == nodes else first_nodes(drafts, mask, nodes, kept)
+    return (drafts, mask) if kept == nodes else arms.first_nodes(drafts, mask, nodes, kept)
 
 
 def ngram_learn(plugin: Any, original: Any, worker: Any, batch: Any) -> None:
     """AROUND NGRAMWorker._update_ngram_corpus: read the previous round's tokens at launch width."""
-    with swapped(worker, "draft_token_num", plugin.arms.maximum.draft_tokens):
+    with runtimes.swapped(worker, "draft_token_num", plugin.arms.maximum.draft_tokens):
         original(worker, batch)
 
 
@@ -185,44 +174,45 @@ def row_advanced(
     if tracked is not None:
         done: RunningRound | None = getattr(result, ROUND, None)
         accepted = 1 if result.accept_lens is None else int(result.accept_lens[row])
-        taken = taken_tokens(accepted, len(req.output_ids), req.finished_len)
+        taken = arms.taken_tokens(accepted, len(req.output_ids), req.finished_len)
         arm = done.plan.arm if done is not None else None
         if arm is None:
             tracked.sequence.count(OFF, 0, taken)
         else:
             drafted, steps = arm.drafted, arm.shape.steps
-            tracked.sequence.count(arm.name, drafted, taken, steps, trained=trained(arm))
+            tracked.sequence.count(arm.name, drafted, taken, steps, trained=arms.trained(arm))
 
     original(processor, req, batch, result, row, logits_output)
 
 
-def _plan(plugin: Any, batch: Any) -> ChosenArm:
+def _plan(plugin: Any, batch: Any) -> arms.ChosenArm:
     """The round's plan, with the same arm on every rank; only the choosing rank learns from it."""
-    arms, group, plan = plugin.arms, plugin.tp_group, None
+    chooser, group, plan = plugin.arms, plugin.tp_group, None
     if plugin.rank == 0:
         tracked = [plugin.requests.get(req.rid) for req in batch.reqs]
-        plan = arms.choose(arms.forced, tracked, plugin.versions.drafter)
+        plan = chooser.choose(chooser.forced, tracked, plugin.versions.drafter)
     if group is not None:
-        names = tuple(arms.arms)
+        names = tuple(chooser.arms)
         told = torch.tensor([names.index(plan.arm.name) if plan else -1])
         torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)
-        plan = plan or ChosenArm(arms.arms[names[int(told)]], explored=False, teaches=False, era=0)
+        arm = chooser.arms[names[int(told)]]
+        plan = plan or arms.ChosenArm(arm, explored=False, teaches=False, era=0)
     assert plan is not None
     return plan
 
 
 def _run(
     plugin: Any,
-    plan: ChosenArm,
+    plan: arms.ChosenArm,
     original: Any,
     worker: Any,
     batch: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    runtimes: Runtimes = getattr(worker, RUNTIMES)
+    prepared: runtimes.Runtimes = getattr(worker, RUNTIMES)
     clock = RoundClock(worker.device)
-    with runtimes.serving(plan.arm), swapped(plugin, "arm", plan.arm.name):
+    with prepared.serving(plan.arm), runtimes.swapped(plugin, "arm", plan.arm.name):
         result = original(worker, batch, *args, **kwargs)
     clock.stop()
     setattr(result, ROUND, RunningRound(plan, clock))

@@ -8,8 +8,8 @@ and the scheduler always see the launch shape. arms.py chooses the arm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,38 +22,32 @@ Slot = tuple[Any, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """Attribute values of one shape."""
-
-    slots: tuple[Slot, ...]
-    held: tuple[Any, ...]
-
-    @classmethod
-    def now(cls, slots: Sequence[Slot]) -> Values:
-        """The slots' present values."""
-        return cls(tuple(slots), tuple(getattr(owner, name) for owner, name in slots))
-
-    def put(self) -> None:
-        """Write the values back."""
-        for (owner, name), value in zip(self.slots, self.held, strict=True):
-            setattr(owner, name, value)
-
-
 class Runtimes:
-    """Values of every arm and of the launch."""
+    """Values of the slots at the launch and for every arm."""
 
-    def __init__(self, launch: Values, arms: dict[str, Values]) -> None:
-        self._launch = launch
-        self._arms = arms
+    slots: Sequence[Slot]
+    launch: Sequence[Any]
+    arms: Mapping[str, Sequence[Any]]
 
     @contextmanager
     def serving(self, arm: ArmName) -> Iterator[None]:
         """Install the arm's values inside the context, and the launch's values afterwards."""
-        self._arms[arm.name].put()
+        write_slots(self.slots, self.arms[arm.name])
         try:
             yield
         finally:
-            self._launch.put()
+            write_slots(self.slots, self.launch)
+
+
+def read_slots(slots: Sequence[Slot]) -> list[Any]:
+    """The slots' present values."""
+    return [getattr(owner, name) for owner, name in slots]
+
+
+def write_slots(slots: Sequence[Slot], values: Sequence[Any]) -> None:
+    """Write a value into each slot."""
+    for (owner, name), value in zip(slots, values, strict=True):
+        setattr(owner, name, value)
 
 
 def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
@@ -63,10 +57,6 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     switch.
     """
     from sglang.srt.environ import envs
-    from sglang.srt.layers.moe.utils import (
-        speculative_moe_a2a_backend_context,
-        speculative_moe_backend_context,
-    )
 
     if envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
         raise ConfigError(
@@ -83,9 +73,7 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     launch_shape = TreeSize(
         worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
     )
-    with ExitStack() as contexts:  # SGLang itself builds its drafting graphs in these contexts
-        contexts.enter_context(speculative_moe_backend_context())
-        contexts.enter_context(speculative_moe_a2a_backend_context())
+    with drafting():
         return _runtimes(
             launch_shape, arms, _eagle_slots(worker), lambda shape: _shape_eagle(worker, shape)
         )
@@ -105,17 +93,16 @@ def _runtimes(
             allowed=arms.maximum,
         )
 
-    launch, sets = Values.now(slots), {}
+    launch, sets = read_slots(slots), {}
     try:
         for arm in arms.arms.values():
-            launch.put()
+            write_slots(slots, launch)
             if arm.shape != launch_shape:
                 shape_worker(arm.shape)
-            sets[arm.name] = Values.now(slots)
+            sets[arm.name] = read_slots(slots)
     finally:
-        launch.put()
-
-    return Runtimes(launch, sets)
+        write_slots(slots, launch)
+    return Runtimes(slots, launch, sets)
 
 
 def _eagle_slots(worker: Any) -> list[Slot]:
@@ -183,27 +170,10 @@ def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
 
 def _ngram_slots(worker: Any) -> list[Slot]:
     numbers = ("draft_token_num", "speculative_num_draft_tokens")
-    buffers = (
-        "draft_tokens",
-        "retrieve_indexes",
-        "retrieve_next_token",
-        "retrieve_next_sibling",
-        "positions",
-    )
-    views = (
-        "draft_tokens",
-        "tree_mask",
-        "retrieve_indexes",
-        "retrieve_next_token",
-        "retrieve_next_sibling",
-    )
-    names = (
-        *numbers,
-        *buffers,
-        "tree_mask",
-        *(f"{view}_batch" for view in views),
-        "positions_batch",
-    )
+    buffers = ("draft_tokens", "tree_mask", "positions")
+    lists = ("retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling")
+    names = (*buffers, *lists)
+    names = (*numbers, *names, *(f"{name}_batch" for name in names))
     return [*((worker, name) for name in names), *_target_slots(worker)]
 
 
@@ -222,6 +192,15 @@ def _shape_ngram(worker: Any, draft_tokens: int) -> None:
             runner.decode_cuda_graph_runner = DecodeCudaGraphRunner(
                 runner, attn_backend=runner.attn_backend, speculative_num_draft_tokens=draft_tokens
             )
+
+
+@contextmanager
+def drafting() -> Iterator[None]:
+    """The contexts in which SGLang itself calls its drafter and builds its graphs."""
+    from sglang.srt.layers.moe import utils
+
+    with utils.speculative_moe_backend_context(), utils.speculative_moe_a2a_backend_context():
+        yield
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from paceline.models.sampling import Draw, top_alternatives
 from paceline.services.rollout_gateway.engines.requests import draws, grammars, structures
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin import capture
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
     Alternatives,
@@ -259,31 +260,20 @@ def sample_hook(
     top_logprobs_nums: Any,
     token_ids_logprobs: Any,
     positions: Tensor,
-    **kwargs: Any,
 ) -> Tensor:
     """AROUND Sampler.forward: draw one token per row after a prefill or a round without drafts."""
     batch = plugin.batch
     logits = logits_output.next_token_logits
     if batch is None or logits.shape[0] != len(batch.reqs) or return_logprob:
-        return original(  # a draft model's own sampling, or a caller of SGLang's own API
-            sampler,
-            logits_output,
-            sampling_info,
-            return_logprob,
-            top_logprobs_nums,
-            token_ids_logprobs,
-            positions,
-            **kwargs,
-        )
+        # a draft model's own sampling, or a caller of SGLang's own API
+        asked = (return_logprob, top_logprobs_nums, token_ids_logprobs)
+        return original(sampler, logits_output, sampling_info, *asked, positions)
 
     ready = sampler._preprocess_logits(logits, sampling_info)
     # the request's last token
     roots = torch.zeros(len(batch.reqs), 1, dtype=torch.int64, device=logits.device)
     drawn, tracked = plugin.draw(batch.reqs, ready, positions + 1, roots)
-    lengths = torch.ones(len(tracked), dtype=torch.int64, device=logits.device)
-    accepted = Accepted(
-        torch.zeros(len(tracked), 1, dtype=torch.int64, device=logits.device), lengths
-    )
+    accepted = Accepted(roots, torch.ones_like(roots[:, 0]))
     plugin.keep(pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.origin))
     return drawn.tokens
 
@@ -296,13 +286,10 @@ def verify_hook(
     logits_output: Any,
     grammar_mask: Any = None,
     uno_target_max_top_k: int | None = None,
-    **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """AROUND eagle_sample: select the accepted nodes of each tree and the token after each node."""
     if batch.forward_mode.is_idle():
-        return original(
-            verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, **kwargs
-        )
+        return original(verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k)
     size, nodes = len(batch.reqs), verify_input.draft_token_num
     logits = logits_output.next_token_logits
     if batch.sampling_info.logit_bias is not None:
@@ -323,7 +310,7 @@ def verify_hook(
 
     first = positions.view(size, nodes)[:, 0] + 1
     plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.origin))
-    plugin.verified(verify_input, batch, logits_output, *outcome)
+    capture.verified(plugin, verify_input, batch, logits_output, *outcome)
     return outcome
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
+from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import drafting
 
 MB = 1 << 20
 LEAVING_BYTES = 256 * MB
@@ -68,14 +68,6 @@ class Gathered:
         return self.hidden.numel() * self.hidden.element_size()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Leaving:
-    """Rows of one ended request that are not in the ring yet."""
-
-    request_id: int
-    gathered: Gathered
-
-
 class SlotRows:
     """One row per KV slot on the engine's device. The KV pool bounds its size, not the requests.
 
@@ -107,7 +99,8 @@ class SlotRows:
         self.version = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
         # verified in a round without drafts, and not read by the drafter since
         self.unread = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        self.leaving: deque[Leaving] = deque()
+        # request id and rows of ended requests that are not in the ring yet
+        self.leaving: deque[tuple[int, Gathered]] = deque()
         self.rows_dropped = 0  # dropped because too many rows were in transit
         self._cuda = device.type == "cuda"
         if self._cuda:
@@ -186,7 +179,7 @@ class SlotRows:
         """Number of rows that may start their copy to the host now."""
         if not self._cuda:
             return self.slots
-        under_way = sum(one.gathered.nbytes for one in self.leaving)
+        under_way = sum(gathered.nbytes for _, gathered in self.leaving)
         return max(0, (LEAVING_BYTES - under_way) // (self.width * self.hidden.element_size()))
 
     def _before_write(self) -> None:
@@ -304,10 +297,6 @@ def _read(plugin: Any, worker: Any, batch: Any, slots: Tensor, reading: Reading)
     """Run one forward of the drafter over one reading; returns the proposals behind its last
     tokens.
     """
-    from sglang.srt.layers.moe.utils import (
-        speculative_moe_a2a_backend_context,
-        speculative_moe_backend_context,
-    )
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     stored: SlotRows = plugin.slot_rows
@@ -326,11 +315,8 @@ def _read(plugin: Any, worker: Any, batch: Any, slots: Tensor, reading: Reading)
     one.return_logprob = False
     states = _entering(plugin, stored.hidden[mine])
     nexts = _next_tokens(stored, batch, slots, one.seq_lens)
-    drafter = worker.draft_worker
-    with ExitStack() as contexts:  # SGLang itself calls its drafter in these contexts
-        contexts.enter_context(speculative_moe_backend_context())
-        contexts.enter_context(speculative_moe_a2a_backend_context())
-        proposals = drafter._draft_extend_for_prefill(one, states, nexts)
+    with drafting():
+        proposals = worker.draft_worker._draft_extend_for_prefill(one, states, nexts)
     stored.mark_read(mine)
     return proposals
 

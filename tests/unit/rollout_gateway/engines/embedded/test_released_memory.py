@@ -12,9 +12,9 @@ from live_memory import live_bytes, resident_bytes
 from random_models import save_random
 
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.services.rollout_gateway.engines.nouns import MemoryTag, PauseMode, Request
+from paceline.services.rollout_gateway.engines.nouns import PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import Target, VersionSet
 
@@ -50,7 +50,7 @@ def build(model_dir: Path, **settings: object) -> Engine:
         "memory_saver": True,
         **settings,
     }
-    return build_embedded(EmbeddedSpec.model_validate(given))
+    return EmbeddedEngine(EmbeddedSpec.model_validate(given))
 
 
 def answer(engine: Engine, prompt: int = 8) -> tuple[int, ...]:
@@ -66,14 +66,14 @@ def answer(engine: Engine, prompt: int = 8) -> tuple[int, ...]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("profile", ["", "int8_w8a8"])
 def test_released_weights_leave_the_process_and_come_back(model_dir: Path, profile: str) -> None:
-    engine = build(model_dir, profile=profile)
+    engine = build(model_dir, profile=profile, max_sequence_tokens=32)
     expected = answer(engine)
     held, resident = live_bytes(), resident_bytes()
-    freed = engine.release_memory((MemoryTag.WEIGHTS,))
+    freed = engine.release_memory()
     assert freed > 50 * MIB
     assert live_bytes() == held - freed
     assert resident_bytes() < resident - 0.9 * freed
-    engine.resume_memory(())
+    engine.resume_memory()
     assert live_bytes() == held
     assert abs(resident_bytes() - resident) < 0.2 * freed
     assert answer(engine) == expected
@@ -82,13 +82,13 @@ def test_released_weights_leave_the_process_and_come_back(model_dir: Path, profi
 def test_a_version_staged_and_served_while_weights_are_released_is_held_once(
     model_dir: Path,
 ) -> None:
-    engine = build(model_dir)
+    engine = build(model_dir, max_sequence_tokens=32)
     held, resident = live_bytes(), resident_bytes()
-    freed = engine.release_memory((MemoryTag.WEIGHTS,))
+    freed = engine.release_memory()
     engine.prepare_weights(Target.POLICY, 1, model_dir)
     engine.commit_weights(VersionSet(1, 1, 0), PauseMode.RETRACT)
     assert live_bytes() == held - freed
-    engine.resume_memory(())
+    engine.resume_memory()
     assert live_bytes() == held
     assert abs(resident_bytes() - resident) < 0.2 * freed
 
@@ -99,12 +99,12 @@ def test_a_released_cache_leaves_the_process_and_comes_back_empty(model_dir: Pat
     for _ in range(2):  # a slot's pages are resident once they were written
         answer(engine, prompt=CAPACITY - 8)
     resident = resident_bytes()
-    freed = engine.release_memory((MemoryTag.KV_CACHE,))
+    freed = engine.release_memory()
     keys_and_values = 2 * SLOTS * CAPACITY * 2 * 512 * 4
     assert freed >= keys_and_values
     assert live_bytes() == held - freed
     assert resident_bytes() < resident - 0.9 * freed / SLOTS
-    engine.resume_memory(())
+    engine.resume_memory()
     assert live_bytes() == held
     assert len(answer(engine)) == 4
 
@@ -116,7 +116,7 @@ def test_all_released_memory_is_all_but_what_the_drafter_and_the_tables_hold(
     before = live_bytes()
     engine = build(model_dir)
     held = live_bytes() - before
-    freed = engine.release_memory(())
+    freed = engine.release_memory()
     left = live_bytes() - before
     assert left == held - freed
     assert left < ROTATION_BYTES

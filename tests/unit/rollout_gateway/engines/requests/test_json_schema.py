@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import InvalidInput, MissingCapability, TrainabilityError
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.calls.planner import check_request
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.embedded.verify import Grammars, Nodes
@@ -104,7 +103,7 @@ def build(model_dir: Path = POLICY, **settings: Any) -> EmbeddedEngine:
         "max_sequence_tokens": 300,
         **settings,
     }
-    engine = build_embedded(EmbeddedSpec.model_validate(spec))
+    engine = EmbeddedEngine(EmbeddedSpec.model_validate(spec))
     assert isinstance(engine, EmbeddedEngine)
     return engine
 

@@ -17,7 +17,6 @@ from random_models import save_random
 from transformers import PreTrainedModel
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
@@ -192,7 +191,7 @@ def generate(
         "max_sequence_tokens": 96,
     }
     spec = EmbeddedSpec.model_validate({**settings, "bandit": {"epsilon": 1.0}})
-    engine = build_embedded(spec)
+    engine = EmbeddedEngine(spec)
     engine.force_arm(arm)
     for one in requests:
         engine.enqueue(one)
@@ -281,7 +280,7 @@ def test_every_arm_and_a_rebuilt_cache_give_the_tokens_of_plain_decoding(
 def test_the_engine_drops_counts_of_requests_that_ended_or_were_aborted(
     model: PreTrainedModel, model_dir: Path
 ) -> None:
-    engine = build_embedded(
+    engine = EmbeddedEngine(
         EmbeddedSpec.model_validate({"model_dir": str(model_dir), "max_sequence_tokens": 96})
     )
     assert isinstance(engine, EmbeddedEngine)

@@ -19,7 +19,7 @@ from paceline.models.config import read_config
 from paceline.services.rollout_gateway.chat.parse import ChatParser
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FORMATS, tool_format
-from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
 from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks, forbid_
@@ -63,7 +63,7 @@ def engine() -> Iterator[Any]:
         max_batch=4,
         max_sequence_tokens=400,
     )
-    engine = build_embedded(spec)
+    engine = EmbeddedEngine(spec)
     yield engine
     engine.close()
 
