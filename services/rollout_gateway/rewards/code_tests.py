@@ -36,6 +36,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRule
 from paceline.services.rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
@@ -83,7 +84,7 @@ class _Asked:
         return sum(statement.test is not None for statement in self.statements)
 
 
-class CodeTests:
+class CodeTests(RewardRule):
     """Share of the tests that the response's last fenced code block passes. Without a block, the
     whole text is the code.
 
@@ -136,16 +137,10 @@ class CodeTests:
         if not asked.test_count:
             return 0
         nonce = secrets.token_hex(8)
-        statements = [asdict(statement) for statement in asked.statements]
-        orders = json.dumps(
-            {
-                "nonce": nonce,
-                "statements": statements,
-                "modules": asked.modules,
-                "entry_point": asked.entry_point,
-            }
-        )
-        result = await self._sandbox.run(self._harness, stdin=orders, files={CANDIDATE_FILE: code})
+        orders = {"nonce": nonce, **asdict(asked)}
+        del orders["cases"]  # expected outputs never enter the sandbox
+        stdin = json.dumps(orders)
+        result = await self._sandbox.run(self._harness, stdin=stdin, files={CANDIDATE_FILE: code})
         if not result.stdout.startswith(f"{READY}\n"):
             raise Unavailable(
                 "the tests' own process did not start",

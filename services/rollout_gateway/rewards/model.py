@@ -7,20 +7,18 @@ at a URL.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
+from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway import environments, rewards
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import ModelRewardConfig
-from paceline.services.rollout_gateway.rewards import child, pipes
+from paceline.services.rollout_gateway.rewards import child, child_program
 
-MODULE = "paceline.services.rollout_gateway.rewards.reward_model"
-START_S = 600.0
+MODEL = "paceline.services.rollout_gateway.rewards.reward_model:RewardModel"
+LOAD_S = 600.0
 """Maximum seconds to load a model."""
 
 
@@ -32,7 +30,7 @@ class _Waiting:
     answer: asyncio.Future[float | None]
 
 
-class ModelReward:
+class ModelReward(rewards.RewardRule):
     """Runs one batch at a time; episodes that arrive meanwhile form the next batch."""
 
     def __init__(self, config: ModelRewardConfig) -> None:
@@ -41,9 +39,9 @@ class ModelReward:
         self._config = config
         self._waiting: deque[_Waiting] = deque()
         self._worker: asyncio.Task[None] | None = None
-        names = ("model", "threads", "max_tokens")
-        settings = json.dumps({name: getattr(config, name) for name in names})
-        self._place = child.ChildPlace(MODULE, (settings,), START_S)
+        settings = config.model_dump(include={"model", "threads", "max_tokens"})
+        self._model = child_program.Load(MODEL, settings)
+        self._place = child.ChildPlace(LOAD_S)
 
     @property
     def pids(self) -> list[int]:
@@ -52,7 +50,7 @@ class ModelReward:
 
     async def prepare(self) -> None:
         """Load the model. Raises ConfigError when it is no reward model, Unavailable."""
-        await self._place.with_child(_nothing)
+        await self._place.score(self._model)
 
     async def score(self, episode: environments.Episode) -> float | None:
         """The model's scalar.
@@ -95,25 +93,18 @@ class ModelReward:
         return batch
 
     async def _score(self, batch: list[_Waiting]) -> None:
-        request = pipes.ScoreEpisodes("", tuple(one.episode for one in batch))
-        ask = partial(self._place.ask, request, self._config.deadline_s)
+        episodes = [one.episode for one in batch]
         try:
-            answer = await self._place.with_child(ask)
-        except DeadlineExceeded as error:
-            raise Unavailable(
-                "the reward model took too long and was ended", seen=error.seen
-            ) from error
-        if not isinstance(answer, pipes.Rewards):
-            raise Unavailable("the reward model failed", seen=answer)
+            answer = await self._place.score(self._model, episodes, self._config.deadline_s)
+        except rewards.Unscored as error:
+            raise Unavailable("the reward model took too long", seen=error) from error
+        if isinstance(answer, child_program.Raised):
+            raise Unavailable("the reward model failed", seen=answer.text)
         for one, given in zip(batch, answer.values, strict=True):
-            if isinstance(given, pipes.Raised):
+            if isinstance(given, child_program.Raised):
                 _fail(one, rewards.Unscored("exception", given.text))
             elif not one.answer.done():
                 one.answer.set_result(given)
-
-
-async def _nothing() -> None:
-    return None
 
 
 def check_directory(model: str) -> None:
@@ -128,9 +119,8 @@ def check_directory(model: str) -> None:
         )
 
     if not any(path.glob("*.safetensors")):
-        found = ", ".join(
-            sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
-        )
+        pickled = (file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        found = ", ".join(sorted(pickled))
         raise ConfigError(
             "gateway.rewards.model.model has no safetensors; pickled weights are not loaded, they "
             "can run code",

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 from asyncio.subprocess import PIPE
@@ -103,11 +102,16 @@ class Sandbox:
         for layers in _LAYERS[self.config.isolation]:
             failure = await self._trial(layers)
             if not failure:
-                _tell(layers, failures)
+                if layers:
+                    by = "+".join(layers)
+                    log.info("model code is isolated", by=by, unavailable=failures)
+                else:
+                    message = "model code runs with limits only: it reads files and opens sockets"
+                    log.warning(message, tried=failures)
                 return layers
             failures.append(f"{'+'.join(layers) or 'limits'}: {failure}")
         raise ConfigError(
-            f"code of models cannot be shut in here by isolation {self.config.isolation!r}",
+            f"isolation {self.config.isolation!r} of model code is unavailable on this host",
             seen="; ".join(failures),
             allowed="a machine with these layers and memory enough for Python, or another "
             'gateway.rewards.sandbox.isolation; "limits" bounds time, memory and output alone: '
@@ -165,18 +169,9 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
     Raises Unavailable.
     """
     try:
-        child = await Child.execute(
-            _python(),
-            "-I",
-            "-S",
-            "-c",
-            _START,
-            str(Path(__file__).parent),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env={"PYTHONUTF8": "1"},
-        )
+        command = (_python(), "-I", "-S", "-c", _START, str(Path(__file__).parent))
+        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE}
+        child = await Child.execute(*command, env={"PYTHONUTF8": "1"}, **pipes)
     except OSError as error:
         raise Unavailable("no launcher of a sandbox could be started", seen=error) from error
 
@@ -219,35 +214,14 @@ def _python() -> str:
     """The interpreter itself instead of a virtual environment's, whose packages are not for the
     code.
     """
-    return os.path.realpath(
-        getattr(sys, "_base_executable", "") or shutil.which("python3") or sys.executable
-    )
+    return os.path.realpath(sys._base_executable)
 
 
 def checked_files(files: Mapping[str, str]) -> dict[str, str]:
     """Files of a program. Raises InvalidInput for a path outside its directory."""
     for name in files:
-        path = PurePosixPath(name)
-        if (
-            not path.parts
-            or path.is_absolute()
-            or ".." in path.parts
-            or name == CODE_FILE
-            or "\0" in name
-        ):
-            raise InvalidInput(
-                "a file of a sandbox",
-                seen=repr(name),
-                allowed=f"relative paths other than {CODE_FILE}",
-            )
+        parts = PurePosixPath(name).parts
+        if not parts or {"/", "//", ".."} & {*parts} or name == CODE_FILE or "\0" in name:
+            allowed = f"relative paths other than {CODE_FILE}"
+            raise InvalidInput("the path of a sandbox's file", seen=repr(name), allowed=allowed)
     return dict(files)
-
-
-def _tell(layers: tuple[str, ...], failures: list[str]) -> None:
-    if layers:
-        log.info("code of models is shut in", by="+".join(layers), not_to_be_had=failures)
-    else:
-        log.warning(
-            "code of models runs with limits alone: it can read files and open sockets",
-            tried=failures,
-        )

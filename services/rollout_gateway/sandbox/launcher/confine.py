@@ -55,9 +55,8 @@ def become(user: int | None, *, read_everything: bool) -> None:
     linux.prctl(linux.PR_CAP_AMBIENT, linux.PR_CAP_AMBIENT_CLEAR_ALL)
     if user is not None:
         linux.prctl(linux.PR_SET_KEEPCAPS, 1)
-        with contextlib.suppress(
-            PermissionError
-        ):  # a user namespace made without root forbids it; groups then map to none
+        # a user namespace made without root forbids it; groups then map to none
+        with contextlib.suppress(PermissionError):
             os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
@@ -66,11 +65,6 @@ def become(user: int | None, *, read_everything: bool) -> None:
     if kept:
         linux.prctl(linux.PR_CAP_AMBIENT, linux.PR_CAP_AMBIENT_RAISE, linux.CAP_DAC_READ_SEARCH)
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-
-
-def id_map(user: int | None, own: int) -> str:
-    """Lines of a namespace's map: 0 is a root launcher, 1 is the code."""
-    return f"0 0 1\n1 {user} 1\n" if user is not None else f"1 {own} 1\n"
 
 
 def tasks_of(user: int) -> int:
@@ -195,11 +189,13 @@ class Confinement:
         os.waitpid(child, 0)
 
     def _map_ids(self, child: int) -> None:
-        folder = Path(f"/proc/{child}")
-        if self._own_id is None:
+        folder, user = Path(f"/proc/{child}"), self._own_id
+        if user is None:
             (folder / "setgroups").write_text("deny")
-        (folder / "uid_map").write_text(id_map(self._own_id, os.geteuid()))
-        (folder / "gid_map").write_text(id_map(self._own_id, os.getegid()))
+        for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+            # 0 is a root launcher, 1 is the code
+            ids = f"1 {own} 1\n" if user is None else f"0 0 1\n1 {user} 1\n"
+            (folder / name).write_text(ids)
 
     def _broker(self, asked: int, answered: int) -> None:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -230,11 +226,8 @@ class Confinement:
             if pid == child:
                 break
 
-        ended = {
-            "exit_code": os.waitstatus_to_exitcode(status),
-            "cpu_s": used.ru_utime + used.ru_stime,
-        }
-        _report(self._ends.report, ended)
+        exit_code, cpu_s = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+        _report(self._ends.report, {"exit_code": exit_code, "cpu_s": cpu_s})
 
     def _fill(self, box: str) -> None:
         for name, text in {**self._request.files, CODE_FILE: self._request.code}.items():
@@ -270,7 +263,10 @@ class Confinement:
                 scoped = landlock.scopes_signals(landlock.abi())
         if "seccomp" in self._request.layers:
             with _layer("seccomp"):
-                seccomp.install(alone=self._spaces, signals_are_scoped=scoped)
+                machine, pid = os.uname().machine, os.getpid()
+                seccomp.install(
+                    seccomp.program(machine, alone=self._spaces, signals_are_scoped=scoped, pid=pid)
+                )
         _report(self._ends.report, {"started": True})
         replace_process()
 

@@ -47,10 +47,8 @@ class _Launcher:
 
     def __init__(self, request: RunRequest) -> None:
         self._request = request
-        self._outputs = {
-            output.reader: output
-            for output in (_Output(request.output_bytes), _Output(request.output_bytes))
-        }
+        outputs = [_Output(request.output_bytes) for _ in ("stdout", "stderr")]
+        self._outputs = {output.reader: output for output in outputs}
         self._report_reader, self._report_writer = os.pipe()
         self._report = b""
         self._wake_reader, self._wake_writer = os.pipe()
@@ -146,22 +144,15 @@ class _Launcher:
         for line in self._report.splitlines():
             lines |= json.loads(line)
         if "failed" in lines or "started" not in lines:
-            return SandboxResult(
-                failed=str(lines.get("failed", "the sandbox ended before the code began"))
-            )
+            failed = lines.get("failed", "the sandbox ended before the code began")
+            return SandboxResult(failed=str(failed))
 
         exit_code, cpu_s = lines.get("exit_code", -signal.SIGKILL), lines.get("cpu_s", 0.0)
         if not isinstance(exit_code, int) or not isinstance(cpu_s, float):
             return SandboxResult(failed=f"the sandbox's report is broken: {self._report[:200]!r}")
         out, err = self._outputs.values()
-        return SandboxResult(
-            out.text,
-            err.text,
-            out.truncated or err.truncated,
-            exit_code,
-            self._reason(exit_code, cpu_s),
-            self._seconds,
-        )
+        truncated, reason = out.truncated or err.truncated, self._reason(exit_code, cpu_s)
+        return SandboxResult(out.text, err.text, truncated, exit_code, reason, self._seconds)
 
     def _reason(self, exit_code: int, cpu_s: float) -> str:
         if self._stopped_by:
@@ -193,7 +184,8 @@ def main() -> None:
     if os.getppid() != request.parent:
         return
     try:
-        processes.adopt_orphans()
+        os.stat("/proc/thread-self/children")  # kill_all needs it
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         answer = _Launcher(request).run()
     except OSError as error:
         answer = SandboxResult(failed=f"{type(error).__name__}: {error}")

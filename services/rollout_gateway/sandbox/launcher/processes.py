@@ -13,17 +13,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from . import linux
 from .request import RunRequest
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of orphaned descendants.
-
-    Raises OSError, also if the kernel does not report children of processes.
-    """
-    os.stat("/proc/thread-self/children")
-    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_all(group: int, sweep: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The system-call filter as a BPF program; its lists are in linux.py.
+"""The system-call filter as a BPF program; its lists are in system_calls.csv.
 
 It refuses calls known to reach outside and permits the rest, so that any Python runs. Landlock
 governs files.
@@ -8,19 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import struct
 from collections.abc import Mapping, Sequence
 
 from . import linux
-from .linux import (
-    ALL_NAMESPACES,
-    MACHINE,
-    PR_SET_DUMPABLE,
-    PR_SET_SECCOMP,
-    PR_SET_THP_DISABLE,
-    prctl,
-)
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MODE_FILTER = 2
@@ -41,11 +32,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def _refuse(number: int, error: int = errno.EPERM) -> list[Instruction]:
-    return [(_JUMP_EQUAL, 0, 1, number), _return_error(error)]
-
-
-def _return_error(number: int) -> Instruction:
-    return (_RETURN, 0, 0, _ERRNO | number)
+    return [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
 
 
 def _check(number: int, *conditions: list[Instruction]) -> list[Instruction]:
@@ -55,7 +42,11 @@ def _check(number: int, *conditions: list[Instruction]) -> list[Instruction]:
 
 
 def _is(argument: int, value: int, mask: int = 0xFFFFFFFF) -> list[Instruction]:
-    return [*_masked(argument, mask), (_JUMP_EQUAL, 1, 0, value), _return_error(errno.EPERM)]
+    return [
+        *_masked(argument, mask),
+        (_JUMP_EQUAL, 1, 0, value),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+    ]
 
 
 def _is_none_of(argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) -> list[Instruction]:
@@ -69,7 +60,7 @@ def _masked(argument: int, mask: int) -> list[Instruction]:
 
 def _conditions(known: Mapping[str, int]) -> list[Instruction]:
     checks: Mapping[str, list[list[Instruction]]] = {
-        "clone": [_is(0, 0, mask=ALL_NAMESPACES)],
+        "clone": [_is(0, 0, mask=linux.ALL_NAMESPACES)],
         # a datagram socket of a pair can still send to any address
         "socketpair": [_is(0, _AF_UNIX), _is(1, _SOCK_STREAM, mask=_SOCKET_TYPE)],
         "prlimit64": [_is(0, 0)],
@@ -81,7 +72,7 @@ def _conditions(known: Mapping[str, int]) -> list[Instruction]:
         "fcntl": [_is_none_of(1, _FILE_COMMANDS)],
         "ioctl": [_is_none_of(1, _SOCKET_OWNERS)],
         # its size and its huge pages stay unchanged
-        "prctl": [_is_none_of(0, [PR_SET_DUMPABLE, PR_SET_THP_DISABLE])],
+        "prctl": [_is_none_of(0, [linux.PR_SET_DUMPABLE, linux.PR_SET_THP_DISABLE])],
     }
     return [one for name, asked in checks.items() for one in _check(known[name], *asked)]
 
@@ -91,22 +82,22 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
 
     Raises OSError for an unknown architecture.
     """
-    refused = dict(linux.ALWAYS)
+    refused = [linux.ALWAYS]
     if not alone:
-        refused |= linux.SHARED_SYSTEM
+        refused.append(linux.SHARED)
         if not signals_are_scoped:
-            refused |= linux.SIGNALS
+            refused.append(linux.SIGNALS)
 
-    known = linux.numbers(machine, linux.WITH_CONDITIONS)
+    known = linux.numbers(machine, linux.ARGUMENTS)
     filter_ = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
         (_JUMP_AT_LEAST, 0, 1, linux.UNKNOWN),  # x32's numbers too
-        _return_error(errno.ENOSYS),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
     ]
-    for number in linux.numbers(machine, refused).values():
+    for number in linux.numbers(machine, *refused).values():
         filter_ += _refuse(number)
     # its flags are in memory; libc then uses clone
     filter_ += _refuse(known["clone3"], errno.ENOSYS)
@@ -117,14 +108,9 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
     return [*filter_, (_RETURN, 0, 0, _ALLOW)]
 
 
-def install(*, alone: bool, signals_are_scoped: bool) -> None:
+def install(instructions: Sequence[Instruction]) -> None:
     """Filters this process and its children from now on; needs no_new_privs. Raises OSError."""
-    apply(program(MACHINE, alone=alone, signals_are_scoped=signals_are_scoped, pid=os.getpid()))
-
-
-def apply(instructions: Sequence[Instruction]) -> None:
-    """Installs a filter for this process and its children. Raises OSError."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
-    prctl(PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(header))
+    linux.prctl(linux.PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(header))

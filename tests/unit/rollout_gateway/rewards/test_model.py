@@ -32,7 +32,7 @@ from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.config import ModelRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards import RewardRule
-from paceline.services.rollout_gateway.rewards.pipes import Raised, Rewards, ScoreEpisodes
+from paceline.services.rollout_gateway.rewards.child_program import Raised
 from paceline.services.rollout_gateway.rewards.reward_model import RewardModel
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
@@ -112,9 +112,7 @@ def said(text: str, *messages: Message) -> Episode:
 
 
 def answers(model: RewardModel, *episodes: Episode) -> tuple[Any, ...]:
-    answer = model.answer(ScoreEpisodes("", episodes))
-    assert isinstance(answer, Rewards)
-    return answer.values
+    return model.score_batch(episodes)
 
 
 TEXTS = ["#6", "#7", "48-18=30#6", "#" * 30, "é", "6 6", "#66", "= #1"]
@@ -239,20 +237,22 @@ async def test_the_model_scores_in_a_process_of_its_own(
 
 
 STAND_IN = """
-import os, sys, time
-from paceline.services.rollout_gateway.rewards.pipes import Raised, Rewards, serve, take_pipes
+import os, time
+from paceline.services.rollout_gateway.rewards.child_program import BatchRule, Raised
 
-def answer(request):
-    texts = [episode.text for episode in request.episodes]
-    if "fail" in texts:
-        raise RuntimeError("out of memory")
-    if "die" in texts:
-        os._exit(1)
-    if "hang" in texts:
-        time.sleep(1000)
-    return Rewards(tuple(Raised(text) if text == "odd" else float(len(texts)) for text in texts))
+class StandIn(BatchRule):
+    def __init__(self, model, threads, max_tokens):
+        pass
 
-serve(answer, *take_pipes())
+    def score_batch(self, episodes):
+        texts = [episode.text for episode in episodes]
+        if "fail" in texts:
+            raise RuntimeError("out of memory")
+        if "die" in texts:
+            os._exit(1)
+        if "hang" in texts:
+            time.sleep(1000)
+        return tuple(Raised(text) if text == "odd" else float(len(texts)) for text in texts)
 """
 
 
@@ -271,7 +271,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float) ->
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr("paceline.services.rollout_gateway.rewards.model.MODULE", "stand_in")
+    monkeypatch.setattr("paceline.services.rollout_gateway.rewards.model.MODEL", "stand_in:StandIn")
     monkeypatch.setattr(ModelRewardConfig, "max_batch", 4)
     return rules_of(tmp_path, deadline_s=deadline_s)
 

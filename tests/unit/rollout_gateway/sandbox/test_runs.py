@@ -227,7 +227,7 @@ for layer in sys.argv[2:]:
         refused = [] if argument is None else seccomp._is_none_of(0, [argument[1]], argument[1])
         filter_ += seccomp._refuse(number) if argument is None else seccomp._check(number, refused)
 linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-seccomp.apply([*filter_, (0x06, 0, 0, 0x7FFF0000)])
+seccomp.install([*filter_, (0x06, 0, 0, 0x7FFF0000)])
 try:
     print(*asyncio.run(Sandbox(SandboxConfig(isolation=sys.argv[1])).layers()))
 except ConfigError as error:
