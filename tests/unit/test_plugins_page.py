@@ -24,7 +24,8 @@ from paceline.services.policy_trainer.batches.batcher import Batcher
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.environments import ChatTurn, Episode, EpisodeTask, TextTurn
 from paceline.services.rollout_gateway.environments.kinds import (
-    Interactions,
+    begin_interaction,
+    interaction_class,
     reply_of,
 )
 from paceline.services.rollout_gateway.environments.table import Equipment, environment
@@ -116,10 +117,9 @@ async def test_the_environment_asks_twice(examples: dict[str, str]) -> None:
 
 
 async def test_the_user_scores_and_ends_the_dialogue(examples: dict[str, str]) -> None:
-    own = Interactions({"teacher": examples["gateway.interactions.teacher"]})
-    asked = EpisodeTask("t", "6*7=", "42")
-    user = own.of(asked)
-    assert user is not None
+    own = interaction_class({"teacher": examples["gateway.interactions.teacher"]}, {})
+    assert own is not None
+    user = begin_interaction(own, EpisodeTask("t", "6*7=", "42"))
     replies = [await reply_of(user, [Message("assistant", said)]) for said in ("1", "2", "3", "42")]
     assert [one.reward for one in replies] == [0.0, 0.0, 0.0, 1.0]
     assert [one.ends for one in replies] == [False, False, True, True]

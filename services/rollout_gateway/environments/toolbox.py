@@ -53,19 +53,21 @@ class ToolServer:
                 seen=", ".join(missing),
                 allowed=", ".join(listed) or "none: the server has no tools",
             )
+        found = [listed[name] for name in wanted]
         return {
-            name: Tool(
-                name,
-                listed[name].description or "",
-                listed[name].input_schema,
-                partial(self._call, name),
+            one.name: Tool(
+                one.name, one.description or "", one.input_schema, partial(self._call, one.name)
             )
-            for name in wanted
+            for one in found
         }
 
     async def stop(self) -> None:
         """End the server's process or the connection."""
-        await self._leave()
+        self._over.set()
+        if self._held is not None:
+            _, late = await asyncio.wait((self._held,), timeout=self._config.deadline_s)
+            if late:
+                await cancel(self._held)
 
     async def _call(self, name: str, arguments: Any) -> str:
         if not isinstance(arguments, dict):
@@ -94,7 +96,7 @@ class ToolServer:
         except Exception as error:  # noqa: BLE001  # as above
             log.warning("a tool server was lost", server=self._name, error=repr(error))
             if client is self._client:
-                await self._leave()
+                await self.stop()
             return True
         return False
 
@@ -124,12 +126,11 @@ class ToolServer:
             if ready.done():
                 log.warning("a tool server was lost", server=self._name, error=repr(error))
                 return
-            if isinstance(error, ConfigError):
-                ready.set_exception(error)
-                return
-            fault = ConfigError if self._client is None else Unavailable
-            message = f"the tool server {self._name} cannot be used: {_first(error)}"
-            ready.set_exception(fault(message, seen=self._config.place))
+            if not isinstance(error, ConfigError):
+                fault = ConfigError if self._client is None else Unavailable
+                message = f"the tool server {self._name} cannot be used: {_first(error)}"
+                error = fault(message, seen=self._config.place)
+            ready.set_exception(error)
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
@@ -170,33 +171,16 @@ class ToolServer:
             )
         return {"Authorization": f"Bearer {token}"}
 
-    def _deadline(self, what: str) -> _Deadline:
-        return _Deadline(self._config.deadline_s, f"the tool server {self._name} {what} in time")
-
-    async def _leave(self) -> None:
-        self._over.set()
-        if self._held is not None:
-            _, late = await asyncio.wait((self._held,), timeout=self._config.deadline_s)
-            if late:
-                await cancel(self._held)
-
-
-class _Deadline:
-    """An `asyncio.timeout` that raises Unavailable with a message about the late operation."""
-
-    def __init__(self, seconds: float, message: str) -> None:
-        self._timeout = asyncio.timeout(patient(seconds))
-        self._seconds = seconds
-        self._message = message
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *exception: Any) -> None:
+    @asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[None]:
+        """Raises Unavailable with the late operation when the block takes too long."""
+        seconds = self._config.deadline_s
         try:
-            await self._timeout.__aexit__(*exception)
+            async with asyncio.timeout(patient(seconds)):
+                yield
         except TimeoutError as error:
-            raise Unavailable(self._message, seen=f"{self._seconds:g} s") from error
+            message = f"the tool server {self._name} {what} in time"
+            raise Unavailable(message, seen=f"{seconds:g} s") from error
 
 
 def _first(error: BaseException) -> str:
@@ -216,7 +200,7 @@ class Toolbox:
         servers: Mapping[str, ToolServerConfig] | None = None,
     ) -> None:
         """Without a sandbox there is no tool `python`. `own`: name -> import path."""
-        self._sandbox = sandbox
+        self.sandbox = sandbox
         self._own = own or {}
         self._servers = [ToolServer(name, config) for name, config in (servers or {}).items()]
         self._turn = asyncio.Lock()
@@ -234,7 +218,7 @@ class Toolbox:
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     async def _opened(self) -> Mapping[str, Tool]:
-        found = [] if self._sandbox is None else [python(self._sandbox)]
+        found = [] if self.sandbox is None else [python(self.sandbox)]
         found += [own_tool(name, path) for name, path in self._own.items()]
         for server in self._servers:
             found += (await server.tools()).values()

@@ -97,11 +97,9 @@ async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
     """The answer to a call, at most MAX_ANSWER_CHARACTERS plus a note. Raises Unavailable."""
     try:
         if call.name not in tools:
-            raise ToolError(
-                f"there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}"
-            )
-        tool = tools[call.name]
-        return shortened(await tool.answer(_arguments(call.arguments)))
+            known = ", ".join(tools) or "none"
+            raise ToolError(f"there is no tool {call.name!r}; there are: {known}")
+        return shortened(await tools[call.name].answer(_arguments(call.arguments)))
     except ToolError as error:
         return shortened(f"error: {error}")
 
