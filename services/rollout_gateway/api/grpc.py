@@ -202,7 +202,7 @@ class RolloutServicer(RolloutServiceServicer):
         self, request: rpb.WatchTrafficRequest, context: Any
     ) -> AsyncIterator[rpb.WatchTrafficResponse]:
         gateway = self._gateway
-        with gateway.expiry.listening():
+        with gateway.lending.listening():
             await context.send_initial_metadata(())  # the caller now counts as listening
             async with aclosing(gateway.router.traffic.news()) as news:
                 async for waiting in news:

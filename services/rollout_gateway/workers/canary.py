@@ -146,7 +146,7 @@ class Canary:
                 raise
             finally:
                 if not process.lost.done():  # else the router places its requests again
-                    self._router.probes.give_out(seat)
+                    self._router.deliver_withheld(seat)
         return failed
 
     async def _failed(
@@ -179,7 +179,7 @@ class Canary:
 
     async def _drafted(self, seat: Seat, arm: str) -> Drafted | None:
         """Draft counts of an arm on the probes; None when the arm cannot draft."""
-        prompts = max(len(self._router.probes.prompts), 1)
+        prompts = max(len(self._router.prompts), 1)
         answers = await self._probe(seat, arm, self._config.tokens, prompts)
         if any(answer.error for answer in answers):
             return None
@@ -191,7 +191,7 @@ class Canary:
         """Answers to the newest prompts. Raises DeadlineExceeded."""
         ready = self._router.ready
         room = max(1, min(256, ready.max_sequence_tokens - tokens))
-        prompts = [*self._router.probes.prompts][-count:] or [_MADE_UP]
+        prompts = [*self._router.prompts][-count:] or [_MADE_UP]
         sampling = tpb.SamplingParams(temperature=1, max_tokens=tokens, seed=1, ignore_eos=True)
         requests = [
             pb.EngineRequest(
@@ -205,7 +205,7 @@ class Canary:
         ]
         process, seconds = seat.process, self._config.deadline_s
         clock = WorkClock(lambda: [process.pid] if process and process.pid else [])
-        answers = asyncio.ensure_future(self._router.probes.answers(seat, requests))
+        answers = asyncio.ensure_future(self._router.probe(seat, requests))
         try:
             if await clock.wait((answers,), seconds):
                 return answers.result()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import Protocol
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
 from paceline.local import launch, news
-from paceline.services.rollout_gateway import engine_config, metrics
+from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.engines.worker import ring, wire
-from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
+from paceline.services.rollout_gateway.workers.local import LocalWorkers
 from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import get_logger
@@ -53,17 +54,11 @@ class WorkerKeeper:
     """Keeps a worker in each place. Use on one event loop: start, stop."""
 
     def __init__(
-        self,
-        local: LocalWorkers,
-        config: engine_config.EngineConfig,
-        rows: RowShape | None,
-        seats: Sequence[Seat],
-        routing: Routing,
+        self, local: LocalWorkers, ready_s: float, seats: Sequence[Seat], routing: Routing
     ) -> None:
-        """`local`: closed by `stop`. `rows`: None when no consumer reads hidden states."""
+        """`local`: closed by `stop`. `ready_s`: deadline of a worker's start."""
         self._local = local
-        self._ready_s = config.ready_deadline_s
-        self._rows = rows
+        self._ready_s = ready_s
         self._seats = seats
         self._routing = routing
         self._keepers: list[asyncio.Task[None]] = []
@@ -108,14 +103,17 @@ class WorkerKeeper:
         return None
 
     async def _start_worker(self, seat: Seat) -> None:
-        """Start a worker that serves the committed versions."""
-        process = self._local.make(
-            seat.index,
-            lambda tokens, rows: self._routing.tokens(seat, tokens, rows),
-        )
+        """Start a worker that serves the committed versions.
+
+        Raises ConfigError when the engine's row layout differs from the ring's.
+        """
+        process = self._local.make(seat.index, partial(self._routing.tokens, seat))
         try:
             await process.start(self._ready_s)
-            self._check_rows(process.ready)
+            declared, layout = wire.rows_from(process.ready), self._local.layout
+            if layout is not None and declared != layout:
+                message = "the engine's rows do not fit their ring"
+                raise ConfigError(message, seen=declared, allowed=layout)
             self.ready = process.ready
             await self._routing.equip(seat, process)
         except BaseException:
@@ -124,14 +122,6 @@ class WorkerKeeper:
 
         seat.process = process
         self._routing.serves(seat)
-
-    def _check_rows(self, ready: pb.WorkerReady) -> None:
-        """Raises ConfigError when the engine's row layout differs from the ring's."""
-        declared = wire.rows_from(ready)
-        if self._rows is not None and declared != self._rows.layout:
-            raise ConfigError(
-                "the engine's rows do not fit their ring", seen=declared, allowed=self._rows.layout
-            )
 
     async def _keep(self, seat: Seat) -> None:
         """Replace the worker whenever it is lost or fails to start."""

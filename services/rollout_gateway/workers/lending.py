@@ -182,7 +182,11 @@ class Loans:
 
 
 class Lending:
-    """Serialises the leases: commands of an older lease are refused."""
+    """Serialises the leases: commands of an older lease are refused. Returns lent workers when no
+    coordinator has listened for as long as their lease may outlast it.
+
+    For use on one event loop.
+    """
 
     def __init__(self, loans: Loans, workers: int, guard: EpochGuard, file: Path | None) -> None:
         """guard: separate from the weights' guard, since a push under the previous lease stays
@@ -193,11 +197,11 @@ class Lending:
         self._workers = workers
         self._guard = guard
         self._turn = asyncio.Lock()
-        self.outlasts_s: float | None = None
-        """Seconds that leases outlast their coordinator; None while no worker is lent."""
+        self._outlasts_s: float | None = None  # None while no worker is lent
         self.epoch = 0  # of the newest lease
-        self.on_lent: Callable[[], None] = lambda: None
-        """Called when lent workers change."""
+        self._listeners = 1  # no coordinator can listen before `start`
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     def take_up(self) -> None:
         """Restore the leases of the previous process. Call before workers start.
@@ -226,8 +230,8 @@ class Lending:
             write_whole(self._file, json.dumps(noted))
 
     def _lent_for(self, outlasts_s: float | None) -> None:
-        self.outlasts_s = outlasts_s
-        self.on_lent()
+        self._outlasts_s = outlasts_s
+        self._renew()
 
     async def release(
         self,
@@ -278,77 +282,57 @@ class Lending:
             self._all_back()
         return back
 
-    async def expire(self, due: Callable[[], bool]) -> list[int]:
-        """End all leases without a command if `due` still returns True; returns the returned
-        workers.
-        """
-        async with self._turn:
-            if not due():
-                return []
-            back = await self._loans.take_back()
-            self._all_back()
-        return back
-
     def _all_back(self) -> None:
         self._note(())
         self._lent_for(None)
 
-
-class Expiry:
-    """Returns lent workers when no coordinator has listened for as long as their lease may outlast
-    it. For use on one event loop.
-    """
-
-    def __init__(self, lending: Lending) -> None:
-        self._lending = lending
-        self._listeners = 1  # no coordinator can listen before `start`
-        self._timer: asyncio.TimerHandle | None = None
-        self._ending: asyncio.Task[None] | None = None
-        lending.on_lent = self.renew
-
     def start(self) -> None:
         """Coordinators can listen from now on."""
         self._listeners -= 1
-        self.renew()
+        self._renew()
+
+    async def stop(self) -> None:
+        """Stop the expiry of leases for good."""
+        self._listeners += 1
+        self._renew()
+        await cancel(self._ending)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside the block the coordinator is connected, and no lease expires."""
         self._listeners += 1
-        self.renew()
+        self._renew()
         try:
             yield
         finally:
             self._listeners -= 1
-            self.renew()
+            self._renew()
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """Restart the timer; it runs while workers are lent and no coordinator listens."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._lending.outlasts_s is not None and not self._listeners:
+        if self._outlasts_s is not None and not self._listeners:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._lending.outlasts_s, self._expire)
-
-    async def stop(self) -> None:
-        """Stop expiry for good."""
-        self._listeners += 1
-        self.renew()
-        await cancel(self._ending)
+            self._timer = loop.call_later(self._outlasts_s, self._expire)
 
     def _expire(self) -> None:
-        self._ending = background(self._end(), "expiry of leases")
+        self._ending = background(self._end_leases(), "expiry of leases")
 
-    async def _end(self) -> None:
-        after_s = self._lending.outlasts_s
+    async def _end_leases(self) -> None:
+        after_s = self._outlasts_s
         try:
-            back = await self._lending.expire(lambda: not self._listeners)
+            async with self._turn:
+                if self._listeners:
+                    return
+                back = await self._loans.take_back()
+                self._all_back()
         except PacelineError as error:
             log.error("expired leases cannot be ended", error=str(error))
-            self.renew()
+            self._renew()
             return
         if back:
-            what = f"workers {back} serve again: their coordinator is gone for {after_s:g} s"
+            message = f"workers {back} serve again: their coordinator is gone for {after_s:g} s"
             log.warning("leases have expired", workers=back, after_s=after_s)
-            tell_supervisor("recovered", what)
+            tell_supervisor("recovered", message)

@@ -6,7 +6,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,12 @@ from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.local import checks, forking, processes, user_directory
 from paceline.plugins import import_object
-from paceline.services.rollout_gateway import engine_config, engines, features
+from paceline.services.rollout_gateway import engines, features
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines import nouns, worker
 from paceline.services.rollout_gateway.engines.settings import ModelSettings
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.services.rollout_gateway.workers.process import OnTokens, WorkerProcess
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """Size of each worker's ring and the content of its rows."""
-
-    rows: int
-    layout: nouns.RowLayout
-    value_bytes: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row's hidden state."""
-        return self.layout.width * self.value_bytes
 
 
 def own_cores(index: int, count: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
@@ -49,27 +34,17 @@ def own_cores(index: int, count: int, threads: int, cores: Sequence[int]) -> tup
 class LocalWorkers:
     """Makes the workers of this host, each in its own place: make, close."""
 
-    def __init__(
-        self,
-        config: engine_config.EngineConfig,
-        settings: dict[str, Any],
-        rows: RowShape | None,
-        heartbeat_s: float,
-        count: int,
-        forker: forking.Forker | None = None,
-    ) -> None:
-        """`settings`: of the engine's own class. `rows`: None when no hidden states are needed.
-        `count`: number of workers. `forker`: an already started forker of the engine's
-        modules; `close` ends it.
-        """
-        self._config = config
-        self._count = count
-        self._settings = settings
-        self._rows = rows
-        self._heartbeat_s = heartbeat_s
-        kind = engines.find_engine(config.kind)
+    def __init__(self, config: GatewayConfig, forker: forking.Forker | None = None) -> None:
+        """`forker`: an already started forker of the engine's modules; `close` ends it."""
+        self._config, self._count = config.engine, config.worker_count
+        self._settings = engine_settings(config)
+        self.layout = row_layout(config)
+        """Content of the hidden rows that workers capture; None when no consumer reads rows."""
+        self._value_bytes = features.ROW_DTYPES[config.features.dtype][1]
+        self._heartbeat_s = config.run.heartbeat_s
+        kind = engines.find_engine(self._config.kind)
         if kind.extra:
-            checks.require_extra(kind.extra, f"gateway.engine.kind={config.kind}")
+            checks.require_extra(kind.extra, f"gateway.engine.kind={self._config.kind}")
         self._forker = forker or forking.Forker(kind.forked, None)
         self._directory: Path | None = None
         self._context: zmq.Context[Any] = zmq.Context()
@@ -80,17 +55,17 @@ class LocalWorkers:
             self._directory = Path(
                 tempfile.mkdtemp(prefix="w-", dir=user_directory.socket_directory())
             )
-        rows = self._rows
-        ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
-        config = self._config
-        pinned = config.threads == 0
+        ring, config = None, self._config
+        if self.layout is not None:
+            ring = RowRing.create(RING_ROWS, self.layout.width * self._value_bytes)
+        cores: tuple[int, ...] = ()
+        if config.threads == 0:
+            cores = own_cores(index, self._count, config.threads, processes.core_numbers())
         spec = worker.WorkerSpec(
             worker_index=index,
             kind=config.kind,
             threads=config.threads,
-            cores=own_cores(index, self._count, config.threads, processes.core_numbers())
-            if pinned
-            else (),
+            cores=cores,
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )
@@ -162,20 +137,12 @@ def _script(config: GatewayConfig) -> dict[str, Any]:
     return {"tokenizer": str(tokenizer), **script}
 
 
-def row_shape(config: GatewayConfig) -> RowShape | None:
-    """Shape of the hidden rows that workers capture; None when no consumer reads rows."""
+def row_layout(config: GatewayConfig) -> nouns.RowLayout | None:
+    """Content of the hidden rows that workers capture; None when no consumer reads rows."""
     if not config.trajectories:
         return None
     if path := engines.find_engine(config.engine.kind).row_layout:
         layout: nouns.RowLayout = import_object(path)(engine_settings(config))
-    else:
-        model = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
-        layout = nouns.RowLayout.last(int(model.get("hidden_size", 0)))
-    return RowShape(RING_ROWS, layout, features.ROW_DTYPES[config.features.dtype][1])
-
-
-def local_workers(config: GatewayConfig, forker: forking.Forker | None = None) -> LocalWorkers:
-    """Makes the workers of a gateway. `forker`: see LocalWorkers."""
-    settings, rows = engine_settings(config), row_shape(config)
-    heartbeat_s, count = config.run.heartbeat_s, config.worker_count
-    return LocalWorkers(config.engine, settings, rows, heartbeat_s, count, forker)
+        return layout
+    model = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
+    return nouns.RowLayout.last(int(model.get("hidden_size", 0)))

@@ -1,11 +1,10 @@
-"""Selects the worker of a request, tracks idle time, sends probes and notices waiting callers."""
+"""Selects the worker of a request, tracks idle time and notices waiting callers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.rpc.progress import Activity
@@ -160,61 +159,6 @@ def _overloaded(held: Seat, kept: Sequence[Seat]) -> bool:
     return (
         bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK
     )
-
-
-PROMPTS_KEPT, PROMPT_TOKENS_KEPT = 4, 256
-
-
-class Probes:
-    """The gateway's own requests to the workers."""
-
-    def __init__(
-        self,
-        flush: Callable[[], None],
-        deliver: Callable[[Seat, Sequence[pb.TokenChunk]], None],
-        abort: Callable[[Generation], None],
-    ) -> None:
-        """flush: sends queued requests. deliver: delivers a worker's chunks. abort: ends a
-        request.
-        """
-        self._flush, self._deliver, self._abort = flush, deliver, abort
-        self.prompts: deque[list[int]] = deque(maxlen=PROMPTS_KEPT)
-        """Ends of the newest prompts."""
-
-    def note(self, request: pb.EngineRequest) -> None:
-        """Keep the end of a caller's prompt for later probes."""
-        self.prompts.append(list(request.prompt_token_ids[-PROMPT_TOKENS_KEPT:]))
-
-    async def answers(
-        self, seat: Seat, requests: Sequence[pb.EngineRequest]
-    ) -> list[pb.TokenChunk]:
-        """Whole answers of the worker in this place, also while it is lent. A lost worker gives
-        answers with an error.
-        """
-        probes = [Generation(request, seat.index) for request in requests]
-        for generation in probes:
-            seat.add(generation)
-        self._flush()
-        try:
-            for generation in probes:
-                async for _ in generation.chunks():
-                    pass
-        finally:
-            for generation in probes:
-                self._abort(generation)
-        return [generation.whole for generation in probes]
-
-    def withholds(self, seat: Seat, generation: Generation, chunk: pb.TokenChunk) -> bool:
-        """Withhold a chunk while its weights are on trial; returns whether it was withheld."""
-        if seat.withheld is None or generation.request.probe:
-            return False
-        seat.withheld.append(chunk)
-        return True
-
-    def give_out(self, seat: Seat) -> None:
-        """Deliver the withheld chunks."""
-        chunks, seat.withheld = seat.withheld or [], None
-        self._deliver(seat, chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,62 +7,63 @@ worker. Sessions and rewards are outside the router.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
+from paceline.local.forking import Forker
 from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.engine_config import EngineConfig
+from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
 from paceline.services.rollout_gateway.workers.keeper import WorkerKeeper
 from paceline.services.rollout_gateway.workers.lending import Loans
-from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
+from paceline.services.rollout_gateway.workers.local import LocalWorkers
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
-from paceline.services.rollout_gateway.workers.placement import Probes, Seat, WaitingTraffic, choose
+from paceline.services.rollout_gateway.workers.placement import Seat, WaitingTraffic, choose
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
 MAX_TRIES = 3
+PROMPTS_KEPT, PROMPT_TOKENS_KEPT = 4, 256
 
 
 class Router:
-    """Routes requests to workers in `count` places. Use on one event loop: start, submit, stop."""
+    """Routes requests to the workers of a gateway. Use on one event loop: start, submit, stop."""
 
     def __init__(
         self,
-        count: int,
-        config: EngineConfig,
-        local: LocalWorkers,
-        rows: RowShape | None,
+        config: GatewayConfig,
         on_rows: Callable[[RowArray], None],
         on_discard: Callable[[int], None],
-        wait_s: float,
-        reclaim_after_s: float,
-        first: int = 0,
+        forker: Forker | None = None,
     ) -> None:
-        """wait_s: maximum wait of a request while all workers are lent, seconds. reclaim_after_s:
-        wait after which `traffic` reports it. first: the first worker's number within the run.
-        local: see WorkerKeeper.
+        """on_discard: discards a request's rows, because its next try sends them again. forker: see
+        LocalWorkers.
         """
-        self._config = config
+        self._config = config.engine
         self._on_rows = on_rows
-        # discards a request's rows, because its next try sends them again
         self._on_discard = on_discard
-        self._seats = [Seat(i, first=first) for i in range(count)]
-        self.keeper = WorkerKeeper(local, config, rows, self._seats, self)
+        first = config.number * config.worker_count
+        self._seats = [Seat(i, first=first) for i in range(config.worker_count)]
+        local, deadline_s = LocalWorkers(config, forker), self._config.command_deadline_s
+        self.keeper = WorkerKeeper(local, self._config.ready_deadline_s, self._seats, self)
         self._flushing = False
-        self._held = HeldRequests(wait_s)
-        self.traffic = WaitingTraffic(self._seats, self._held, config.max_batch, reclaim_after_s)
-        self.loans = Loans(self._seats, self._held, config.command_deadline_s, self._place)
+        self._held = HeldRequests(config.queue.wait_s)
+        self.traffic = WaitingTraffic(
+            self._seats, self._held, self._config.max_batch, config.reclaim_after_s
+        )
+        self.loans = Loans(self._seats, self._held, deadline_s, self._place)
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
         self.orders: Callable[[], object] = lambda: None
         """Orders for every worker, compared before and after `on_ready`."""
-        self.rows_dropped = [0] * count
-        self.metrics = EngineMetrics(config.kind)
-        self.probes = Probes(self._flush, self._deliver_all, self.abort)
+        self.rows_dropped = [0] * config.worker_count
+        self.metrics = EngineMetrics(self._config.kind)
+        self.prompts: deque[list[int]] = deque(maxlen=PROMPTS_KEPT)
+        """Ends of the newest prompts, for probes."""
 
     @property
     def ready(self) -> pb.WorkerReady:
@@ -115,7 +116,7 @@ class Router:
         and no other worker serves.
         """
         generation = Generation(request, worker, rerun=rerun)
-        self.probes.note(request)
+        self.prompts.append(list(request.prompt_token_ids[-PROMPT_TOKENS_KEPT:]))
         self._place(generation, prefer)
         return generation
 
@@ -135,6 +136,12 @@ class Router:
             self._deliver(seat, ended)
         else:
             seat.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
+
+    async def ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> pb.WorkerEvent:
+        """The answer of one worker within engine.command_deadline_s. Raises the errors of
+        WorkerProcess.ask.
+        """
+        return await process.ask(command, self._config.command_deadline_s)
 
     async def ask_all(
         self,
@@ -165,8 +172,7 @@ class Router:
             # No request is sent between this call and the command, since the commit ends no later
             # request.
             self._seats[process.index].suspend("commit")
-        command = pb.WorkerCommand(commit_weights=commit)
-        await process.ask(command, self._config.command_deadline_s)
+        await self.ask(process, pb.WorkerCommand(commit_weights=commit))
 
     async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
         """Load and statistics by worker, without the workers that do not answer. Also records them
@@ -188,9 +194,27 @@ class Router:
                 self.metrics.look(process.ready, found[process.index])
         return found
 
-    async def idle_for(self, index: int, seconds: float) -> None:
-        """Return once the worker has had no request for so many seconds in a row."""
-        await self._seats[index].idle_for(seconds)
+    async def probe(self, seat: Seat, requests: Sequence[pb.EngineRequest]) -> list[pb.TokenChunk]:
+        """Whole answers of the worker in this place, also while it is lent. A lost worker gives
+        answers with an error.
+        """
+        probes = [Generation(request, seat.index) for request in requests]
+        for generation in probes:
+            seat.add(generation)
+        self._flush()
+        try:
+            for generation in probes:
+                async for _ in generation.chunks():
+                    pass
+        finally:
+            for generation in probes:
+                self.abort(generation)
+        return [generation.whole for generation in probes]
+
+    def deliver_withheld(self, seat: Seat) -> None:
+        """Deliver the chunks that were withheld while the worker's weights were on trial."""
+        chunks, seat.withheld = seat.withheld or [], None
+        self._deliver_all(seat, chunks)
 
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         pinned = generation.pinned
@@ -248,7 +272,8 @@ class Router:
         generation = seat.live.get(request_id)
         if generation is None:
             return 0
-        if seat.withheld is not None and self.probes.withholds(seat, generation, chunk):
+        if seat.withheld is not None and not generation.request.probe:
+            seat.withheld.append(chunk)
             return 0
         moves = chunk.finish_reason == tpb.FINISH_REASON_ABORT and request_id in seat.moving
         if moves:

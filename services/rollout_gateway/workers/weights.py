@@ -16,9 +16,7 @@ from paceline.services.rollout_gateway.workers.canary import Canary
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import Attributes, get_logger, names, span
-from paceline.trajectory import (
-    VersionSet,
-)
+from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 
@@ -73,7 +71,7 @@ class WorkerWeights:
         """
         async with self._swap:
             await self._router.loans.wake(process)
-            answer = await self._ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
+            answer = await self._router.ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
             served = versions_from_proto(answer.health.versions)
             if served != process.versions:
                 raise WeightsError(
@@ -197,13 +195,7 @@ class WorkerWeights:
         await asyncio.to_thread(self._spool.check, target, version)
         if self._spool.has(target, version):
             path = self._spool.path(target, version)
-            await self._ask(process, _prepare(target, version, profile, path))
-
-    async def _ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> pb.WorkerEvent:
-        answer: pb.WorkerEvent | BaseException = (await self._router.ask_all(command, [process]))[0]
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+            await self._router.ask(process, _prepare(target, version, profile, path))
 
     def _spooled_hash(self, policy_version: int) -> str:
         try:

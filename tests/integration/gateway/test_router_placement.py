@@ -21,7 +21,6 @@ from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.workers.local import local_workers
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.v1 import engine_pb2 as pb
@@ -52,17 +51,9 @@ def serve_router(tmp_path: Path) -> Serve:
         if script:
             (tmp_path / "script.json").write_text(json.dumps(script))
             engine["script"] = str(tmp_path / "script.json")
-        config = GatewayConfig.model_validate({"model": str(POLICY), "engine": engine})
-        router = Router(
-            2,
-            config.engine,
-            local_workers(config),
-            None,
-            lambda _: None,
-            lambda _: None,
-            wait_s,
-            config.reclaim_after_s,
-        )
+        settings = {"model": str(POLICY), "engine": engine, "queue": {"wait_s": wait_s}}
+        config = GatewayConfig.model_validate(settings)
+        router = Router(config, lambda _: None, lambda _: None)
         weights = WorkerWeights(router, Spool(tmp_path, initial={}))
         router.loans.on_return = weights.take_memory
         await router.start()
@@ -267,8 +258,8 @@ async def test_idleness_is_told_by_worker_and_only_after_the_last_token(
 ) -> None:
     async with serve_router("scripted") as router:
         generation = router.submit(request(1, [5], max_tokens=300), worker=0)
-        busy = asyncio.create_task(router.idle_for(0, 0.01))
-        await asyncio.wait_for(router.idle_for(1, 0.01), DEADLINE_S)
+        busy = asyncio.create_task(router.seats[0].idle_for(0.01))
+        await asyncio.wait_for(router.seats[1].idle_for(0.01), DEADLINE_S)
         assert router.seats[0].idle_since_s is None or generation.finished
         await asyncio.wait_for(busy, DEADLINE_S)
         assert generation.finished
