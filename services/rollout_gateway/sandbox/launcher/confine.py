@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import landlock, linux, mounts, seccomp
+from . import linux, mounts
 from .request import CODE_FILE, MEMORY_EXIT, RunRequest
 
 _OWN_IDS = 0x7000_0000
@@ -259,22 +259,21 @@ class Confinement:
         scoped = False
         if "landlock" in self._request.layers:
             with _layer("landlock"):
-                landlock.restrict(self._rules(box))
-                scoped = landlock.scopes_signals(landlock.abi())
+                scoped = linux.restrict_files(self._rules(box))
         if "seccomp" in self._request.layers:
             with _layer("seccomp"):
                 machine, pid = os.uname().machine, os.getpid()
-                seccomp.install(
-                    seccomp.program(machine, alone=self._spaces, signals_are_scoped=scoped, pid=pid)
+                linux.install_filter(
+                    linux.filter_program(machine, alone=self._spaces, scoped=scoped, pid=pid)
                 )
         _report(self._ends.report, {"started": True})
         replace_process()
 
     def _rules(self, box: str) -> list[tuple[str, int]]:
-        rules = [(path, landlock.EXECUTE) for path in self._python.executables]
-        rules += [(path, landlock.READ) for path in self._python.readable]
-        rules += [(path, landlock.READ_WRITE) for path in mounts.DEVICES]
-        return [*rules, (box, landlock.EVERYTHING)]
+        rules = [(path, linux.EXECUTE) for path in self._python.executables]
+        rules += [(path, linux.READ) for path in self._python.readable]
+        rules += [(path, linux.READ_WRITE) for path in mounts.DEVICES]
+        return [*rules, (box, linux.EVERYTHING)]
 
     def _others_counted(self) -> int:
         """Other processes that count for the limit of the code's user."""
