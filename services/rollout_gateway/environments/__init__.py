@@ -60,27 +60,23 @@ def checked_episode(found: object) -> Episode:
     Raises InvalidInput for any other value.
     """
     if not isinstance(found, Episode):
-        raise InvalidInput(
-            "an environment returned no Episode", seen=repr(found)[:80], allowed="an Episode"
-        )
-    messages = found.messages
+        seen = repr(found)[:80]
+        raise InvalidInput("an environment returned no Episode", seen=seen, allowed="an Episode")
+    messages = isinstance(found.messages, tuple) and found.messages
     wrong = {
         "finish": (found.finish in FINISHES, ", ".join(FINISHES)),
         "text": (isinstance(found.text, str), "text"),
         "task": (isinstance(found.task, EpisodeTask), "an EpisodeTask"),
         "messages": (
-            isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages),
+            messages is not False and all(isinstance(one, Message) for one in messages),
             "a tuple of Message",
         ),
         "reward": (found.reward is None or is_reward(found.reward), f"{REWARD_RANGE} or None"),
     }
     for name, (right, allowed) in wrong.items():
         if not right:
-            raise InvalidInput(
-                f"an environment returned an Episode with another {name}",
-                seen=repr(getattr(found, name))[:80],
-                allowed=allowed,
-            )
+            message = f"an environment returned an Episode with an invalid {name}"
+            raise InvalidInput(message, seen=repr(getattr(found, name))[:80], allowed=allowed)
     return replace(found, text=whole_text(found.text))
 
 

@@ -86,10 +86,8 @@ class Sandbox:
         """
         checked = checked_files(files or {})
         if not all(map(is_whole, (code, stdin, *checked.values()))):
-            raise InvalidInput(
-                "a program, its input or a file of it holds half a character",
-                allowed="text that UTF-8 can spell",
-            )
+            message = "a program, its input or one of its files has an unpaired surrogate"
+            raise InvalidInput(message, allowed="text that UTF-8 can encode")
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)
@@ -127,17 +125,11 @@ class Sandbox:
         async with self._slots:
             answer = await self._launch(layers, f"print({word!r})", "", {})
         if answer.reason in ("timeout", "cpu"):  # a busy machine does not justify weaker layers
-            raise Unavailable(
-                "the sandbox is too slow to be tried out",
-                seen=f"{answer.reason}, {answer.wall_s:.1f} s",
-            )
-
+            seen = f"{answer.reason}, {answer.wall_s:.1f} s"
+            raise Unavailable("a trivial program is too slow in the sandbox", seen=seen)
         if not answer.failed and answer.stdout.strip() != word:
-            return (
-                f"a trivial program ended with {answer.reason} {answer.exit_code}: "
-                f"{answer.stderr[-300:]}"
-            )
-
+            ended = f"{answer.reason} {answer.exit_code}: {answer.stderr[-300:]}"
+            return f"a trivial program ended with {ended}"
         return answer.failed
 
     async def _launch(
@@ -185,12 +177,8 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
         await asyncio.shield(child.stop(STOP_S))  # it kills its program first
 
     if child.returncode != 0 or not out:
-        last_words = err[-500:].decode(errors="replace")
-        raise Unavailable(
-            "a sandbox's launcher was lost",
-            seen=f"exit code {child.returncode} {last_words}".strip(),
-        )
-
+        seen = f"exit code {child.returncode} {err[-500:].decode(errors='replace')}".strip()
+        raise Unavailable("a sandbox's launcher was lost", seen=seen)
     return SandboxResult(**json.loads(out))
 
 

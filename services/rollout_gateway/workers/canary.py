@@ -104,11 +104,8 @@ class Canary:
                 return process
             raise _refusal(process, versions, failed)
         if all(isinstance(one, Unavailable | DeadlineExceeded) for one in failures):
-            raise WeightsError(
-                f"every engine worker that tried set {versions.seq} was lost",
-                seen=str(failures[0]),
-                reason=LOST,
-            )
+            message = f"every engine worker that tried set {versions.seq} was lost"
+            raise WeightsError(message, seen=str(failures[0]), reason=LOST)
         raise failures[0]
 
     def _order(self, processes: Sequence[WorkerProcess]) -> list[WorkerProcess]:
@@ -212,8 +209,7 @@ class Canary:
         finally:
             answers.cancel()
         raise DeadlineExceeded(
-            f"engine worker {seat.index} does not answer the canary's probe",
-            seen=f"{seconds:g} s",
+            f"engine worker {seat.index} does not answer the canary's probe", seen=f"{seconds:g} s"
         )
 
     def _arm(self, process: WorkerProcess, drafter: int) -> str:
@@ -234,13 +230,13 @@ class Canary:
         if not seat.lent:
             yield
             return
-        await self._router.loans.wake(process)
+        await self._router.lending.wake(process)
         try:
             yield
         finally:
             if seat.lent and not process.lost.done():
                 try:
-                    await self._router.loans.free(process)
+                    await self._router.lending.free(process)
                 except PacelineError as error:
                     log.error("a canary keeps a lent slot's memory", error=str(error))
                     await _replace(process)
@@ -250,13 +246,9 @@ def _refusal(process: WorkerProcess, versions: VersionSet, failed: FailedCheck) 
     """The error for a set that failed a check; counts it."""
     metrics.SETS_REFUSED.record(check=failed.check)
     log.error("set_refused", worker=process.index, seq=versions.seq, **failed._asdict())
-    return WeightsError(
-        f"engine worker {process.index}, the canary, refused set {versions.seq} "
-        f"({versions}): {failed.check}",
-        seen=failed.seen,
-        allowed=failed.allowed,
-        reason=REFUSED,
-    )
+    about = f"engine worker {process.index}, the canary, refused set {versions.seq} ({versions})"
+    message = f"{about}: {failed.check}"
+    return WeightsError(message, seen=failed.seen, allowed=failed.allowed, reason=REFUSED)
 
 
 def _still_there(process: WorkerProcess) -> None:
