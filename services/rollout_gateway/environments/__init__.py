@@ -62,13 +62,13 @@ def checked_episode(found: object) -> Episode:
     if not isinstance(found, Episode):
         seen = repr(found)[:80]
         raise InvalidInput("an environment returned no Episode", seen=seen, allowed="an Episode")
-    messages = isinstance(found.messages, tuple) and found.messages
+    messages = found.messages
     wrong = {
         "finish": (found.finish in FINISHES, ", ".join(FINISHES)),
         "text": (isinstance(found.text, str), "text"),
         "task": (isinstance(found.task, EpisodeTask), "an EpisodeTask"),
         "messages": (
-            messages is not False and all(isinstance(one, Message) for one in messages),
+            isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages),
             "a tuple of Message",
         ),
         "reward": (found.reward is None or is_reward(found.reward), f"{REWARD_RANGE} or None"),

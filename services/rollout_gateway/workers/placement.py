@@ -170,7 +170,7 @@ class Waiting:
 
 
 class WaitingTraffic:
-    """Notifies its listeners once when requests have waited for `after_s` seconds in a row, and
+    """Reports once when requests have waited for `after_s` seconds in a row, and
     again only after a time without waiting. For use on one event loop.
 
     A request waits when no worker may take it, or when its worker has more requests than it decodes
@@ -185,7 +185,8 @@ class WaitingTraffic:
         self._seats, self._held, self._at_once, self._after_s = seats, held, at_once, after_s
         self._timer: asyncio.TimerHandle | None = None
         self._now: Waiting | None = None  # the current report
-        self._listeners: set[asyncio.Queue[Waiting | None]] = set()
+        self._change = asyncio.Event()  # of the report; replaced when it is set
+        self._stopped = False
 
     def look(self) -> None:
         """Update after a change of requests."""
@@ -200,20 +201,18 @@ class WaitingTraffic:
 
     async def news(self) -> AsyncGenerator[Waiting]:
         """Yield the current report if it still holds, then every new report until `stop`."""
-        told: asyncio.Queue[Waiting | None] = asyncio.Queue()
-        if self._now is not None:
-            told.put_nowait(self._now)
-        self._listeners.add(told)
-        try:
-            while (one := await told.get()) is not None:
-                yield one
-        finally:
-            self._listeners.discard(told)
+        last: Waiting | None = None
+        while not self._stopped:
+            if self._now is not None and self._now is not last:
+                last = self._now
+                yield last
+            else:
+                await self._change.wait()
 
     def stop(self) -> None:
         """End all `news`."""
-        for listener in self._listeners:
-            listener.put_nowait(None)
+        self._stopped = True
+        self._wake()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -223,8 +222,11 @@ class WaitingTraffic:
             return
         released = tuple(seat.index for seat in self._seats if seat.released)
         self._now = Waiting(self._waiting(), released)
-        for listener in self._listeners:
-            listener.put_nowait(self._now)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
     def _somebody_waits(self) -> bool:
         return any(seat.released for seat in self._seats) and self._waiting() > 0

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from . import linux
-from .confine import Confinement, Ends
+from .confine import Confinement
 from .request import MEMORY_EXIT, RunRequest, SandboxResult, encode, remove_tree
 
 _PIECE = 1 << 16
@@ -34,7 +34,13 @@ def kill_all(group: int, sweep: Callable[[], None]) -> None:
     A group dies at once, and so do the processes of `sweep`. A process outside its group, possible
     only without a system-call filter, is found by descent, repeatedly until none is left.
     """
-    while _has_children():
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid:  # a finished child
+            continue
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
         sweep()
@@ -43,17 +49,6 @@ def kill_all(group: int, sweep: Callable[[], None]) -> None:
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
-
-
-def _has_children() -> bool:
-    """Whether this process has children; reaps finished ones."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return False
-        if pid == 0:
-            return True
 
 
 def children(pid: int) -> list[int]:
@@ -193,7 +188,7 @@ class _Launcher:
         """
         stdin = _stdin(self._request.stdin.encode("utf-8", "replace"))
         out, err = (output.writer for output in self._outputs.values())
-        confinement = Confinement(self._request, Ends(stdin, out, err, self._report_writer))
+        confinement = Confinement(self._request, (stdin, out, err), self._report_writer)
         child = confinement.start()
         try:
             for fd in (stdin, out, err, self._report_writer):
