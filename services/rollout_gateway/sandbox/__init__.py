@@ -21,13 +21,7 @@ from paceline.local.child import Child
 from paceline.local.patience import patient
 from paceline.local.user_directory import enterable_directory, locked_directory, user_directory
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.sandbox.launcher.request import (
-    CODE_FILE,
-    RunRequest,
-    SandboxResult,
-    encode,
-    remove_tree,
-)
+from paceline.services.rollout_gateway.sandbox.launcher import request as launch
 from paceline.telemetry import get_logger
 from paceline.whole_text import is_whole
 
@@ -75,19 +69,19 @@ class Sandbox:
 
     async def run(
         self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None
-    ) -> SandboxResult:
+    ) -> launch.SandboxResult:
         """Runs a program as `python main.py` with the standard library, in a directory with
         `files`.
 
         `files` maps relative paths to texts; modules among them can be imported. Waits while
         `parallel` other programs run. Cancelling kills the program. Raises InvalidInput for a path
-        outside the directory and for text that UTF-8 cannot encode, ConfigError as `layers`,
+        outside the directory and for text that UTF-8 cannot launch.encode, ConfigError as `layers`,
         Unavailable when the sandbox fails, which is independent of the code.
         """
         checked = checked_files(files or {})
         if not all(map(is_whole, (code, stdin, *checked.values()))):
             message = "a program, its input or one of its files has an unpaired surrogate"
-            raise InvalidInput(message, allowed="text that UTF-8 can encode")
+            raise InvalidInput(message, allowed="text that UTF-8 can launch.encode")
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)
@@ -134,13 +128,13 @@ class Sandbox:
 
     async def _launch(
         self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]
-    ) -> SandboxResult:
+    ) -> launch.SandboxResult:
         try:
             box = tempfile.mkdtemp(prefix="box-", dir=_boxes())
         except OSError as error:
             raise Unavailable("no directory could be made for a sandbox", seen=error) from error
 
-        request = RunRequest(
+        request = launch.RunRequest(
             parent=os.getpid(),
             box=box,
             layers=layers,
@@ -155,7 +149,7 @@ class Sandbox:
             await asyncio.shield(asyncio.to_thread(_remove, box))
 
 
-async def _ask_launcher(request: RunRequest) -> SandboxResult:
+async def _ask_launcher(request: launch.RunRequest) -> launch.SandboxResult:
     """Starts a launcher and waits for its answer; in every case the launcher has ended on return.
 
     Raises Unavailable.
@@ -170,7 +164,7 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
     deadline_s = request.wall_s + patient(START_S)
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await child.program.communicate(encode(request))
+            out, err = await child.program.communicate(launch.encode(request))
     except TimeoutError as error:
         raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
@@ -179,14 +173,14 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
     if child.returncode != 0 or not out:
         seen = f"exit code {child.returncode} {err[-500:].decode(errors='replace')}".strip()
         raise Unavailable("a sandbox's launcher was lost", seen=seen)
-    return SandboxResult(**json.loads(out))
+    return launch.SandboxResult(**json.loads(out))
 
 
 def _remove(box: str) -> None:
     """Removes the directory if the launcher, which does so at its end, has left it."""
     if os.path.exists(box):
         try:
-            remove_tree(box)
+            launch.remove_tree(box)
         except OSError as error:
             log.warning("a sandbox's directory could not be removed", path=box, error=str(error))
 
@@ -195,7 +189,7 @@ def _boxes() -> Path:
     """This gateway's directory for runs; directories of killed gateways are removed."""
     private = os.geteuid() != 0  # otherwise the code has its own user id and must enter it
     parent = user_directory() / "boxes" if private else enterable_directory()
-    return locked_directory(parent, 0o711, remove_tree)
+    return locked_directory(parent, 0o711, launch.remove_tree)
 
 
 def _python() -> str:
@@ -209,7 +203,7 @@ def checked_files(files: Mapping[str, str]) -> dict[str, str]:
     """Files of a program. Raises InvalidInput for a path outside its directory."""
     for name in files:
         parts = PurePosixPath(name).parts
-        if not parts or {"/", "//", ".."} & {*parts} or name == CODE_FILE or "\0" in name:
-            allowed = f"relative paths other than {CODE_FILE}"
+        if not parts or {"/", "//", ".."} & {*parts} or name == launch.CODE_FILE or "\0" in name:
+            allowed = f"relative paths other than {launch.CODE_FILE}"
             raise InvalidInput("the path of a sandbox's file", seen=repr(name), allowed=allowed)
     return dict(files)

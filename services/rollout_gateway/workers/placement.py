@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +46,8 @@ class Seat:
     """time.monotonic() at the end of its last request; None while a request runs."""
     _busy_since_ns: int = 0
     activity: Activity = field(init=False)
-    # completed at the next change between idle and busy
-    _watchers: set[asyncio.Future[None]] = field(default_factory=set)
+    # of idle and busy; replaced when it is set
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.activity = Activity(f"worker {self.index}")
@@ -64,7 +65,7 @@ class Seat:
         if self.idle_since_s is not None:
             self.idle_since_s, self._busy_since_ns = None, time.time_ns()
             self.activity.begins("decodes")
-            self._tell()
+            self._wake()
 
     def end(self, request_id: int) -> None:
         """A request of this place has ended."""
@@ -104,19 +105,14 @@ class Seat:
         Sleeps between changes; does not poll.
         """
         while True:
-            left_s = (
-                None
-                if self.idle_since_s is None
-                else self.idle_since_s + seconds - time.monotonic()
-            )
-            if left_s is not None and left_s <= 0:
-                return
-            change = asyncio.get_running_loop().create_future()
-            self._watchers.add(change)
-            try:
-                await asyncio.wait((change,), timeout=left_s)
-            finally:
-                self._watchers.discard(change)
+            left_s = None
+            if self.idle_since_s is not None:
+                left_s = self.idle_since_s + seconds - time.monotonic()
+                if left_s <= 0:
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._change.wait()
 
     async def idle_within(self, seconds: float) -> bool:
         """Whether all requests here have ended within the seconds."""
@@ -132,12 +128,11 @@ class Seat:
             self.idle_since_s = time.monotonic()
             self.activity.begins("")
             past_span(names.ENGINE_BUSY, {names.WORKER: self.number}, self._busy_since_ns)
-            self._tell()
+            self._wake()
 
-    def _tell(self) -> None:
-        watchers, self._watchers = self._watchers, set()
-        for change in watchers:
-            change.set_result(None)
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
 
 def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
