@@ -215,10 +215,6 @@ class RemoteRewardConfig(Config):
     """Maximum requests per score."""
     parallel: ClassVar[int] = 64
     """Maximum concurrent requests."""
-    breaker_failures: ClassVar[int] = 8
-    """Failures in a row that open the circuit for breaker_open_s."""
-    breaker_open_s: ClassVar[float] = 10.0
-    """Time without requests after that, seconds."""
 
 
 class ModelRewardConfig(Config):

@@ -16,7 +16,6 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted, Unavailable
 from paceline.local import forking, user_directory
 from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
-from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import background, engines, metrics, sandbox
 from paceline.services.rollout_gateway.calls import planner, queue
@@ -30,7 +29,7 @@ from paceline.services.rollout_gateway.environments import table, toolbox
 from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sessions import agents, names, outbox, tree
-from paceline.services.rollout_gateway.workers import lending, local, quarantine, router, weights
+from paceline.services.rollout_gateway.workers import quarantine, router, weights
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.streams import connect
@@ -39,7 +38,6 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 
 STOP_GRACE_S = 10.0
-LENDING_EPOCHS = f"lending_{EPOCHS}"
 _SHARES = 10_000
 """Resolution of features.share."""
 
@@ -77,7 +75,12 @@ class Gateway:
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = outbox.Outbox(durable, config.max_unsent_bytes)
         self.first_worker = config.number * config.worker_count
-        self.router = self._make_router(forker)
+        self.router = router.Router(
+            config,
+            lambda rows: self.publisher.take(rows),
+            lambda request_id: self.publisher.discard(request_id),
+            forker,
+        )
         self.weights = weights.WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = agents.Agents(config, self.outbox, durable, self.names)
@@ -95,13 +98,10 @@ class Gateway:
         self.activity = Activity("gateway")
         self.samples_left = 0  # of RunTasks calls
         self._request_ids = itertools.count(1)
-        self.quarantined = quarantine.Quarantined(self.router, config.engine.command_deadline_s)
+        self.quarantined = quarantine.Quarantined(self.router)
         self.router.on_ready, self.router.orders = self._equip, self._orders
-        self.router.loans.on_return = self.weights.take_memory
-        guard = EpochGuard(config.security, self.state and self.state / LENDING_EPOCHS)
-        lent = self.state and self.state / "lent.json"
-        self.lending = lending.Lending(self.router.loans, len(self.router.seats), guard, lent)
-        self.expiry = lending.Expiry(self.lending)
+        self.lending = self.router.lending
+        self.lending.on_return = self.weights.take_memory
 
     def _log_end_tokens(self) -> None:
         """Log the end tokens; a warning if the model has none."""
@@ -119,20 +119,6 @@ class Gateway:
         """
         return self.config.worker_count * (self.config.engine.max_batch + 1)
 
-    def _make_router(self, forker: forking.Forker | None) -> router.Router:
-        config = self.config
-        return router.Router(
-            config.worker_count,
-            config.engine,
-            local.local_workers(config, forker),
-            local.row_shape(config),
-            lambda taken: self.publisher.take(taken),
-            lambda request_id: self.publisher.discard(request_id),
-            config.queue.wait_s,
-            config.reclaim_after_s,
-            self.first_worker,
-        )
-
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.
 
@@ -142,7 +128,7 @@ class Gateway:
         self._log_end_tokens()
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
-        self.lending.take_up()
+        self.lending.restore_leases()
         await self.router.start()
         self.outbox.start()
         self.publisher.start(wire.rows_from(self.router.ready))
@@ -245,21 +231,20 @@ class Gateway:
     async def _equip(self, process: WorkerProcess) -> None:
         """Prepare a worker before its first request."""
         await self.weights.load_committed(process)
-        await self.quarantined.tell(process)
+        await self.quarantined.send_paths(process)
         await self._force(process)
 
     async def _force(self, process: WorkerProcess) -> None:
         """Force the arm on a starting worker. If the arm's drafter rests, the worker drafts
         nothing, like the other workers.
         """
-        deadline = self.config.engine.command_deadline_s
         try:
-            await process.ask(_speculation(self.config.speculation.forced_arm), deadline)
+            await self.router.ask(process, _speculation(self.config.speculation.forced_arm))
         except InvalidInput as error:
             if not self.weights.versions.drafter:
                 raise
             log.warning("the forced arm's drafter rests", worker=process.index, error=str(error))
-            await process.ask(_speculation(OFF), deadline)
+            await self.router.ask(process, _speculation(OFF))
 
 
 def _speculation(arm: str) -> pb.WorkerCommand:

@@ -282,8 +282,8 @@ REWARD_FAILURES = Counter(
     ("rule", "reason"),
     "failures of rules. exception (a rule raised, or the model could not read a text) and "
     "deadline (above `rewards.deadline_s`) leave the sample unscored and are logged. "
-    "reward_not_finite, unavailable (children died; URL or model did not answer) and circuit_open "
-    "(no request to the URL) fail the sample",
+    "reward_not_finite and unavailable (children died; URL or model did not answer) fail the "
+    "sample",
 )
 REWARD_TIME = Histogram(
     "paceline.reward.time",

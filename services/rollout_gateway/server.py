@@ -136,13 +136,13 @@ async def running(
         http, http_task, http_port = await start_http(app, config)
         try:
             port = await server.start()
-            gateway.expiry.start()
+            gateway.lending.start()
             log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
             async with sglang_router.listed(config, gateway.model, http_port):
                 yield port, http_port
         finally:
             gateway.agents.offers.stop()
-            await gateway.expiry.stop()
+            await gateway.lending.stop()
             gateway.router.traffic.stop()
             await gateway.router.keeper.stop_keeping()
             http.should_exit = True

@@ -66,7 +66,7 @@ IN_THE_TREE = {
         ),
         Change(
             f"{G}/rewards/rules.py",
-            '    "twin": lambda parts: Signature(),\n',
+            '    "twin": lambda rules: Signature(),\n',
             '    "code_tests": lambda',
         ),
     ),

@@ -56,7 +56,10 @@ class Signature:
         return 0.25 if episode.text == "signed" else -1.0
 """
 TABLE_REWARD = """
-class Signature:
+from paceline.services.rollout_gateway.rewards import RewardRule
+
+
+class Signature(RewardRule):
     async def score(self, episode):
         return 0.25 if episode.text == "signed" else -1.0
 """

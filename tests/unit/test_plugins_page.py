@@ -24,11 +24,12 @@ from paceline.services.policy_trainer.batches.batcher import Batcher
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.environments import ChatTurn, Episode, EpisodeTask, TextTurn
 from paceline.services.rollout_gateway.environments.kinds import (
-    Interactions,
+    begin_interaction,
+    interaction_class,
     reply_of,
 )
 from paceline.services.rollout_gateway.environments.table import Equipment, environment
-from paceline.services.rollout_gateway.rewards.own_rules import OwnRule
+from paceline.services.rollout_gateway.rewards.child_program import Load, build_rule
 from paceline.tasks import Task, write_tasks
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
@@ -116,10 +117,9 @@ async def test_the_environment_asks_twice(examples: dict[str, str]) -> None:
 
 
 async def test_the_user_scores_and_ends_the_dialogue(examples: dict[str, str]) -> None:
-    own = Interactions({"teacher": examples["gateway.interactions.teacher"]})
-    asked = EpisodeTask("t", "6*7=", "42")
-    user = own.of(asked)
-    assert user is not None
+    own = interaction_class({"teacher": examples["gateway.interactions.teacher"]}, {})
+    assert own is not None
+    user = begin_interaction(own, EpisodeTask("t", "6*7=", "42"))
     replies = [await reply_of(user, [Message("assistant", said)]) for said in ("1", "2", "3", "42")]
     assert [one.reward for one in replies] == [0.0, 0.0, 0.0, 1.0]
     assert [one.ends for one in replies] == [False, False, True, True]
@@ -127,9 +127,9 @@ async def test_the_user_scores_and_ends_the_dialogue(examples: dict[str, str]) -
 
 def test_the_reward_rule_scores_an_episode(examples: dict[str, str]) -> None:
     with Runner() as runner:
-        rule = OwnRule(examples["gateway.rewards.own.brevity"], runner)
-        scores = [rule.score(Episode(EpisodeTask("t", "p", ""), "x" * n, "stop")) for n in (0, 350)]
-    assert scores == [1.0, 0.25]
+        rule = build_rule(Load(examples["gateway.rewards.own.brevity"]), runner)
+        episodes = [Episode(EpisodeTask("t", "p", ""), "x" * n, "stop") for n in (0, 350)]
+        assert rule.score_batch(tuple(episodes)) == (1.0, 0.25)
 
 
 def test_the_algorithm_has_its_own_advantages(examples: dict[str, str]) -> None:

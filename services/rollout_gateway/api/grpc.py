@@ -180,7 +180,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> rpb.ReleaseWorkersResponse:
         drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
         outlasts_s = request.outlasts_s or OUTLASTS_S
-        freed = await self._gateway.lending.release(
+        freed = await self._gateway.lending.grant(
             request.context, request.workers, drain_s, outlasts_s
         )
         return rpb.ReleaseWorkersResponse(released_bytes=freed)
@@ -188,7 +188,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def ResumeWorkers(
         self, request: rpb.ResumeWorkersRequest, context: Any
     ) -> rpb.ResumeWorkersResponse:
-        back = await self._gateway.lending.resume(request.context)
+        back = await self._gateway.lending.revoke(request.context)
         versions = versions_to_proto(self._gateway.weights.versions)
         return rpb.ResumeWorkersResponse(workers=back, versions=versions)
 
@@ -196,9 +196,9 @@ class RolloutServicer(RolloutServiceServicer):
         self, request: rpb.WatchTrafficRequest, context: Any
     ) -> AsyncIterator[rpb.WatchTrafficResponse]:
         gateway = self._gateway
-        with gateway.expiry.listening():
+        with gateway.lending.listening():
             await context.send_initial_metadata(())  # the caller now counts as listening
-            async with aclosing(gateway.router.traffic.news()) as news:
+            async with aclosing(gateway.router.traffic.reports()) as news:
                 async for waiting in news:
                     yield rpb.WatchTrafficResponse(
                         epoch=gateway.lending.epoch,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.plugins import find_variant
@@ -15,7 +16,6 @@ from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask, Model
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.environments.tools import Tool, answer, schema
-from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
 
 METADATA = "interaction"
@@ -42,46 +42,36 @@ class Interaction(Protocol):
         ...
 
 
-class Interactions:
-    """The configured simulated users, by name."""
+def interaction_class(
+    paths: Mapping[str, str], metadata: Mapping[str, str]
+) -> Callable[[EpisodeTask], Any] | None:
+    """The class of the simulated user that a task's metadata selects, or the only configured one.
+    None ends the dialogue at the model's first answer without a call.
 
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self._paths = paths
+    `paths`: import paths by name. Raises ConfigError for a class that cannot be imported,
+    InvalidInput for an unlisted name.
+    """
+    only = next(iter(paths)) if len(paths) == 1 else ""
+    name = metadata.get(METADATA, only)
+    if not name:
+        return None
+    if name not in paths:
+        allowed = f"{', '.join(paths) or 'none'}; gateway.interactions adds yours"
+        raise InvalidInput(f'metadata["{METADATA}"]', seen=name, allowed=allowed)
+    own: Any = find_variant(paths[name], {}, "interaction")
+    if not callable(own):
+        raise ConfigError("an interaction is no class", seen=paths[name], allowed="a class")
+    return own  # type: ignore[no-any-return]
 
-    def check(self, metadata: Mapping[str, str]) -> None:
-        """Raises ConfigError for a class that cannot be imported, InvalidInput for an unlisted
-        name.
-        """
-        self._class(metadata)
 
-    def of(self, task: EpisodeTask) -> Interaction | None:
-        """The user that the task's metadata selects, or the only configured user. None ends the
-        dialogue at the model's first answer without a call. Raises InvalidInput for an unknown name
-        or a failing class.
-        """
-        own = self._class(task.metadata)
-        if own is None:
-            return None
-        try:
-            user: Interaction = own(task)
-        except Exception as error:  # a user's class may raise anything
-            message = f"an interaction cannot begin: {type(error).__name__}: {error}"
-            raise InvalidInput(message, seen=task.task_id) from error
-        return user
-
-    def _class(self, metadata: Mapping[str, str]) -> Callable[[EpisodeTask], Any] | None:
-        only = next(iter(self._paths)) if len(self._paths) == 1 else ""
-        name = metadata.get(METADATA, only)
-        if not name:
-            return None
-        if name not in self._paths:
-            allowed = f"{', '.join(self._paths) or 'none'}; gateway.interactions adds yours"
-            raise InvalidInput(f'metadata["{METADATA}"]', seen=name, allowed=allowed)
-        own: Any = find_variant(self._paths[name], {}, "interaction")
-        if not callable(own):
-            seen = self._paths[name]
-            raise ConfigError("an interaction is no class", seen=seen, allowed="a class")
-        return own  # type: ignore[no-any-return]
+def begin_interaction(own: Callable[[EpisodeTask], Any], task: EpisodeTask) -> Interaction:
+    """The user of one dialogue. Raises InvalidInput for a failing class."""
+    try:
+        user: Interaction = own(task)
+    except Exception as error:  # a user's class may raise anything
+        message = f"an interaction cannot begin: {type(error).__name__}: {error}"
+        raise InvalidInput(message, seen=task.task_id) from error
+    return user
 
 
 async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
@@ -102,7 +92,18 @@ DEFAULT_TURNS = 8
 MAX_TURNS = 512
 MAX_CALLS = 16
 """Calls of one message that run; further calls of the message get an error."""
-_ROLES = ("system", "user", "assistant")
+T = TypeVar("T")
+
+
+class _Opening(BaseModel):
+    """One message of the start of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+_MESSAGES = TypeAdapter(Annotated[list[_Opening], Field(min_length=1)])
+_TURNS = TypeAdapter(Annotated[int, Field(ge=1, le=MAX_TURNS)])
 
 
 class ToolUse:
@@ -118,16 +119,10 @@ class ToolUse:
     the model still calls tools, "error" when the sandbox fails.
     """
 
-    def __init__(
-        self,
-        sandbox: Sandbox | None,
-        toolbox: Toolbox | None = None,
-        interactions: Interactions | None = None,
-    ) -> None:
-        """Without a sandbox there is no tool `python`."""
-        self._sandbox = sandbox
-        self._toolbox = toolbox or Toolbox(sandbox)
-        self._interactions = interactions or Interactions({})
+    def __init__(self, toolbox: Toolbox, interactions: Mapping[str, str] | None = None) -> None:
+        """`interactions`: import paths of simulated users, by name."""
+        self._toolbox = toolbox
+        self._interactions = interactions or {}
 
     async def prepare(self, metadata: Iterable[Mapping[str, str]]) -> None:
         """Check the tasks' requirements.
@@ -136,41 +131,37 @@ class ToolUse:
         configured, or when a tool or an interaction cannot be loaded. Raises InvalidInput for an
         unlisted interaction.
         """
-        told = list(metadata)
-        if self._sandbox and any("python" in one.get("tools", "python") for one in told):
-            await self._sandbox.layers()
+        tasks, sandbox = list(metadata), self._toolbox.sandbox
+        if sandbox and any("python" in one.get("tools", "python") for one in tasks):
+            await sandbox.layers()
         await self._toolbox.tools()
-        for one in told:
-            self._interactions.check(one)
+        for one in tasks:
+            interaction_class(self._interactions, one)
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
         """Raises InvalidInput for metadata of another form."""
         messages = opening(task)
         tools = await self._offered(task)
-        user = self._interactions.of(task)
+        own = interaction_class(self._interactions, task.metadata)
+        user = None if own is None else begin_interaction(own, task)
         schemas = [schema(tool) for tool in tools.values()]
-        for left in reversed(range(_turns(task))):
+        turns = _read(task, "max_turns", _TURNS) if "max_turns" in task.metadata else DEFAULT_TURNS
+        for left in reversed(range(turns)):
             turn = await model.chat(tuple(messages), schemas)
             messages.append(turn.message)
             calls = turn.message.tool_calls
-            finish = "stop" if turn.finish == "tool_calls" else turn.finish
-            if finish != "stop" or (not calls and user is None):
-                return _episode(task, messages, finish)
-            if not calls and user is not None:
-                if not await _goes_on(user, messages, model):
-                    return _episode(task, messages, "stop")
-            elif left:
+            if turn.finish not in ("stop", "tool_calls"):
+                return _episode(task, messages, turn.finish)
+            if not calls and (user is None or not await _continue(user, messages, model)):
+                return _episode(task, messages, "stop")
+            if calls and left:
                 answers = await asyncio.gather(
                     *(_answer(call, index, tools) for index, call in enumerate(calls))
                 )
                 messages += [one for one in answers if isinstance(one, Message)]
                 failures = [str(one) for one in answers if isinstance(one, Unavailable)]
                 if failures:
-                    log.warning(
-                        "an episode ends because a tool failed",
-                        task=task.task_id,
-                        error=failures[0],
-                    )
+                    log.warning("a tool failed", task=task.task_id, error=failures[0])
                     return _episode(task, messages, "error")
 
         return _episode(task, messages, "length")
@@ -179,18 +170,14 @@ class ToolUse:
         known = await self._toolbox.tools()
         if "tools" not in task.metadata:
             return known
-        names = _json(task, "tools")
-        if not isinstance(names, list) or not all(
-            isinstance(name, str) and name in known for name in names
-        ):
-            allowed = f"a JSON list of {', '.join(known)}"
-            raise InvalidInput(
-                f'metadata["tools"] of task {task.task_id}', seen=repr(names)[:80], allowed=allowed
-            )
+        names = _read(task, "tools", TypeAdapter(tuple[str, ...]))
+        if unknown := [name for name in names if name not in known]:
+            message = f'metadata["tools"] of task {task.task_id}'
+            raise InvalidInput(message, seen=unknown[0], allowed=", ".join(known))
         return {name: known[name] for name in names}
 
 
-async def _goes_on(user: Interaction, messages: list[Message], model: Model) -> bool:
+async def _continue(user: Interaction, messages: list[Message], model: Model) -> bool:
     """Append the user's reply; False when the user ends the dialogue."""
     reply = await reply_of(user, tuple(messages))
     if reply.reward is not None:
@@ -209,14 +196,12 @@ async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Mess
     """The tool's answer as a message. A failure is returned rather than raised, so that parallel
     calls can finish.
     """
-    try:
-        text = (
-            await answer(call, tools)
-            if index < MAX_CALLS
-            else f"error: at most {MAX_CALLS} calls in one message"
-        )
-    except Unavailable as error:
-        return error
+    text = f"error: at most {MAX_CALLS} calls in one message"
+    if index < MAX_CALLS:
+        try:
+            text = await answer(call, tools)
+        except Unavailable as error:
+            return error
     return Message("tool", text, tool_call_id=call.call_id, name=call.name)
 
 
@@ -225,40 +210,16 @@ def opening(task: EpisodeTask) -> list[Message]:
     if "messages" not in task.metadata:
         system = task.metadata.get("system")
         return [*([Message("system", system)] if system else []), Message("user", task.prompt)]
-    found = _json(task, "messages")
-    if not isinstance(found, list) or not found or not all(_is_message(one) for one in found):
-        allowed = f"a JSON list of {{role: {' | '.join(_ROLES)}, content: text}}"
-        raise InvalidInput(
-            f'metadata["messages"] of task {task.task_id}', seen=repr(found)[:80], allowed=allowed
-        )
-    return [Message(one["role"], one["content"]) for one in found]
+    return [Message(one.role, one.content) for one in _read(task, "messages", _MESSAGES)]
 
 
-def _is_message(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.get("role") in _ROLES
-        and isinstance(value.get("content"), str)
-    )
-
-
-def _turns(task: EpisodeTask) -> int:
-    text = task.metadata.get("max_turns", str(DEFAULT_TURNS))
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MAX_TURNS):
-        raise InvalidInput(
-            f'metadata["max_turns"] of task {task.task_id}', seen=text, allowed=f"1 to {MAX_TURNS}"
-        )
-    return int(text)
-
-
-def _json(task: EpisodeTask, key: str) -> object:
+def _read(task: EpisodeTask, key: str, form: TypeAdapter[T]) -> T:
+    """A value of the task's metadata, which is JSON. Raises InvalidInput."""
     try:
-        return json.loads(task.metadata[key])
-    except (ValueError, RecursionError) as error:
-        seen = task.metadata[key][:80]
-        raise InvalidInput(
-            f'metadata["{key}"] of task {task.task_id} is not JSON', seen=seen
-        ) from error
+        return form.validate_json(task.metadata[key])
+    except ValidationError as error:
+        message, seen = f'metadata["{key}"] of task {task.task_id}', task.metadata[key][:80]
+        raise InvalidInput(message, seen=seen, allowed=error.errors()[0]["msg"]) from error
 
 
 class SingleTurn:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paceline.errors import NotFound
 from paceline.plugins import find_variant
 from paceline.services.rollout_gateway.environments import Environment
-from paceline.services.rollout_gateway.environments.kinds import Interactions, SingleTurn, ToolUse
+from paceline.services.rollout_gateway.environments.kinds import SingleTurn, ToolUse
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.sandbox import Sandbox
 
@@ -19,15 +19,13 @@ class Equipment:
 
     sandbox: Sandbox | None = None
     own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
-    toolbox: Toolbox | None = None  # None: the built-in tools
+    toolbox: Toolbox = field(default_factory=Toolbox)
     interactions: Mapping[str, str] = field(default_factory=dict)  # name -> import path
 
 
 ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
     "single_turn": lambda equipment: SingleTurn(),
-    "tool_use": lambda equipment: ToolUse(
-        equipment.sandbox, equipment.toolbox, Interactions(equipment.interactions)
-    ),
+    "tool_use": lambda equipment: ToolUse(equipment.toolbox, equipment.interactions),
 }
 
 

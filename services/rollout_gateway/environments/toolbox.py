@@ -30,7 +30,7 @@ class ToolServer:
     """One server, connected on first use and again after a loss."""
 
     def __init__(self, name: str, config: ToolServerConfig) -> None:
-        self._name = name
+        self._name, self._place = name, f"gateway.tool_servers.{name}"
         self._config = config
         self._turn = asyncio.Lock()
         self._held: asyncio.Task[None] | None = None
@@ -48,24 +48,23 @@ class ToolServer:
         wanted = self._config.tools or tuple(listed)
         missing = [name for name in wanted if name not in listed]
         if missing:
-            raise ConfigError(
-                f"gateway.tool_servers.{self._name}.tools",
-                seen=", ".join(missing),
-                allowed=", ".join(listed) or "none: the server has no tools",
-            )
+            seen, allowed = ", ".join(missing), ", ".join(listed) or "none: the server has no tools"
+            raise ConfigError(f"{self._place}.tools", seen=seen, allowed=allowed)
+        found = [listed[name] for name in wanted]
         return {
-            name: Tool(
-                name,
-                listed[name].description or "",
-                listed[name].input_schema,
-                partial(self._call, name),
+            one.name: Tool(
+                one.name, one.description or "", one.input_schema, partial(self._call, one.name)
             )
-            for name in wanted
+            for one in found
         }
 
     async def stop(self) -> None:
         """End the server's process or the connection."""
-        await self._leave()
+        self._over.set()
+        if self._held is not None:
+            _, late = await asyncio.wait((self._held,), timeout=self._config.deadline_s)
+            if late:
+                await cancel(self._held)
 
     async def _call(self, name: str, arguments: Any) -> str:
         if not isinstance(arguments, dict):
@@ -94,7 +93,7 @@ class ToolServer:
         except Exception as error:  # noqa: BLE001  # as above
             log.warning("a tool server was lost", server=self._name, error=repr(error))
             if client is self._client:
-                await self._leave()
+                await self.stop()
             return True
         return False
 
@@ -124,12 +123,11 @@ class ToolServer:
             if ready.done():
                 log.warning("a tool server was lost", server=self._name, error=repr(error))
                 return
-            if isinstance(error, ConfigError):
-                ready.set_exception(error)
-                return
-            fault = ConfigError if self._client is None else Unavailable
-            message = f"the tool server {self._name} cannot be used: {_first(error)}"
-            ready.set_exception(fault(message, seen=self._config.place))
+            if not isinstance(error, ConfigError):
+                fault = ConfigError if self._client is None else Unavailable
+                message = f"the tool server {self._name} cannot be used: {_first(error)}"
+                error = fault(message, seen=self._config.place)
+            ready.set_exception(error)
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
@@ -139,11 +137,8 @@ class ToolServer:
             from mcp import Client, StdioServerParameters
             from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:
-            raise ConfigError(
-                "tool servers need the library mcp",
-                seen=f"gateway.tool_servers.{self._name}",
-                allowed="pip install 'paceline[mcp]'",
-            ) from error
+            message, allowed = "tool servers need the library mcp", "pip install 'paceline[mcp]'"
+            raise ConfigError(message, seen=self._place, allowed=allowed) from error
         if self._config.url:
             async with (
                 AsyncClient(  # deadlines of this class are shorter
@@ -163,40 +158,20 @@ class ToolServer:
         if not variable:
             return {}
         if not (token := os.environ.get(variable, "")):
-            raise ConfigError(
-                f"gateway.tool_servers.{self._name}.token_env",
-                seen=f"{variable} is not set",
-                allowed="a variable with the server's token",
-            )
+            place, allowed = f"{self._place}.token_env", "a variable with the server's token"
+            raise ConfigError(place, seen=f"{variable} is not set", allowed=allowed)
         return {"Authorization": f"Bearer {token}"}
 
-    def _deadline(self, what: str) -> _Deadline:
-        return _Deadline(self._config.deadline_s, f"the tool server {self._name} {what} in time")
-
-    async def _leave(self) -> None:
-        self._over.set()
-        if self._held is not None:
-            _, late = await asyncio.wait((self._held,), timeout=self._config.deadline_s)
-            if late:
-                await cancel(self._held)
-
-
-class _Deadline:
-    """An `asyncio.timeout` that raises Unavailable with a message about the late operation."""
-
-    def __init__(self, seconds: float, message: str) -> None:
-        self._timeout = asyncio.timeout(patient(seconds))
-        self._seconds = seconds
-        self._message = message
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *exception: Any) -> None:
+    @asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[None]:
+        """Raises Unavailable with the late operation when the block takes too long."""
+        seconds = self._config.deadline_s
         try:
-            await self._timeout.__aexit__(*exception)
+            async with asyncio.timeout(patient(seconds)):
+                yield
         except TimeoutError as error:
-            raise Unavailable(self._message, seen=f"{self._seconds:g} s") from error
+            message = f"the tool server {self._name} {what} in time"
+            raise Unavailable(message, seen=f"{seconds:g} s") from error
 
 
 def _first(error: BaseException) -> str:
@@ -216,7 +191,7 @@ class Toolbox:
         servers: Mapping[str, ToolServerConfig] | None = None,
     ) -> None:
         """Without a sandbox there is no tool `python`. `own`: name -> import path."""
-        self._sandbox = sandbox
+        self.sandbox = sandbox
         self._own = own or {}
         self._servers = [ToolServer(name, config) for name, config in (servers or {}).items()]
         self._turn = asyncio.Lock()
@@ -234,7 +209,7 @@ class Toolbox:
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     async def _opened(self) -> Mapping[str, Tool]:
-        found = [] if self._sandbox is None else [python(self._sandbox)]
+        found = [] if self.sandbox is None else [python(self.sandbox)]
         found += [own_tool(name, path) for name, path in self._own.items()]
         for server in self._servers:
             found += (await server.tools()).values()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from paceline.services.rollout_gateway.environments import Episode
 
@@ -29,35 +28,23 @@ class RuleScore:
     """Score of each rule of a mixture, before its weight; empty for a single rule."""
 
 
-class RewardRule(Protocol):
+class RewardRule:
     """Scores an episode: a pure function of it, or a call of a service that is."""
 
-    async def score(self, episode: Episode) -> float | None:
+    async def prepare(self) -> None:
+        """Check the rule's requirements before a run.
+
+        Raises ConfigError for a setting that can never work, Unavailable, DeadlineExceeded.
+        """
+
+    async def score(self, episode: Episode) -> float | RuleScore | None:
         """One scalar, or None when the rule cannot score: the sample ends unscored, which differs
         from reward 0.
 
         Raises PacelineError when a service of the rule is unavailable; the sample then ends as
         failed (infra). May raise Unscored, which RewardRules logs, counts and turns into None.
         """
-        ...
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A rule that can check its requirements before a run."""
-
-    async def prepare(self) -> None:
-        """Load the rule's requirements.
-
-        Raises ConfigError for a setting that can never work, Unavailable, DeadlineExceeded.
-        """
-        ...
-
-
-@runtime_checkable
-class Closes(Protocol):
-    """A rule with resources to close."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Close the rule's resources."""
-        ...

@@ -34,12 +34,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, TypeAdapter
+
 from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRule
 from paceline.services.rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
-from paceline.whole_text import is_whole
 
 log = get_logger(__name__)
 _HARNESS = Path(__file__).with_name("code_harness.py")
@@ -57,6 +59,16 @@ _PREPARATIONS = (
     ast.Pass,
 )
 _SCORINGS = ("share", "all")
+
+
+class _Case(BaseModel):
+    """One run of a program."""
+
+    stdin: str = ""
+    stdout: str
+
+
+_CASES = TypeAdapter(tuple[_Case, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +95,7 @@ class _Asked:
         return sum(statement.test is not None for statement in self.statements)
 
 
-class CodeTests:
+class CodeTests(RewardRule):
     """Share of the tests that the response's last fenced code block passes. Without a block, the
     whole text is the code.
 
@@ -115,9 +127,7 @@ class CodeTests:
             self._check_room(asked)
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             # Python's parsers raise the last two for deep nesting.
-            log.warning(
-                "tests of a task cannot be used", task=episode.task.task_id, error=repr(error)
-            )
+            log.warning("unusable tests", task=episode.task.task_id, error=repr(error))
             return None
         code = last_code_block(episode.text)
         passed = await self._tests_passed(code, asked) + await self._cases_passed(code, asked)
@@ -127,31 +137,19 @@ class CodeTests:
     def _check_room(self, asked: _Asked) -> None:
         room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
         if asked.test_count > room:
-            raise ValueError(
-                f"{asked.test_count} tests; rewards.sandbox.output_bytes has room for reports of "
-                f"{room}"
-            )
+            raise ValueError(f"{asked.test_count} tests; sandbox.output_bytes allows {room}")
 
     async def _tests_passed(self, code: str, asked: _Asked) -> int:
         if not asked.test_count:
             return 0
         nonce = secrets.token_hex(8)
-        statements = [asdict(statement) for statement in asked.statements]
-        orders = json.dumps(
-            {
-                "nonce": nonce,
-                "statements": statements,
-                "modules": asked.modules,
-                "entry_point": asked.entry_point,
-            }
-        )
-        result = await self._sandbox.run(self._harness, stdin=orders, files={CANDIDATE_FILE: code})
+        orders = {"nonce": nonce, **asdict(asked)}
+        del orders["cases"]  # expected outputs never enter the sandbox
+        stdin = json.dumps(orders)
+        result = await self._sandbox.run(self._harness, stdin=stdin, files={CANDIDATE_FILE: code})
         if not result.stdout.startswith(f"{READY}\n"):
-            raise Unavailable(
-                "the tests' own process did not start",
-                seen=f"{result.reason}: {result.stderr[-300:]}",
-            )
-
+            seen = f"{result.reason}: {result.stderr[-300:]}"
+            raise Unavailable("the process of the tests did not start", seen=seen)
         reported = {line for line in result.stdout.splitlines() if line.startswith(f"{nonce} ")}
         return sum(f"{nonce} {number}" in reported for number in range(asked.test_count))
 
@@ -203,13 +201,9 @@ def _asked(task: EpisodeTask) -> _Asked:
     scoring, entry_point = metadata.get("scoring", "share"), metadata.get("entry_point", "")
     if scoring not in _SCORINGS:
         raise ValueError(f'metadata["scoring"] is {scoring!r}, not one of {", ".join(_SCORINGS)}')
-    cases = json.loads(metadata.get("cases") or "[]")
-    if not isinstance(cases, list) or not all(_is_case(case) for case in cases):
-        raise ValueError(
-            'metadata["cases"] is not a JSON list of {"stdin", "stdout"}, texts of UTF-8'
-        )
+    cases = _CASES.validate_json(metadata.get("cases") or "[]")
     tree = ast.parse(metadata.get("tests", ""))
-    pairs = tuple((case.get("stdin", ""), case["stdout"]) for case in cases)
+    pairs = tuple((case.stdin, case.stdout) for case in cases)
     asked = _Asked(_statements(tree), _modules(tree, entry_point), entry_point, pairs, scoring)
     if not asked.test_count and not cases:
         raise ValueError('neither metadata["tests"] nor metadata["cases"] holds a test')
@@ -258,12 +252,3 @@ def _modules(tree: ast.Module, entry_point: str) -> tuple[str, ...]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     return tuple(sorted((bases - stored - {entry_point}) & sys.stdlib_module_names))
-
-
-def _is_case(case: object) -> bool:
-    return (
-        isinstance(case, dict)
-        and isinstance(case.get("stdout"), str)
-        and isinstance(case.get("stdin", ""), str)
-        and is_whole(case["stdout"] + case.get("stdin", ""))
-    )

@@ -27,7 +27,7 @@ _WRITTEN = re.compile(
 _SIGNS_ONLY = re.compile(r"(?:[\d+\-*/=:^%!.,(){}]|\\%|\\times|\\cdot|\\div)+")
 
 
-class MathAnswer:
+class MathAnswer(rewards.RewardRule):
     """1.0 when the response ended by itself and its answer equals the task's, else 0.0."""
 
     def __init__(self, marker: str, equal: rewards.RewardRule | None = None) -> None:
@@ -37,7 +37,7 @@ class MathAnswer:
         self._marker = marker
         self._equal = equal
 
-    async def score(self, episode: environments.Episode) -> float | None:
+    async def score(self, episode: environments.Episode) -> float | rewards.RuleScore | None:
         """Raises Unscored or Unavailable when the comparison needs a child and gets none."""
         given = answer_of(episode.text, self._marker) if episode.finish == "stop" else None
         if given is None:

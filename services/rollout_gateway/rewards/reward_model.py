@@ -1,4 +1,4 @@
-"""Scores texts with a model, in a separate process with its settings as argument.
+"""Scores texts with a model, in a child of the rewards.
 
 The model is a sequence-classification checkpoint. The scalar is its single logit; of two labels it
 is the logit of the label "positive", else of index 1. Logits are not squashed. The process
@@ -7,8 +7,6 @@ downloads nothing, runs no code of the checkpoint and reads no pickle.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,22 +16,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.environments import Episode
-from paceline.services.rollout_gateway.rewards.pipes import (
-    Answer,
-    Raised,
-    Refused,
-    Request,
-    Rewards,
-    ScoreEpisodes,
-    serve,
-    take_pipes,
-    tell,
+from paceline.services.rollout_gateway.rewards.child_program import BatchRule, Raised
+
+ALLOWED = (
+    "a directory with a sequence-classification checkpoint of one or two labels, a tokenizer and "
 )
+ALLOWED += "*.safetensors; pickled weights are not loaded, since they can run code"
 
-ALLOWED = "a sequence-classification checkpoint with one label, or two"
 
-
-class RewardModel:
+class RewardModel(BatchRule):
     """Scores texts in batches, in float32 on the CPU."""
 
     def __init__(self, model: str, threads: int, max_tokens: int) -> None:
@@ -55,9 +46,8 @@ class RewardModel:
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(
-                f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED
-            ) from error
+            message = f"gateway.rewards.model.model cannot be loaded: {error}"
+            raise ConfigError(message, seen=model or "nothing", allowed=ALLOWED) from error
 
         if loaded["missing_keys"]:  # transformers would continue with random weights
             missing = ", ".join(sorted(loaded["missing_keys"])[:5])
@@ -75,15 +65,14 @@ class RewardModel:
         positions = getattr(config, "max_position_embeddings", None) or max_tokens
         self._max_tokens = min(max_tokens, positions, self._tokenizer.model_max_length)
 
-    def answer(self, request: Request) -> Answer:
+    def score_batch(self, episodes: tuple[Episode, ...]) -> tuple[float | Raised | None, ...]:
         """A logit for every readable text, else the reason."""
-        assert isinstance(request, ScoreEpisodes)
-        read = [self._try_ids(episode) for episode in request.episodes]
+        read = [self._try_ids(episode) for episode in episodes]
         texts = [ids for ids in read if not isinstance(ids, Raised)]
         # Without a padding token transformers cannot find a text's end: run one text at a time.
         batches = [texts] if self._pad is not None else [[ids] for ids in texts]
         logits = iter([logit for batch in batches if batch for logit in self._logits(batch)])
-        return Rewards(tuple(one if isinstance(one, Raised) else next(logits) for one in read))
+        return tuple(one if isinstance(one, Raised) else next(logits) for one in read)
 
     def _try_ids(self, episode: Episode) -> list[int] | Raised:
         """Token ids of an episode, or the reason why it has none."""
@@ -131,18 +120,3 @@ def scalar_index(config: Any) -> int:
             1,
         )
     raise ConfigError("a reward model with several labels", seen=config.num_labels, allowed=ALLOWED)
-
-
-def main() -> None:
-    """Load, then serve until the gateway ends."""
-    requests, answers = take_pipes()
-    try:
-        model = RewardModel(**json.loads(sys.argv[1]))
-    except ConfigError as error:
-        tell(answers, Refused.of(error))
-        return
-    serve(model.answer, requests, answers)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
 from paceline.services.rollout_gateway import environments, metrics, rewards
@@ -20,7 +17,7 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import REWARD_RANGE, is_reward
 
 
-class FormatRule:
+class FormatRule(rewards.RewardRule):
     """1.0 when the whole response matches the task's metadata["format"], else 0.0.
 
     In the pattern `*` matches any text, `?` one character, `[...]` a set. Without a pattern, a
@@ -42,23 +39,15 @@ class FormatRule:
 SETTING = "gateway.rewards.mixtures"
 
 
-class MixedRule(Protocol):
-    """A measured rule of a mixture."""
-
-    async def prepare(self) -> None: ...
-
-    async def score(self, episode: environments.Episode) -> float | None: ...
-
-
-class Mixture:
+class Mixture(rewards.RewardRule):
     """reward = sum over the parts of weight * score of the part's rule."""
 
-    def __init__(self, parts: Mapping[str, tuple[MixedRule, float]]) -> None:
+    def __init__(self, parts: Mapping[str, tuple[MeasuredRule, float]]) -> None:
         """`parts`: the name of a rule, the rule and its weight."""
         self._parts = parts
 
     async def prepare(self) -> None:
-        """See Prepares: prepares every part."""
+        """Prepare every part."""
         for rule, _ in self._parts.values():
             await rule.prepare()
 
@@ -110,27 +99,6 @@ SHOWN = 500
 """Maximum characters of an exception in the log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Resources for building rules."""
-
-    config: RewardsConfig
-    children: child.Children
-    sandbox: Sandbox
-
-
-REWARDS: dict[str, Callable[[Parts], rewards.RewardRule]] = {
-    "math_answer": lambda parts: math_answer.MathAnswer(
-        parts.config.marker, child.ChildRule(math_answer.MATH_EQUAL, parts.children)
-    ),
-    "format": lambda parts: FormatRule(parts.config.marker),
-    "remote": lambda parts: remote.RemoteReward(parts.config.remote),
-    "model": lambda parts: ModelReward(parts.config.model),
-    "code_tests": lambda parts: code_tests.CodeTests(parts.sandbox),
-}
-"""Name to builder; a builder raises ConfigError when its settings are missing."""
-
-
 class RewardRules:
     """All rules of one gateway, each built on first use.
 
@@ -143,10 +111,9 @@ class RewardRules:
         Raises ConfigError for an invalid mixture.
         """
         check_mixtures(config.mixtures, {*REWARDS, *config.own})
-        self._children = child.Children(config.processes, config.deadline_s)
-        self._closing = AsyncExitStack()
-        self._closing.push_async_callback(self._children.close)
-        self._parts = Parts(config, self._children, sandbox or Sandbox(config.sandbox))
+        self.config = config
+        self.children = child.Children(config.processes, config.deadline_s)
+        self.sandbox = sandbox or Sandbox(config.sandbox)
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:
@@ -173,46 +140,51 @@ class RewardRules:
     @property
     def pids(self) -> list[int]:
         """Process ids of the rules' children and models."""
-        models = [
-            rule.inner for rule in self._rules.values() if isinstance(rule.inner, ModelReward)
-        ]
-        return [*self._children.pids, *(pid for model in models for pid in model.pids)]
+        rules = [rule.inner for rule in self._rules.values()]
+        models = [pid for rule in rules if isinstance(rule, ModelReward) for pid in rule.pids]
+        return [*self.children.pids, *models]
 
     async def stop(self) -> None:
         """End children and connections; running scores raise Unavailable."""
-        await self._closing.aclose()
+        closing = [rule.inner.close() for rule in self._rules.values()]
+        await asyncio.gather(self.children.close(), *closing)
 
-    def _build(self, name: str) -> rewards.RewardRule | Mixture:
+    def _build(self, name: str) -> rewards.RewardRule:
         if name in REWARDS:
-            rule = REWARDS[name](self._parts)
-            if isinstance(rule, rewards.Closes):
-                self._closing.push_async_callback(rule.close)
-            return rule
-        own, mixtures = self._parts.config.own, self._parts.config.mixtures
+            return REWARDS[name](self)
+        own, mixtures = self.config.own, self.config.mixtures
         if name in mixtures:
             parts = mixtures[name].items()
             return Mixture({part: (self.rule(part), weight) for part, weight in parts})
         if name not in own:
             allowed = ", ".join(sorted([*REWARDS, *own, *mixtures]))
-            raise NotFound(
-                "no such reward rule",
-                seen=name,
-                allowed=f"{allowed}; gateway.rewards.own adds yours",
-            )
-        return child.ChildRule(own[name], self._children)
+            allowed += "; gateway.rewards.own adds yours"
+            raise NotFound("no such reward rule", seen=name, allowed=allowed)
+        return child.ChildRule(own[name], self.children)
+
+
+REWARDS: dict[str, Callable[[RewardRules], rewards.RewardRule]] = {
+    "math_answer": lambda rules: math_answer.MathAnswer(
+        rules.config.marker, child.ChildRule(math_answer.MATH_EQUAL, rules.children)
+    ),
+    "format": lambda rules: FormatRule(rules.config.marker),
+    "remote": lambda rules: remote.RemoteReward(rules.config.remote),
+    "model": lambda rules: ModelReward(rules.config.model),
+    "code_tests": lambda rules: code_tests.CodeTests(rules.sandbox),
+}
+"""Name to builder; a builder raises ConfigError when its settings are missing."""
 
 
 class MeasuredRule:
     """A rule with its metrics, its log and the check of its scores."""
 
-    def __init__(self, name: str, rule: rewards.RewardRule | Mixture) -> None:
+    def __init__(self, name: str, rule: rewards.RewardRule) -> None:
         self._name = name
         self.inner = rule
 
     async def prepare(self) -> None:
-        """See Prepares; does nothing for a rule without requirements."""
-        if isinstance(self.inner, rewards.Prepares):
-            await self.inner.prepare()
+        """See RewardRule."""
+        await self.inner.prepare()
 
     async def score(self, episode: environments.Episode) -> float | None:
         """The value of `scored`."""
@@ -235,14 +207,10 @@ class MeasuredRule:
             metrics.REWARD_FAILURES.record(rule=self._name, reason=error.reason.lower())
             raise
         except Exception as why:  # noqa: BLE001 - any error of a rule leaves the sample unscored
+            known = isinstance(why, rewards.Unscored)
             reason = why.reason if isinstance(why, rewards.Unscored) else "exception"
-            log.warning(
-                "unscored",
-                rule=self._name,
-                task=episode.task.task_id,
-                reason=reason,
-                error=str(why) if isinstance(why, rewards.Unscored) else repr(why)[:SHOWN],
-            )
+            about = {"rule": self._name, "task": episode.task.task_id, "reason": reason}
+            log.warning("unscored", **about, error=str(why) if known else repr(why)[:SHOWN])
             metrics.REWARD_FAILURES.record(rule=self._name, reason=reason)
             value = None
         finally:
@@ -256,11 +224,8 @@ class MeasuredRule:
             return None
         score = given if isinstance(given, rewards.RuleScore) else rewards.RuleScore(given)
         if not is_reward(score.value):
-            message = f"the reward rule {self._name} gave what is no reward"
-            raise InvalidInput(
-                message,
-                reason="REWARD_NOT_FINITE",
-                seen=score.value,
-                allowed=f"{REWARD_RANGE} or None",
-            )
+            message = f"the reward rule {self._name} returned no reward"
+            allowed = f"{REWARD_RANGE} or None"
+            reason = "REWARD_NOT_FINITE"
+            raise InvalidInput(message, reason=reason, seen=score.value, allowed=allowed)
         return score

@@ -17,7 +17,7 @@ from paceline.messages import merge_arms, stats_from_proto, stats_to_proto, vers
 from paceline.services.rollout_gateway.background import background, cancel, first_of
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.sample import AGENT, recorded_sample, sample_finished
-from paceline.services.rollout_gateway.sessions.groups import OpenGroup, OpenGroups
+from paceline.services.rollout_gateway.sessions.groups import OpenGroup
 from paceline.services.rollout_gateway.workers.metrics import regret
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import get_logger
@@ -42,7 +42,7 @@ class IdleWorkers:
         self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> IdleWorkers:
-        self._router.loans.keep_spare()
+        self._router.lending.keep_spare()
         self._watchers = [
             background(self._watch(seat.index), f"idle worker {seat.index}")
             for seat in self._router.seats
@@ -52,7 +52,7 @@ class IdleWorkers:
     async def __aexit__(self, *exception: object) -> None:
         await cancel(*self._watchers)
 
-    async def lent(self) -> None:
+    async def wait_released(self) -> None:
         """Return once `pop` has a worker."""
         while not self._lent:
             self._news.clear()
@@ -65,75 +65,21 @@ class IdleWorkers:
     async def _watch(self, index: int) -> None:
         # idle time before the block does not count
         await asyncio.sleep(self._after_s)
-        await self._router.idle_for(index, self._after_s)
+        await self._router.seats[index].idle_for(self._after_s)
         seats = self._router.seats
         serving = [seat for seat in seats if not seat.released]
         if seats[index].released or len(serving) > 1:
             if not seats[index].released:
-                self._router.loans.spare(index)
+                self._router.lending.spare(index)
             self._lent.append(index)
             self._news.set()
-
-
-class StepTurns:
-    """The steps that collect groups. Use on one event loop."""
-
-    def __init__(self, groups: OpenGroups) -> None:
-        self.groups = groups
-        self._wanting: set[int] = set()
-        self._left = asyncio.Event()
-
-    @asynccontextmanager
-    async def taken(self, step: int) -> AsyncIterator[CollectingStep]:
-        """Inside the block the step collects groups."""
-        self._wanting.add(step)
-        try:
-            yield CollectingStep(self, step)
-        finally:
-            self._wanting.discard(step)
-            self._left.set()
-
-    def earliest(self, step: int) -> bool:
-        """Whether no earlier step collects."""
-        return step == min(self._wanting)
-
-    async def somebody_left(self) -> None:
-        """Return once a step has stopped collecting."""
-        self._left.clear()
-        await self._left.wait()
-
-
-@dataclass(frozen=True)
-class CollectingStep:
-    """One collecting step."""
-
-    turns: StepTurns
-    step: int
-
-    async def comes(self) -> None:
-        """Return once `pop` has a group."""
-        while True:
-            await self.turns.groups.closed()
-            if self.turns.earliest(self.step):
-                return
-            await self.turns.somebody_left()
-
-    def pop(self) -> OpenGroup | None:
-        """The group that closed first; None when no group is closed, or an earlier step
-        collects.
-        """
-        return self.turns.groups.pop() if self.turns.earliest(self.step) else None
 
 
 class Totals:
     """Counts outcomes by worker and in total."""
 
     def __init__(
-        self,
-        shares: Iterable[int],
-        groups: Iterable[str],
-        workers: Iterable[int],
-        started: float,
+        self, shares: Iterable[int], groups: Iterable[str], workers: Iterable[int], started: float
     ) -> None:
         """`shares`: the worker of each sample. `groups`: the group of each training sample.
         `workers`: all workers with a share, even an empty share. `started`: seconds of the event
@@ -198,9 +144,7 @@ class Totals:
     def _closed(self, group_id: str) -> rpb.ClosedGroup:
         rewards = self._rewards[group_id]
         return rpb.ClosedGroup(
-            group_id=group_id,
-            scored_sessions=len(rewards),
-            equal_rewards=equal_rewards(rewards),
+            group_id=group_id, scored_sessions=len(rewards), equal_rewards=equal_rewards(rewards)
         )
 
     def share(self, worker: int) -> rpb.ShareDone:
@@ -235,10 +179,6 @@ class _Taken:
     given: asyncio.Event = field(default_factory=asyncio.Event)  # set when groups are assigned
     epoch: int = 0  # of the last assignment
 
-    async def more(self) -> None:
-        """Return once more groups, or all groups, are assigned."""
-        await self.given.wait()
-
 
 class OpenRuns:
     """The open steps of one gateway."""
@@ -246,7 +186,8 @@ class OpenRuns:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._steps: OrderedDict[tuple[str, int], _Taken] = OrderedDict()
-        self._turns = StepTurns(gateway.agents.groups)
+        self._collecting: set[int] = set()  # steps that collect groups themselves
+        self._step_left = asyncio.Event()
 
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
         """Yield closed groups with their sessions as the step takes them, then the totals."""
@@ -259,7 +200,7 @@ class OpenRuns:
         async with (
             taken.turn,  # a repeated call waits until the previous call has ended
             IdleWorkers(gateway.router, gateway.config.release_after_s) as idle,
-            self._turns.taken(step) as turn,
+            self._collect(step),
         ):
             while True:
                 taken.given.clear()
@@ -271,14 +212,39 @@ class OpenRuns:
                         yield news
                 if whole or (not assigned and told >= request.open_groups):
                     break
-                comes = taken.more() if assigned else turn.comes()
-                await first_of(comes, idle.lent(), gateway.weights.damaged())
+                comes = self._group_comes(step, taken if assigned else None)
+                await first_of(comes, idle.wait_released(), gateway.weights.damaged())
                 while (worker := idle.pop()) is not None:
                     yield rpb.RunTasksResponse(share=totals.share(worker))
-                if not assigned and (group := turn.pop()) is not None:
-                    self._take(taken, group, step)
+                if not assigned and step == min(self._collecting):
+                    self._take(taken, agents.groups.pop(), step)
 
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
+
+    @asynccontextmanager
+    async def _collect(self, step: int) -> AsyncIterator[None]:
+        self._collecting.add(step)
+        try:
+            yield
+        finally:
+            self._collecting.discard(step)
+            self._step_left.set()
+
+    async def _group_comes(self, step: int, taken: _Taken | None) -> None:
+        """Return once groups are assigned, or a group is closed and no earlier step collects
+        groups.
+
+        `taken`: of a step whose groups are assigned.
+        """
+        if taken is not None:
+            await taken.given.wait()
+            return
+        while True:
+            await self._gateway.agents.groups.closed()
+            if step == min(self._collecting):
+                return
+            self._step_left.clear()
+            await self._step_left.wait()
 
     async def assign(self, context: CommandContext, most: int, *, last: bool) -> int:
         """Assign at most `most` closed groups to the step; `last` marks the final assignment.
@@ -288,11 +254,8 @@ class OpenRuns:
         """
         taken, groups = await self._taken(context), self._gateway.agents.groups
         if context.epoch < taken.epoch:
-            raise StaleEpoch(
-                f"a later call assigns the groups of step {context.step}",
-                seen=context.epoch,
-                allowed=f"at least {taken.epoch}",
-            )
+            message = f"a later call assigns the groups of step {context.step}"
+            raise StaleEpoch(message, seen=context.epoch, allowed=f"at least {taken.epoch}")
         taken.epoch = context.epoch
         wanted = len(taken.groups) + most
         while len(taken.groups) < wanted and (group := groups.pop()) is not None:
@@ -301,26 +264,23 @@ class OpenRuns:
         taken.given.set()
         return len(taken.groups)
 
-    def _take(self, taken: _Taken, group: OpenGroup, step: int) -> None:
-        """Add a group to the step, unless it has no reward."""
-        samples = self._stamp(group, step)
-        if group.scored:
-            taken.groups[group.group_id] = samples
+    def _take(self, taken: _Taken, group: OpenGroup | None, step: int) -> None:
+        """Send the group's samples to the stream with this step's number, and add the group to the
+        step, unless it has no reward.
+        """
+        if group is None:
             return
-        log.info(
-            "a group closed without a reward", group=group.group_id, sessions=len(group.members)
-        )
-
-    def _stamp(self, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:
-        """Send the group's samples to the stream with this step's number."""
+        sessions = [member.session for member in group.members]
         for member in group.members:
-            self._gateway.agents.put(
-                member.session, [replace(one, step=step) for one in member.samples]
-            )
-        return [
-            sample_finished(member.session, member.session.worker_index or 0, AGENT, "stop")
-            for member in group.members
-        ]
+            samples = [replace(one, step=step) for one in member.samples]
+            self._gateway.agents.put(member.session, samples)
+        if group.scored:
+            taken.groups[group.group_id] = [
+                sample_finished(session, session.worker_index or 0, AGENT, "stop")
+                for session in sessions
+            ]
+            return
+        log.info("a group closed without a reward", group=group.group_id, sessions=len(sessions))
 
     async def _taken(self, context: CommandContext) -> _Taken:
         key = (context.run_id, context.step)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,12 +66,8 @@ class Job:
         """Identity of the sample. Evaluations with other settings, e.g. another arm, are other
         samples.
         """
-        run = self.request.context.run_id
-        return (
-            f"train/{run}/{self.session_id}"
-            if self.trains
-            else f"{self.settings}/{self.session_id}"
-        )
+        run = f"train/{self.request.context.run_id}" if self.trains else self.settings
+        return f"{run}/{self.session_id}"
 
 
 def settings_digest(request: rpb.RunTasksRequest) -> str:
@@ -157,17 +153,10 @@ class SampleRuns:
         """Run a sample from its task to its outcome."""
         task = job.task
         asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
-        about = _assignment(job, self._gateway.captures)
-        if job.request.environment == EXTERNAL:
-            override = self._gateway.config.sessions.untrainable == "override"
-            about = replace(about, override=override)
-        labels: Attributes = {
-            names.SESSION_ID: job.session_id,
-            names.TASK: task.task_id,
-            names.RL_STEP: about.step,
-        }
-        with span(names.SESSION, labels):
-            if job.request.environment == EXTERNAL:
+        about, external = self._assignment(job), job.request.environment == EXTERNAL
+        labels: Attributes = {names.SESSION_ID: job.session_id, names.TASK: task.task_id}
+        with span(names.SESSION, {**labels, names.RL_STEP: about.step}):
+            if external:
                 session, episode = await self._led_by_agent(job, asked, about)
             else:
                 session = Session(job.session_id, about, self._gateway.config.sessions)
@@ -176,6 +165,25 @@ class SampleRuns:
             await self._score(job, session, episode)
         finish = "error" if session.state is SessionState.FAILED else episode.finish
         return sample_finished(session, job.worker_index, job.request.reward, finish)
+
+    def _assignment(self, job: Job) -> Assignment:
+        request, task, gateway = job.request, job.task, self._gateway
+        seed = request_seed(request.run_seed, request.context.step, task.task_id, job.sample_index)
+        overrides = gateway.config.sessions.untrainable == "override"
+        return Assignment(
+            run_id=request.context.run_id,
+            step=request.context.step,
+            task_id=task.task_id,
+            group_id=task.group_id,
+            group_size=request.samples_per_task,
+            task_index=task.task_index,
+            sample_index=job.sample_index,
+            trainable=job.trains,
+            temperature=request.sampling.temperature,
+            seed=seed,
+            capture=request.capture and job.trains and gateway.captures(seed),
+            override=overrides and request.environment == EXTERNAL,
+        )
 
     async def _led_here(self, job: Job, asked: EpisodeTask, session: Session) -> Episode:
         """Let an environment of the gateway lead the session.
@@ -250,24 +258,6 @@ def _told(error: BaseException) -> str:
     return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
 
 
-def _assignment(job: Job, captures: Callable[[int], bool]) -> Assignment:
-    request, task = job.request, job.task
-    seed = request_seed(request.run_seed, request.context.step, task.task_id, job.sample_index)
-    return Assignment(
-        run_id=request.context.run_id,
-        step=request.context.step,
-        task_id=task.task_id,
-        group_id=task.group_id,
-        group_size=request.samples_per_task,
-        task_index=task.task_index,
-        sample_index=job.sample_index,
-        trainable=job.trains,
-        temperature=request.sampling.temperature,
-        seed=seed,
-        capture=request.capture and job.trains and captures(seed),
-    )
-
-
 def sample_finished(
     session: Session, worker_index: int, source: str, finish: str
 ) -> rpb.SampleFinished:
@@ -282,11 +272,7 @@ def sample_finished(
         group_id=session.group_id,
         sample_index=about.sample_index,
         worker_index=worker_index,
-        reward=tpb.Reward(
-            value=sum(rewards) / len(rewards), source=source, parts=session.reward_parts
-        )
-        if final and rewards
-        else None,
+        reward=_mean_reward(rewards, source, session.reward_parts) if final and rewards else None,
         prompt_tokens=len(turns[0].prompt_ids) if turns else 0,
         response_tokens=len(response),
         finish_reason=_reason("stop" if finish == "tool_calls" else finish),
@@ -312,9 +298,7 @@ def recorded_sample(
         group_id=first["group_id"],
         sample_index=first["sample_index"],
         worker_index=worker_index,
-        reward=tpb.Reward(
-            value=sum(rewards) / len(rewards), source=source, parts=first["reward_parts"]
-        ),
+        reward=_mean_reward(rewards, source, first["reward_parts"]),
         prompt_tokens=first["tokens"] - first["trained_tokens"],
         response_tokens=sum(branch["trained_tokens"] for branch in branches),
         finish_reason=_reason(finish or first["finish_reason"]),
@@ -322,6 +306,10 @@ def recorded_sample(
         tokens_hash=first["response_hash"] if len(branches) == 1 else "",
         session_id=first["key"].rpartition("/")[0],
     )
+
+
+def _mean_reward(rewards: Sequence[float], source: str, parts: Mapping[str, float]) -> tpb.Reward:
+    return tpb.Reward(value=sum(rewards) / len(rewards), source=source, parts=parts)
 
 
 def _reason(finish: str) -> str:

@@ -58,11 +58,8 @@ async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> Non
         own = isinstance(error, InvalidInput) and not isinstance(error, ConfigError)
         if isinstance(error, PacelineError) and not own:
             raise
-        log.warning(
-            "an environment could not prepare the tasks of a call",
-            environment=request.environment,
-            error=f"{type(error).__name__}: {error}",
-        )
+        seen = f"{type(error).__name__}: {error}"
+        log.warning("tasks are not prepared", environment=request.environment, error=seen)
 
 
 class RunningSample(NamedTuple):
@@ -91,7 +88,7 @@ class TaskRuns:
         Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while
         too many trajectories wait.
         """
-        self._tell_claimers(request)
+        self._set_offers(request)
         if request.arms:
             await self._gateway.learn_arms(request.arms)
         if request.open_groups and not request.tasks:
@@ -105,13 +102,15 @@ class TaskRuns:
         started = asyncio.get_running_loop().time()
         metrics = self._gateway.router.metrics
         split = metrics.split
-        about = {
-            names.TASKS: len(request.tasks),
-            names.SAMPLES_PER_TASK: request.samples_per_task,
-        }
+        tasks, each = len(request.tasks), request.samples_per_task
+        about = {names.TASKS: tasks, names.SAMPLES_PER_TASK: each}
         with span(names.RUN_TASKS, about) as current:
             workers = range(len(self._gateway.router.seats))
-            jobs = self._jobs(request, workers, self._silence_s(request.silence_s, within_s))
+            # A hanging environment costs its sample and not the call.
+            longest_s = self._gateway.config.sessions.timeout_s
+            half_s = longest_s if within_s is None else within_s / 2
+            silence_s = min(longest_s, request.silence_s or longest_s, half_s)
+            jobs = self._jobs(request, workers, silence_s)
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]
             totals = Totals([job.worker_index for job in jobs], groups, workers, started)
@@ -125,33 +124,24 @@ class TaskRuns:
             describe_rounds(current, finished, metrics.split - split)
             yield rpb.RunTasksResponse(finished=finished)
 
-    def _tell_claimers(self, request: rpb.RunTasksRequest) -> None:
+    def _set_offers(self, request: rpb.RunTasksRequest) -> None:
         """Decide whether agents may claim the tasks of this run."""
         offers = self._gateway.agents.offers
         if request.tasks and request.environment == EXTERNAL:
             offers.offering()
         elif request.purpose == tpb.PURPOSE_TRAIN:
-            whose = (
-                f"are answered by the environment {request.environment!r}"
-                if request.tasks
-                else "are its agents' own: they open sessions with a task_id"
-            )
+            whose = "are its agents' own: they open sessions with a task_id"
+            if request.tasks:
+                whose = f"are answered by the environment {request.environment!r}"
             offers.refuse(f"the tasks of this run {whose}")
 
     async def _check(self, request: rpb.RunTasksRequest) -> None:
-        if request.purpose not in (tpb.PURPOSE_TRAIN, tpb.PURPOSE_EVAL):
-            raise InvalidInput(
-                "purpose is not set",
-                seen=int(request.purpose),
-                allowed="PURPOSE_TRAIN, PURPOSE_EVAL",
-            )
-
-        samples = len(request.tasks) * request.samples_per_task
+        purpose, allowed = int(request.purpose), "PURPOSE_TRAIN, PURPOSE_EVAL"
+        if purpose not in (tpb.PURPOSE_TRAIN, tpb.PURPOSE_EVAL):
+            raise InvalidInput("purpose is not set", seen=purpose, allowed=allowed)
+        samples, allowed = len(request.tasks) * request.samples_per_task, f"1 to {MAX_SAMPLES}"
         if not 1 <= samples <= MAX_SAMPLES:
-            raise InvalidInput(
-                "tasks times samples_per_task", seen=samples, allowed=f"1 to {MAX_SAMPLES}"
-            )
-
+            raise InvalidInput("tasks times samples_per_task", seen=samples, allowed=allowed)
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
         if request.environment != EXTERNAL:
@@ -162,13 +152,6 @@ class TaskRuns:
             await self._gateway.rewards.check(request.reward)
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(wire.sampling_from(request.sampling))
-
-    def _silence_s(self, requested_s: float, within_s: float | None) -> float:
-        """Longest time without a model call, in seconds: that of the request, or half of the call's
-        remaining time. A hanging environment then costs its sample and not the call.
-        """
-        longest = self._gateway.config.sessions.timeout_s
-        return min(longest, requested_s or longest, longest if within_s is None else within_s / 2)
 
     def _jobs(
         self, request: rpb.RunTasksRequest, workers: Sequence[int], silence_s: float
@@ -185,13 +168,11 @@ class TaskRuns:
             for index, task in enumerate(request.tasks)
             for sample in range(size)
         ]
-        return [self._where_it_runs(job, workers) for job in jobs]
-
-    def _where_it_runs(self, job: Job, workers: Sequence[int]) -> Job:
-        running = self._running.get(job.key)
-        if running is None or running.worker not in workers:
-            return job
-        return replace(job, worker_index=running.worker)
+        placed = [(job, self._running.get(job.key)) for job in jobs]
+        return [
+            job if running is None else replace(job, worker_index=running.worker)
+            for job, running in placed
+        ]
 
     async def _records(self, jobs: list[Job]) -> Mapping[str, list[dict[str, Any]]]:
         """Ledger records of the step, if any sample is missing in memory."""
@@ -248,9 +229,8 @@ class TaskRuns:
         if task.cancelled() or task.exception() is not None:
             return
         answer = task.result()
-        if job.trains and answer.HasField(
-            "reward"
-        ):  # evaluations are not remembered: the weights may have changed
+        # evaluations are not remembered: the weights may have changed
+        if job.trains and answer.HasField("reward"):
             self._answers[job.key] = answer
             if len(self._answers) > ANSWERS_REMEMBERED:
                 self._answers.popitem(last=False)

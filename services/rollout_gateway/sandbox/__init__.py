@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 from asyncio.subprocess import PIPE
@@ -22,13 +21,7 @@ from paceline.local.child import Child
 from paceline.local.patience import patient
 from paceline.local.user_directory import enterable_directory, locked_directory, user_directory
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.sandbox.launcher.request import (
-    CODE_FILE,
-    RunRequest,
-    SandboxResult,
-    encode,
-    remove_tree,
-)
+from paceline.services.rollout_gateway.sandbox.launcher import request as launch
 from paceline.telemetry import get_logger
 from paceline.whole_text import is_whole
 
@@ -76,21 +69,19 @@ class Sandbox:
 
     async def run(
         self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None
-    ) -> SandboxResult:
+    ) -> launch.SandboxResult:
         """Runs a program as `python main.py` with the standard library, in a directory with
         `files`.
 
         `files` maps relative paths to texts; modules among them can be imported. Waits while
         `parallel` other programs run. Cancelling kills the program. Raises InvalidInput for a path
-        outside the directory and for text that UTF-8 cannot encode, ConfigError as `layers`,
+        outside the directory and for text that UTF-8 cannot launch.encode, ConfigError as `layers`,
         Unavailable when the sandbox fails, which is independent of the code.
         """
         checked = checked_files(files or {})
         if not all(map(is_whole, (code, stdin, *checked.values()))):
-            raise InvalidInput(
-                "a program, its input or a file of it holds half a character",
-                allowed="text that UTF-8 can spell",
-            )
+            message = "a program, its input or one of its files has an unpaired surrogate"
+            raise InvalidInput(message, allowed="text that UTF-8 can launch.encode")
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)
@@ -103,11 +94,16 @@ class Sandbox:
         for layers in _LAYERS[self.config.isolation]:
             failure = await self._trial(layers)
             if not failure:
-                _tell(layers, failures)
+                if layers:
+                    by = "+".join(layers)
+                    log.info("model code is isolated", by=by, unavailable=failures)
+                else:
+                    message = "model code runs with limits only: it reads files and opens sockets"
+                    log.warning(message, tried=failures)
                 return layers
             failures.append(f"{'+'.join(layers) or 'limits'}: {failure}")
         raise ConfigError(
-            f"code of models cannot be shut in here by isolation {self.config.isolation!r}",
+            f"isolation {self.config.isolation!r} of model code is unavailable on this host",
             seen="; ".join(failures),
             allowed="a machine with these layers and memory enough for Python, or another "
             'gateway.rewards.sandbox.isolation; "limits" bounds time, memory and output alone: '
@@ -123,28 +119,22 @@ class Sandbox:
         async with self._slots:
             answer = await self._launch(layers, f"print({word!r})", "", {})
         if answer.reason in ("timeout", "cpu"):  # a busy machine does not justify weaker layers
-            raise Unavailable(
-                "the sandbox is too slow to be tried out",
-                seen=f"{answer.reason}, {answer.wall_s:.1f} s",
-            )
-
+            seen = f"{answer.reason}, {answer.wall_s:.1f} s"
+            raise Unavailable("a trivial program is too slow in the sandbox", seen=seen)
         if not answer.failed and answer.stdout.strip() != word:
-            return (
-                f"a trivial program ended with {answer.reason} {answer.exit_code}: "
-                f"{answer.stderr[-300:]}"
-            )
-
+            ended = f"{answer.reason} {answer.exit_code}: {answer.stderr[-300:]}"
+            return f"a trivial program ended with {ended}"
         return answer.failed
 
     async def _launch(
         self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]
-    ) -> SandboxResult:
+    ) -> launch.SandboxResult:
         try:
             box = tempfile.mkdtemp(prefix="box-", dir=_boxes())
         except OSError as error:
             raise Unavailable("no directory could be made for a sandbox", seen=error) from error
 
-        request = RunRequest(
+        request = launch.RunRequest(
             parent=os.getpid(),
             box=box,
             layers=layers,
@@ -159,51 +149,38 @@ class Sandbox:
             await asyncio.shield(asyncio.to_thread(_remove, box))
 
 
-async def _ask_launcher(request: RunRequest) -> SandboxResult:
+async def _ask_launcher(request: launch.RunRequest) -> launch.SandboxResult:
     """Starts a launcher and waits for its answer; in every case the launcher has ended on return.
 
     Raises Unavailable.
     """
     try:
-        child = await Child.execute(
-            _python(),
-            "-I",
-            "-S",
-            "-c",
-            _START,
-            str(Path(__file__).parent),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env={"PYTHONUTF8": "1"},
-        )
+        command = (_python(), "-I", "-S", "-c", _START, str(Path(__file__).parent))
+        environment = {"PYTHONUTF8": "1"}
+        child = await Child.execute(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
     except OSError as error:
         raise Unavailable("no launcher of a sandbox could be started", seen=error) from error
 
     deadline_s = request.wall_s + patient(START_S)
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await child.program.communicate(encode(request))
+            out, err = await child.program.communicate(launch.encode(request))
     except TimeoutError as error:
         raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
         await asyncio.shield(child.stop(STOP_S))  # it kills its program first
 
     if child.returncode != 0 or not out:
-        last_words = err[-500:].decode(errors="replace")
-        raise Unavailable(
-            "a sandbox's launcher was lost",
-            seen=f"exit code {child.returncode} {last_words}".strip(),
-        )
-
-    return SandboxResult(**json.loads(out))
+        seen = f"exit code {child.returncode} {err[-500:].decode(errors='replace')}".strip()
+        raise Unavailable("a sandbox's launcher was lost", seen=seen)
+    return launch.SandboxResult(**json.loads(out))
 
 
 def _remove(box: str) -> None:
     """Removes the directory if the launcher, which does so at its end, has left it."""
     if os.path.exists(box):
         try:
-            remove_tree(box)
+            launch.remove_tree(box)
         except OSError as error:
             log.warning("a sandbox's directory could not be removed", path=box, error=str(error))
 
@@ -212,42 +189,22 @@ def _boxes() -> Path:
     """This gateway's directory for runs; directories of killed gateways are removed."""
     private = os.geteuid() != 0  # otherwise the code has its own user id and must enter it
     parent = user_directory() / "boxes" if private else enterable_directory()
-    return locked_directory(parent, 0o711, remove_tree)
+    return locked_directory(parent, 0o711, launch.remove_tree)
 
 
 def _python() -> str:
     """The interpreter itself instead of a virtual environment's, whose packages are not for the
     code.
     """
-    return os.path.realpath(
-        getattr(sys, "_base_executable", "") or shutil.which("python3") or sys.executable
-    )
+    interpreter: str = getattr(sys, "_base_executable", sys.executable)
+    return os.path.realpath(interpreter)
 
 
 def checked_files(files: Mapping[str, str]) -> dict[str, str]:
     """Files of a program. Raises InvalidInput for a path outside its directory."""
     for name in files:
-        path = PurePosixPath(name)
-        if (
-            not path.parts
-            or path.is_absolute()
-            or ".." in path.parts
-            or name == CODE_FILE
-            or "\0" in name
-        ):
-            raise InvalidInput(
-                "a file of a sandbox",
-                seen=repr(name),
-                allowed=f"relative paths other than {CODE_FILE}",
-            )
+        parts = PurePosixPath(name).parts
+        if not parts or {"/", "//", ".."} & {*parts} or name == launch.CODE_FILE or "\0" in name:
+            allowed = f"relative paths other than {launch.CODE_FILE}"
+            raise InvalidInput("the path of a sandbox's file", seen=repr(name), allowed=allowed)
     return dict(files)
-
-
-def _tell(layers: tuple[str, ...], failures: list[str]) -> None:
-    if layers:
-        log.info("code of models is shut in", by="+".join(layers), not_to_be_had=failures)
-    else:
-        log.warning(
-            "code of models runs with limits alone: it can read files and open sockets",
-            tried=failures,
-        )

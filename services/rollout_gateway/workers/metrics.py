@@ -7,8 +7,7 @@ every RunTasks, for GetStatus, and at a Prometheus scrape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import fields
 
 from opentelemetry.trace import Span
 
@@ -17,8 +16,7 @@ from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.engines.nouns import RoundSplit
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.telemetry import get_logger, names
-from paceline.telemetry.metrics import Labels
-from paceline.trajectory import SpeculationStats
+from paceline.telemetry.metrics import Counter, Labels
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -63,7 +61,7 @@ class EngineMetrics:
         self.split = RoundSplit()
         """Sum of the rounds of all workers up to the last poll; not changed in place."""
 
-    def ended(self, generation: Generation) -> None:
+    def record_end(self, generation: Generation) -> None:
         """Record an ended request."""
         whole, engine = generation.whole, self._engine
         if not whole.token_ids or generation.request.probe:
@@ -80,152 +78,115 @@ class EngineMetrics:
             metrics.DRAFTS_PROPOSED.record(proposed, engine=engine, position=position)
             metrics.DRAFTS_ACCEPTED.record(taken, engine=engine, position=position)
 
-    def look(self, ready: pb.WorkerReady, health: pb.WorkerHealth) -> None:
+    def record_health(self, ready: pb.WorkerReady, health: pb.WorkerHealth) -> None:
         """Record a worker's health: only growth since the last poll counts.
 
         A process begins with counters of 0. Answers that arrive out of order count once.
         """
         life = self._lives.get(ready.worker_index)
         if life is None or life.pid != ready.pid:
-            life = self._lives[ready.worker_index] = _Life(ready.pid)
-        self._speed(life, ready, health)
-        self._load(life, ready.worker_index, health)
-        self._rounds(life, health.split)
-        self._drafts(life, health.speculation)
-        self._arms(life, ready.worker_index, health.arms)
-        self._deaths(life, ready.worker_index, health.arms)
-        self._prefixes(life, ready.worker_index, health.prefixes)
-
-    def _speed(self, life: _Life, ready: pb.WorkerReady, health: pb.WorkerHealth) -> None:
-        labels: Labels = {"engine": self._engine, "worker": ready.worker_index}
-        tokens = life.grown(health.tokens_emitted, "tokens")
-        seconds = life.grown(health.busy_s, "busy")
-        metrics.ENGINE_TOKENS.record(int(tokens), **labels)
-        metrics.BUSY_TIME.record(seconds, **labels)
-        if ready.device_tflops:
-            metrics.DEVICE_TFLOPS.record(ready.device_tflops, **labels)
-        if seconds:
-            speed = tokens / seconds
-            metrics.TOKENS_PER_SECOND.record(speed, **labels)
-            if ready.device_tflops:
-                metrics.TOKENS_PER_SECOND_PER_TFLOPS.record(speed / ready.device_tflops, **labels)
-
-    def _load(self, life: _Life, worker: int, health: pb.WorkerHealth) -> None:
-        labels: Labels = {"engine": self._engine, "worker": worker}
-        metrics.ENGINE_REQUESTS.record(health.running, **labels, state="running")
-        metrics.ENGINE_REQUESTS.record(health.waiting, **labels, state="waiting")
-        for reason, rows in (
-            ("no_room", health.rows_dropped),
-            ("invalid", health.rows_invalid),
-        ):
-            if new := int(life.grown(rows, "rows", reason)):
-                metrics.ROWS_LEFT_OUT.record(new, engine=self._engine, reason=reason)
-
-    def _drafts(self, life: _Life, told: tpb.SpeculationStats) -> None:
-        """Counts of all sequences, running sequences included."""
-        names = [one.name for one in fields(SpeculationStats) if one.type == "int"]
-        new: dict[str, Any] = {
-            name: int(life.grown(getattr(told, name), "drafts", name)) for name in names
-        }
-        stats = SpeculationStats(**new)
-        if not stats.target_steps:
-            return
-        untrained = stats.drafted_rounds - stats.trained_rounds
-        plain = stats.target_steps - stats.drafted_rounds
-        rounds = {"none": plain, "untrained": untrained, "trained": stats.trained_rounds}
-        tokens = {
-            "untrained": stats.drafted_round_tokens - stats.trained_round_tokens,
-            "trained": stats.trained_round_tokens,
-        }
-        fates = {
-            "accepted": stats.accepted_tokens,
-            "rejected": stats.drafted_tokens - stats.accepted_tokens,
-        }
-        for metric, label, counts in (
-            (metrics.SEQUENCE_ROUNDS, "drafts", rounds),
-            (metrics.SEQUENCE_ROUND_TOKENS, "drafts", tokens),
-            (metrics.DRAFTED_TOKENS, "fate", fates),
-        ):
-            for kind, count in counts.items():
-                if count > 0:
-                    metric.record(count, **{"engine": self._engine, label: kind})
-
-    def _rounds(self, life: _Life, told: pb.RoundSplit) -> None:
-        names = [one.name for one in fields(RoundSplit)]
-        new = {name: life.grown(getattr(told, name), "split", name) for name in names}
-        split = RoundSplit(int(new.pop("rounds")), int(new.pop("nodes")), **new)
-        if not split.rounds:
-            return
-        metrics.ROUNDS.record(split.rounds, engine=self._engine)
-        metrics.VERIFIED_TOKENS.record(split.nodes, engine=self._engine)
-        for stage in STAGES:
-            metrics.ROUND_TIME.record(
-                getattr(split, f"{stage}_s"), engine=self._engine, stage=stage
-            )
-        self.split += split
-
-    def _arms(self, life: _Life, worker: int, stats: Sequence[pb.ArmStats]) -> None:
-        for one in stats:
-            arm: Labels = {
-                "engine": self._engine,
-                "arm": one.arm,
-                "batch_group": one.batch_group,
-            }
-            if new := int(life.grown(one.pulls, "pulls", one.arm, one.batch_group)):
-                metrics.ARM_ROUNDS.record(new, **arm)
-            if new := int(life.grown(one.explorations, "explored", one.arm, one.batch_group)):
-                metrics.ARM_EXPLORATIONS.record(new, **arm)
-            if one.mean_tokens_per_s > 0:
-                speed, length = one.mean_tokens_per_s, one.mean_accept_length
-                metrics.ARM_TOKENS_PER_SECOND.record(speed, **arm, worker=worker)
-                metrics.ARM_ACCEPT_LENGTH.record(length, **arm, worker=worker)
-        if stats:
-            metrics.REGRET.record(regret(stats), engine=self._engine, worker=worker)
-
-    def _deaths(self, life: _Life, worker: int, stats: Sequence[pb.ArmStats]) -> None:
-        """All arms of a drafter report the same deaths."""
-        for one in stats:
-            speculator, group = speculator_of(one.arm), one.batch_group
-            new = int(life.grown(one.drafter_deaths, "deaths", speculator, group))
-            if new:
-                where: Labels = {
-                    "worker": worker,
-                    "speculator": speculator,
-                    "batch_group": group,
-                }
-                metrics.DEAD_DRAFTERS.record(new, engine=self._engine, **where)
-                log.warning(
-                    "a drafter's tokens are not accepted; its arms rest", deaths=new, **where
-                )
-
-    def _prefixes(self, life: _Life, worker: int, stats: pb.PrefixStats) -> None:
-        if not stats.prompt_tokens:
-            return
-        engine = self._engine
-        metrics.PROMPT_TOKENS.record(int(life.grown(stats.prompt_tokens, "prompt")), engine=engine)
-        metrics.KV_HIT_TOKENS.record(int(life.grown(stats.reused_tokens, "hit")), engine=engine)
-        metrics.KV_LOOKUPS.record(int(life.grown(stats.lookups, "lookups")), engine=engine)
-        for part, seconds in (("lookup", stats.lookup_s), ("copy", stats.copy_s)):
-            metrics.KV_ACCESS_TIME.record(
-                life.grown(seconds, "access", part), engine=engine, part=part
-            )
-        metrics.KV_HIT_RATE.record(
-            stats.reused_tokens / stats.prompt_tokens, engine=engine, worker=worker
-        )
+            life = _Life(self._engine, ready.worker_index, ready.pid)
+            self._lives[ready.worker_index] = life
+        life.record_speed(health, ready.device_tflops)
+        life.record_load(health)
+        self.split += life.record_rounds(health.split)
+        life.record_drafts(health.speculation)
+        life.record_arms(health.arms)
+        if health.prefixes.prompt_tokens:
+            life.record_prefixes(health.prefixes)
 
 
-@dataclass(slots=True)
 class _Life:
     """One process of a worker, with its last counters."""
 
-    pid: int
-    seen: dict[tuple[int | str, ...], float] = field(default_factory=dict)
+    def __init__(self, engine: str, worker: int, pid: int) -> None:
+        self._engine = engine
+        self._own: Labels = {"engine": engine, "worker": worker}
+        self.pid = pid
+        self._seen: dict[tuple[object, ...], float] = {}
 
-    def grown(self, value: float, *key: int | str) -> float:
-        """Growth of a counter since the last poll; 0 for an older answer."""
-        new = max(value - self.seen.get(key, 0), 0)
-        self.seen[key] = self.seen.get(key, 0) + new
+    def _count(self, metric: Counter, value: float, **labels: str | float) -> float:
+        """Record the growth of a counter since the last poll and return it; 0 for an older
+        answer.
+        """
+        key = (metric.name, *labels.items())
+        new = max(value - self._seen.get(key, 0), 0)
+        if new:
+            self._seen[key] = value
+            metric.record(new, engine=self._engine, **labels)
         return new
+
+    def record_speed(self, health: pb.WorkerHealth, tflops: float) -> None:
+        """`tflops`: measured speed of the worker's device; 0: not measured."""
+        worker = self._own["worker"]
+        tokens = self._count(metrics.ENGINE_TOKENS, health.tokens_emitted, worker=worker)
+        seconds = self._count(metrics.BUSY_TIME, health.busy_s, worker=worker)
+        if seconds:
+            metrics.TOKENS_PER_SECOND.record(tokens / seconds, **self._own)
+        if tflops:
+            metrics.DEVICE_TFLOPS.record(tflops, **self._own)
+        if seconds and tflops:
+            metrics.TOKENS_PER_SECOND_PER_TFLOPS.record(tokens / seconds / tflops, **self._own)
+
+    def record_load(self, health: pb.WorkerHealth) -> None:
+        """Requests, and rows that were left out."""
+        metrics.ENGINE_REQUESTS.record(health.running, **self._own, state="running")
+        metrics.ENGINE_REQUESTS.record(health.waiting, **self._own, state="waiting")
+        self._count(metrics.ROWS_LEFT_OUT, health.rows_dropped, reason="no_room")
+        self._count(metrics.ROWS_LEFT_OUT, health.rows_invalid, reason="invalid")
+
+    def record_drafts(self, stats: tpb.SpeculationStats) -> None:
+        """Counts of all sequences, running sequences included."""
+        drafted, trained = stats.drafted_rounds, stats.trained_rounds
+        rounds, tokens = metrics.SEQUENCE_ROUNDS, metrics.SEQUENCE_ROUND_TOKENS
+        untrained_tokens = stats.drafted_round_tokens - stats.trained_round_tokens
+        rejected = stats.drafted_tokens - stats.accepted_tokens
+        self._count(rounds, stats.target_steps - drafted, drafts="none")
+        self._count(rounds, drafted - trained, drafts="untrained")
+        self._count(rounds, trained, drafts="trained")
+        self._count(tokens, untrained_tokens, drafts="untrained")
+        self._count(tokens, stats.trained_round_tokens, drafts="trained")
+        self._count(metrics.DRAFTED_TOKENS, stats.accepted_tokens, fate="accepted")
+        self._count(metrics.DRAFTED_TOKENS, rejected, fate="rejected")
+
+    def record_rounds(self, split: pb.RoundSplit) -> RoundSplit:
+        """The rounds since the last poll."""
+        stages = {
+            f"{stage}_s": self._count(metrics.ROUND_TIME, getattr(split, f"{stage}_s"), stage=stage)
+            for stage in STAGES
+        }
+        rounds = int(self._count(metrics.ROUNDS, split.rounds))
+        return RoundSplit(rounds, int(self._count(metrics.VERIFIED_TOKENS, split.nodes)), **stages)
+
+    def record_arms(self, stats: Sequence[pb.ArmStats]) -> None:
+        """All arms of a drafter report the same deaths."""
+        for one in stats:
+            arm: Labels = {"arm": one.arm, "batch_group": one.batch_group}
+            self._count(metrics.ARM_ROUNDS, one.pulls, **arm)
+            self._count(metrics.ARM_EXPLORATIONS, one.explorations, **arm)
+            if one.mean_tokens_per_s > 0:
+                speed, length = one.mean_tokens_per_s, one.mean_accept_length
+                metrics.ARM_TOKENS_PER_SECOND.record(speed, **arm, **self._own)
+                metrics.ARM_ACCEPT_LENGTH.record(length, **arm, **self._own)
+            where: Labels = {
+                "worker": self._own["worker"],
+                "speculator": speculator_of(one.arm),
+                "batch_group": one.batch_group,
+            }
+            if new := self._count(metrics.DEAD_DRAFTERS, one.drafter_deaths, **where):
+                message = "a drafter's tokens are not accepted; its arms rest"
+                log.warning(message, deaths=new, **where)
+        if stats:
+            metrics.REGRET.record(regret(stats), **self._own)
+
+    def record_prefixes(self, stats: pb.PrefixStats) -> None:
+        """Reuse of the KV of earlier prompts."""
+        self._count(metrics.PROMPT_TOKENS, stats.prompt_tokens)
+        self._count(metrics.KV_HIT_TOKENS, stats.reused_tokens)
+        self._count(metrics.KV_LOOKUPS, stats.lookups)
+        self._count(metrics.KV_ACCESS_TIME, stats.lookup_s, part="lookup")
+        self._count(metrics.KV_ACCESS_TIME, stats.copy_s, part="copy")
+        metrics.KV_HIT_RATE.record(stats.reused_tokens / stats.prompt_tokens, **self._own)
 
 
 def describe(span: Span, generation: Generation) -> None:

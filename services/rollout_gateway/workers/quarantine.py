@@ -28,9 +28,8 @@ _ALONE = (PLAIN_PATH, DRAFTED_PATH, REUSED_PATH, SWAPPED_PATH)
 class Quarantined:
     """Paths that no worker uses; the set only grows."""
 
-    def __init__(self, router: Router, command_deadline_s: float) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
-        self._deadline_s = command_deadline_s
         self.paths: tuple[str, ...] = ()
 
     async def add(self, paths: Iterable[str]) -> list[str]:
@@ -52,10 +51,10 @@ class Quarantined:
                     raise answer
         return [path for path in wanted if self._unmet(path)]
 
-    async def tell(self, process: WorkerProcess) -> None:
+    async def send_paths(self, process: WorkerProcess) -> None:
         """Send the disabled paths to a starting worker, before its first request."""
         if self.paths:
-            await process.ask(self._command(), self._deadline_s)
+            await self._router.ask(process, self._command())
 
     def _unmet(self, path: str) -> bool:
         """Whether the engine cannot disable the path. The coordinator handles a commit's own paths:

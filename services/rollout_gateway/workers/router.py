@@ -7,62 +7,61 @@ worker. Sessions and rewards are outside the router.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
+from paceline.local.forking import Forker
 from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.engine_config import EngineConfig
+from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
-from paceline.services.rollout_gateway.workers.keeper import WorkerKeeper
-from paceline.services.rollout_gateway.workers.lending import Loans
-from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
+from paceline.services.rollout_gateway.workers.lending import Lending
+from paceline.services.rollout_gateway.workers.local import LocalWorkers
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
-from paceline.services.rollout_gateway.workers.placement import Probes, Seat, WaitingTraffic, choose
+from paceline.services.rollout_gateway.workers.placement import Seat, WaitingTraffic, choose
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
 MAX_TRIES = 3
+PROMPTS_KEPT, PROMPT_TOKENS_KEPT = 4, 256
 
 
 class Router:
-    """Routes requests to workers in `count` places. Use on one event loop: start, submit, stop."""
+    """Routes requests to the workers of a gateway. Use on one event loop: start, submit, stop."""
 
     def __init__(
         self,
-        count: int,
-        config: EngineConfig,
-        local: LocalWorkers,
-        rows: RowShape | None,
+        config: GatewayConfig,
         on_rows: Callable[[RowArray], None],
         on_discard: Callable[[int], None],
-        wait_s: float,
-        reclaim_after_s: float,
-        first: int = 0,
+        forker: Forker | None = None,
     ) -> None:
-        """wait_s: maximum wait of a request while all workers are lent, seconds. reclaim_after_s:
-        wait after which `traffic` reports it. first: the first worker's number within the run.
-        local: see WorkerKeeper.
+        """on_discard: discards a request's rows, because its next try sends them again. forker: see
+        LocalWorkers.
         """
-        self._config = config
+        self._config = config.engine
         self._on_rows = on_rows
-        # discards a request's rows, because its next try sends them again
         self._on_discard = on_discard
-        self._seats = [Seat(i, first=first) for i in range(count)]
-        self.keeper = WorkerKeeper(local, config, rows, self._seats, self)
+        first = config.number * config.worker_count
+        self._seats = [Seat(i, first=first) for i in range(config.worker_count)]
+        self.keeper = LocalWorkers(config, self._seats, self, forker)
         self._flushing = False
-        self._held = HeldRequests(wait_s)
-        self.traffic = WaitingTraffic(self._seats, self._held, config.max_batch, reclaim_after_s)
-        self.loans = Loans(self._seats, self._held, config.command_deadline_s, self._place)
+        self._held = HeldRequests(config.queue.wait_s)
+        self.traffic = WaitingTraffic(
+            self._seats, self._held, self._config.max_batch, config.reclaim_after_s
+        )
+        self.lending = Lending(self._seats, self._held, config, self._place)
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
         self.orders: Callable[[], object] = lambda: None
         """Orders for every worker, compared before and after `on_ready`."""
-        self.rows_dropped = [0] * count
-        self.metrics = EngineMetrics(config.kind)
-        self.probes = Probes(self._flush, self._deliver_all, self.abort)
+        self.rows_dropped = [0] * config.worker_count
+        self.metrics = EngineMetrics(self._config.kind)
+        self.prompts: deque[list[int]] = deque(maxlen=PROMPTS_KEPT)
+        """Ends of the newest prompts, for probes."""
 
     @property
     def ready(self) -> pb.WorkerReady:
@@ -94,7 +93,7 @@ class Router:
         """End requests with an error, and shut the workers down."""
         await self.keeper.stop_keeping()
         for seat in self._seats:
-            self.fail(seat, "the gateway is stopping")
+            self.fail_requests(seat, "the gateway is stopping")
         for generation in self._held.take_all():
             generation.fail("the gateway is stopping")
         await self.keeper.stop()
@@ -115,7 +114,7 @@ class Router:
         and no other worker serves.
         """
         generation = Generation(request, worker, rerun=rerun)
-        self.probes.note(request)
+        self.prompts.append(list(request.prompt_token_ids[-PROMPT_TOKENS_KEPT:]))
         self._place(generation, prefer)
         return generation
 
@@ -135,6 +134,12 @@ class Router:
             self._deliver(seat, ended)
         else:
             seat.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
+
+    async def ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> pb.WorkerEvent:
+        """The answer of one worker within engine.command_deadline_s. Raises the errors of
+        WorkerProcess.ask.
+        """
+        return await process.ask(command, self._config.command_deadline_s)
 
     async def ask_all(
         self,
@@ -165,8 +170,7 @@ class Router:
             # No request is sent between this call and the command, since the commit ends no later
             # request.
             self._seats[process.index].suspend("commit")
-        command = pb.WorkerCommand(commit_weights=commit)
-        await process.ask(command, self._config.command_deadline_s)
+        await self.ask(process, pb.WorkerCommand(commit_weights=commit))
 
     async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
         """Load and statistics by worker, without the workers that do not answer. Also records them
@@ -185,12 +189,30 @@ class Router:
         }
         for process in processes:
             if process.index in found:
-                self.metrics.look(process.ready, found[process.index])
+                self.metrics.record_health(process.ready, found[process.index])
         return found
 
-    async def idle_for(self, index: int, seconds: float) -> None:
-        """Return once the worker has had no request for so many seconds in a row."""
-        await self._seats[index].idle_for(seconds)
+    async def probe(self, seat: Seat, requests: Sequence[pb.EngineRequest]) -> list[pb.TokenChunk]:
+        """Whole answers of the worker in this place, also while it is lent. A lost worker gives
+        answers with an error.
+        """
+        probes = [Generation(request, seat.index) for request in requests]
+        for generation in probes:
+            seat.add(generation)
+        self._flush()
+        try:
+            for generation in probes:
+                async for _ in generation.chunks():
+                    pass
+        finally:
+            for generation in probes:
+                self.abort(generation)
+        return [generation.whole for generation in probes]
+
+    def deliver_withheld(self, seat: Seat) -> None:
+        """Deliver the chunks that were withheld while the worker's weights were on trial."""
+        chunks, seat.withheld = seat.withheld or [], None
+        self._deliver_all(seat, chunks)
 
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         pinned = generation.pinned
@@ -199,10 +221,10 @@ class Router:
             seat = choose(self._seats, prefer)
         if seat is None or seat.released:
             self._held.add(generation)
-            self.traffic.look()
+            self.traffic.update()
             return
         seat.add(generation)
-        self.traffic.look()
+        self.traffic.update()
         if not self._flushing:
             # Requests of one turn of the event loop leave in one message, so that the engine admits
             # them together.
@@ -217,20 +239,20 @@ class Router:
                 seat.unsent = []
                 seat.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
-    async def equip(self, seat: Seat, process: WorkerProcess) -> None:
+    async def equip_worker(self, seat: Seat, process: WorkerProcess) -> None:
         """See Routing. Repeats until no order has changed meanwhile."""
         given, away = object(), False
         while given != (now := (self.orders(), seat.lent)):
             given = now
             if self.on_ready is not None:
                 await self.on_ready(process)
-            away = await self.loans.follow(seat, process, away=away)
+            away = await self.lending.follow(seat, process, away=away)
 
-    def serves(self, seat: Seat) -> None:
+    def flush_requests(self, seat: Seat) -> None:
         """See Routing."""
         self._flush()
 
-    def tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+    def deliver_tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         """See Routing."""
         seat.activity.moves()
         self.rows_dropped[seat.index] = tokens.rows_dropped
@@ -248,11 +270,12 @@ class Router:
         generation = seat.live.get(request_id)
         if generation is None:
             return 0
-        if seat.withheld is not None and self.probes.withholds(seat, generation, chunk):
+        if seat.withheld is not None and not generation.request.probe:
+            seat.withheld.append(chunk)
             return 0
         moves = chunk.finish_reason == tpb.FINISH_REASON_ABORT and request_id in seat.moving
         if moves:
-            generation.suspended(chunk)
+            generation.suspend_try(chunk)
         else:
             generation.accept(chunk)
         if moves or generation.finished:
@@ -265,18 +288,18 @@ class Router:
         reason = seat.moving.pop(request_id, None)
         seat.end(request_id)
         if generation.finished:
-            self.traffic.look()
-            self.metrics.ended(generation)
+            self.traffic.update()
+            self.metrics.record_end(generation)
             return
         metrics.REQUESTS_SUSPENDED.record(reason=str(reason))
         self._on_discard(request_id)
         self._place(generation)
 
-    def lost(self, seat: Seat) -> None:
+    def lose_worker(self, seat: Seat) -> None:
         """See Routing."""
         sent, unsent = seat.clear()
         for generation in sent:
-            generation.lost()
+            generation.lose_worker()
             self._on_discard(generation.request.request_id)
         for generation in (*sent, *unsent):
             if generation.tries >= MAX_TRIES:
@@ -290,7 +313,9 @@ class Router:
             else:
                 self._place(generation)
 
-    def fail(self, seat: Seat, message: str, kind: type[PacelineError] = InternalError) -> None:
+    def fail_requests(
+        self, seat: Seat, message: str, kind: type[PacelineError] = InternalError
+    ) -> None:
         """See Routing."""
         for generations in seat.clear():
             for generation in generations:

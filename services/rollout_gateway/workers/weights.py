@@ -16,9 +16,7 @@ from paceline.services.rollout_gateway.workers.canary import Canary
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import Attributes, get_logger, names, span
-from paceline.trajectory import (
-    VersionSet,
-)
+from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 
@@ -72,15 +70,12 @@ class WorkerWeights:
         set, and the worker's errors.
         """
         async with self._swap:
-            await self._router.loans.wake(process)
-            answer = await self._ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
+            await self._router.lending.wake(process)
+            answer = await self._router.ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
             served = versions_from_proto(answer.health.versions)
             if served != process.versions:
-                raise WeightsError(
-                    f"engine worker {process.index} serves another set",
-                    seen=served,
-                    allowed=process.versions,
-                )
+                message = f"engine worker {process.index} serves another set"
+                raise WeightsError(message, seen=served, allowed=process.versions)
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Load a version beside the serving version on every worker. A policy is loaded under the
@@ -105,12 +100,7 @@ class WorkerWeights:
                         raise answer
 
     async def on_commit(
-        self,
-        versions: VersionSet,
-        mode: int,
-        leased: Collection[int],
-        *,
-        judge: bool | None = None,
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
     ) -> None:
         """Serve a set on every worker: first on a canary, then on all other workers in parallel. A
         leased worker is no canary. `judge`: whether to use a canary; None: with two or more
@@ -148,11 +138,8 @@ class WorkerWeights:
                 self._remember(versions.policy, self._spooled_hash(versions.policy))
                 for process, answer in zip(processes, answers, strict=True):
                     if isinstance(answer, BaseException):
-                        log.error(
-                            "worker cannot follow a commit; it is replaced",
-                            worker=process.index,
-                            error=answer,
-                        )
+                        message = "a commit failed on an engine worker; it is replaced"
+                        log.error(message, worker=process.index, error=answer)
                         process.kill()
 
     async def on_abort(self, target: int, version: int) -> None:
@@ -197,13 +184,7 @@ class WorkerWeights:
         await asyncio.to_thread(self._spool.check, target, version)
         if self._spool.has(target, version):
             path = self._spool.path(target, version)
-            await self._ask(process, _prepare(target, version, profile, path))
-
-    async def _ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> pb.WorkerEvent:
-        answer: pb.WorkerEvent | BaseException = (await self._router.ask_all(command, [process]))[0]
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+            await self._router.ask(process, _prepare(target, version, profile, path))
 
     def _spooled_hash(self, policy_version: int) -> str:
         try:

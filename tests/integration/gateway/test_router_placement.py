@@ -21,7 +21,6 @@ from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.workers.local import local_workers
 from paceline.services.rollout_gateway.workers.router import Router
 from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.v1 import engine_pb2 as pb
@@ -52,19 +51,11 @@ def serve_router(tmp_path: Path) -> Serve:
         if script:
             (tmp_path / "script.json").write_text(json.dumps(script))
             engine["script"] = str(tmp_path / "script.json")
-        config = GatewayConfig.model_validate({"model": str(POLICY), "engine": engine})
-        router = Router(
-            2,
-            config.engine,
-            local_workers(config),
-            None,
-            lambda _: None,
-            lambda _: None,
-            wait_s,
-            config.reclaim_after_s,
-        )
+        settings = {"model": str(POLICY), "engine": engine, "queue": {"wait_s": wait_s}}
+        config = GatewayConfig.model_validate(settings)
+        router = Router(config, lambda _: None, lambda _: None)
         weights = WorkerWeights(router, Spool(tmp_path, initial={}))
-        router.loans.on_return = weights.take_memory
+        router.lending.on_return = weights.take_memory
         await router.start()
         try:
             yield router
@@ -101,13 +92,13 @@ async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_bac
 ) -> None:
     async with serve_router("scripted") as router:
         assert (await ended(router, request(1, [5]), prefer=1))[0] == 1
-        router.loans.release(1)
+        router.lending.release(1)
         assert (await ended(router, request(2, [5]), prefer=1))[0] == 0
         pinned = asyncio.create_task(ended(router, request(3, [5]), worker=1))
         await asyncio.sleep(0)
         assert not router.seats[1].live
-        assert await router.loans.take_back() == [1]
-        assert await router.loans.take_back() == []
+        assert await router.lending.take_back() == [1]
+        assert await router.lending.take_back() == []
         assert (await pinned)[0] == 1
         assert (await ended(router, request(4, [5]), prefer=1))[0] == 1
         (lost,) = [process for process in router.processes() if process.index == 1]
@@ -168,16 +159,16 @@ async def test_requests_wait_while_all_workers_are_lent_and_run_when_one_is_back
 ) -> None:
     async with serve_router("scripted") as router:
         expected = (await ended(router, request(1, [5], max_tokens=9)))[1].token_ids
-        lent = await asyncio.gather(router.loans.lend(0), router.loans.lend(1))
+        lent = await asyncio.gather(router.lending.lend(0), router.lending.lend(1))
         assert set(lent) == {2_107_392}
-        assert await router.loans.lend(1) == 0
+        assert await router.lending.lend(1) == 0
         waiting = router.submit(request(1, [5], max_tokens=9))
         given_up = router.submit(request(2, [5]))
         router.abort(given_up)
         assert given_up.whole.finish_reason == tpb.FINISH_REASON_ABORT
         assert not router.seats[0].live
         assert not router.seats[1].live
-        assert await router.loans.take_back() == [0, 1]
+        assert await router.lending.take_back() == [0, 1]
         async with asyncio.timeout(DEADLINE_S):
             async for _ in waiting.chunks():
                 pass
@@ -188,8 +179,8 @@ async def test_a_request_that_no_worker_comes_back_for_ends_at_its_deadline(
     serve_router: Serve,
 ) -> None:
     async with serve_router("scripted", wait_s=0.05) as router:
-        router.loans.release(0)
-        router.loans.release(1)
+        router.lending.release(0)
+        router.lending.release(1)
         generation = router.submit(request(1, [5]))
         async with asyncio.timeout(DEADLINE_S):
             async for _ in generation.chunks():
@@ -224,7 +215,7 @@ async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same
         generation.request.sampling.seed = 1
         await anext(generation.chunks())
         lent = [0] if others else [0, 1]
-        freed = await asyncio.gather(*(router.loans.lend(one, drain_s) for one in lent))
+        freed = await asyncio.gather(*(router.lending.lend(one, drain_s) for one in lent))
         assert min(freed) > 0
         kept = list(generation.request.response_token_ids)
         assert 0 < len(kept) < 60
@@ -232,7 +223,7 @@ async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same
         assert not any(router.seats[index].live for index in lent)
         ends.come()
         if not others:
-            await router.loans.take_back()
+            await router.lending.take_back()
         async with asyncio.timeout(DEADLINE_S):
             async for _ in generation.chunks():
                 pass
@@ -248,7 +239,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
     reading, writing = news_pipe()
     monkeypatch.setenv(NEWS_VARIABLE, str(writing))
     async with serve_router("scripted") as router, aclosing(heard(reading)) as news:
-        await router.loans.lend(0)
+        await router.lending.lend(0)
         (lost,) = [process for process in router.processes() if process.index == 0]
         lost.kill()
         async with asyncio.timeout(DEADLINE_S):
@@ -258,7 +249,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
         again = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
         released = await fresh.ask(again, DEADLINE_S)
         assert released.done.released_bytes == 0  # the memory is released already
-        assert await router.loans.take_back() == [0]
+        assert await router.lending.take_back() == [0]
         assert (await ended(router, request(4, [5]), worker=0))[0] == 0
     os.close(writing)
 
@@ -268,8 +259,8 @@ async def test_idleness_is_told_by_worker_and_only_after_the_last_token(
 ) -> None:
     async with serve_router("scripted") as router:
         generation = router.submit(request(1, [5], max_tokens=300), worker=0)
-        busy = asyncio.create_task(router.idle_for(0, 0.01))
-        await asyncio.wait_for(router.idle_for(1, 0.01), DEADLINE_S)
+        busy = asyncio.create_task(router.seats[0].idle_for(0.01))
+        await asyncio.wait_for(router.seats[1].idle_for(0.01), DEADLINE_S)
         assert router.seats[0].idle_since_s is None or generation.finished
         await asyncio.wait_for(busy, DEADLINE_S)
         assert generation.finished

@@ -1,235 +1,66 @@
-"""Linux calls that Python lacks, by ctypes, and the numbers of refused system calls."""
+"""Linux calls that Python lacks, by ctypes: mounts, capabilities, Landlock (files that a process
+and its children may access) and the system-call filter, a BPF program over system_calls.csv.
+
+The filter refuses calls known to reach outside and permits the rest, so that any Python runs.
+Landlock governs files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
-import platform
+import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-Table = Mapping[str, tuple[int, int]]  # name: (x86_64, aarch64); 0 if the call does not exist
+ALWAYS, SHARED, SIGNALS, ARGUMENTS = "always", "shared", "signals", "arguments"
+"""Groups of system calls, the last column of system_calls.csv.
 
-ALWAYS: Table = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "setsockopt": (54, 208),
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "perf_event_open": (298, 241),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "vmsplice": (278, 75),
-    "io_setup": (206, 0),  # really 0 on aarch64, which this table cannot express
-    "io_submit": (209, 2),
-    "inotify_init": (253, 0),
-    "inotify_init1": (294, 26),
-    "sync": (162, 81),
-    "syncfs": (306, 267),
-    "personality": (135, 92),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-    "fanotify_init": (300, 262),
-    "quotactl": (179, 60),
-    "acct": (163, 89),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "lookup_dcookie": (212, 18),
-    "iopl": (172, 0),
-    "ioperm": (173, 0),
-    "uselib": (134, 0),
-    "modify_ldt": (154, 0),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semtimedop": (220, 192),
-    "semctl": (66, 191),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440),
-    "mount_setattr": (442, 442),
-    "quotactl_fd": (443, 443),
-}
-"""Refused everywhere: sockets, memory of other processes, memory and files outside of any process's
-size, mounts, namespaces, kernel modules, clock, lasting IPC, and calls that wake or stall the whole
-host.
+ALWAYS: refused everywhere: sockets, memory of other processes, memory and files outside of any
+process's size, mounts, namespaces, kernel modules, clock, lasting IPC, and calls that wake or stall
+the whole host. SHARED: refused without namespaces only. Landlock does not govern changes of modes,
+owners and times, nor actions on processes of the same user. Without a new session, one signal
+reaches all of the code. SIGNALS: refused if neither a pid namespace nor Landlock confines signals
+to the code's own processes. ARGUMENTS: refused with some arguments.
 """
-
-SHARED_SYSTEM: Table = {
-    "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "setsid": (112, 157),
-    "setpgid": (109, 154),
-    "chmod": (90, 0),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, 0),
-    "fchown": (93, 55),
-    "lchown": (94, 0),
-    "fchownat": (260, 54),
-    "utime": (132, 0),
-    "utimes": (235, 0),
-    "futimesat": (261, 0),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "removexattrat": (466, 466),
-    "truncate": (76, 45),
-    "file_setattr": (469, 469),
-}
-"""Refused without namespaces only. Landlock does not govern changes of modes, owners and times, nor
-actions on processes of the same user. Without a new session, one signal reaches all of the code.
-"""
-
-SIGNALS: Table = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-}
-"""Refused if neither a pid namespace nor Landlock confines signals to the code's own processes."""
-
-WITH_CONDITIONS: Table = {
-    "socketpair": (53, 199),
-    "clone": (56, 220),
-    "clone3": (435, 435),
-    "prlimit64": (302, 261),
-    "tgkill": (234, 131),
-    "mmap": (9, 222),
-    "fcntl": (72, 25),
-    "ioctl": (16, 29),
-    "prctl": (157, 167),
-}
-"""Refused with some arguments."""
-
 UNKNOWN = 470
-"""Numbers from here on are newer than these lists: refused as by a kernel without them."""
+"""Numbers from here on are newer than the table: refused as by a kernel without them."""
+# Read before the first fork: the confined process cannot open the file.
+_COLUMNS, *_CALLS = [
+    line.split(",")
+    for line in Path(__file__).with_name("system_calls.csv").read_text("ascii").split()
+]
 
 
-def numbers(machine: str, table: Table) -> dict[str, int]:
-    """Numbers by name, for the calls of the architecture.
+def numbers(machine: str, *groups: str) -> dict[str, int]:
+    """Numbers by name, for the calls of these groups that the architecture has.
 
     Raises OSError for an unknown architecture.
     """
-    columns = {"x86_64": 0, "aarch64": 1}
-    if machine not in columns:
-        raise OSError(f"system calls of {machine} are not known; known: {', '.join(columns)}")
-    known = {name: row[columns[machine]] for name, row in table.items()}
-    return {name: number for name, number in known.items() if number}
+    architectures = _COLUMNS[1:-1]
+    if machine not in architectures:
+        raise OSError(f"system calls of {machine} are not known; known: {', '.join(architectures)}")
+    column = _COLUMNS.index(machine)
+    return {row[0]: int(row[column]) for row in _CALLS if row[-1] in groups and row[column]}
 
 
-PR_SET_PDEATHSIG = 1
-PR_SET_DUMPABLE = 4
-PR_SET_KEEPCAPS = 8
-PR_SET_SECCOMP = 22
-PR_CAPBSET_DROP = 24
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_NO_NEW_PRIVS = 38
-PR_SET_THP_DISABLE = 41
-PR_CAP_AMBIENT = 47
-PR_CAP_AMBIENT_RAISE = 2
-PR_CAP_AMBIENT_CLEAR_ALL = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
+PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE = 24, 36, 38, 41
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 47, 2, 4
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
-ALL_NAMESPACES = (
-    CLONE_NEWNS
-    | CLONE_NEWCGROUP
-    | CLONE_NEWUTS
-    | CLONE_NEWIPC
-    | CLONE_NEWUSER
-    | CLONE_NEWPID
-    | CLONE_NEWNET
-)
+ALL_NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 
-MS_RDONLY = 1
-MS_NOSUID = 2
-MS_NODEV = 4
-MS_NOEXEC = 8
-MS_REMOUNT = 32
-MS_NOATIME = 1024
-MS_NODIRATIME = 2048
-MS_BIND = 4096
-MS_REC = 16384
-MS_PRIVATE = 1 << 18
-MS_RELATIME = 1 << 21
-MNT_DETACH = 2
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8  # as ST_* of statvfs
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 32, 4096, 16384, 1 << 18, 1 << 21
+_MNT_DETACH = 2
 
 CAP_DAC_READ_SEARCH = 2
 _CAPABILITY_VERSION = 0x20080522
 _LAST_CAPABILITY = 63
-
-MACHINE = platform.machine()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -275,10 +106,10 @@ def pivot_root(root: str) -> None:
 
     Raises OSError.
     """
-    number = numbers(MACHINE, ALWAYS)["pivot_root"]
+    number = numbers(os.uname().machine, ALWAYS)["pivot_root"]
     os.chdir(root)
     syscall("pivot_root", number, ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
-    _checked("umount2", _libc.umount2(b".", MNT_DETACH))
+    _checked("umount2", _libc.umount2(b".", _MNT_DETACH))
     os.chdir("/")
 
 
@@ -298,9 +129,162 @@ def shrink_bounding_set(kept: int) -> None:
     """
     for capability in range(_LAST_CAPABILITY + 1):
         if not kept >> capability & 1:
-            try:
+            with contextlib.suppress(OSError):  # none, or not permitted: no_new_privs applies
                 prctl(PR_CAPBSET_DROP, capability)
-            except (
-                OSError
-            ):  # none on this kernel, or not permitted: then no_new_privs alone applies
-                continue
+
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+_LANDLOCK_VERSION = 1
+_PATH_BENEATH = 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_MAKE_DEVICE_OR_SOCKET = 1 << 6 | 1 << 9 | 1 << 11
+_TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
+_ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # the number of handled lowest bits
+_NETWORK_ABI, _SCOPE_ABI = 4, 6
+_BIND_AND_CONNECT = 3
+_ABSTRACT_SOCKETS_AND_SIGNALS = 3
+
+READ = _READ_FILE | _READ_DIR
+EXECUTE = _EXECUTE | _READ_FILE
+READ_WRITE = _READ_FILE | _WRITE_FILE
+EVERYTHING = (1 << 16) - 1 & ~_EXECUTE & ~_MAKE_DEVICE_OR_SOCKET
+"""Rights of the code in its own directory: all except running programs and making devices and
+sockets.
+"""
+
+
+def restrict_files(rules: Sequence[tuple[str, int]]) -> bool:
+    """Denies this process every file except those beneath the paths, each with its rights.
+
+    Returns whether it can now signal restricted processes only, which depends on the kernel.
+    Raises OSError without Landlock.
+    """
+    version = syscall("landlock", _CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)
+    scoped = version >= _SCOPE_ABI
+    handled = (1 << _RIGHTS_OF_ABI.get(version, 16)) - 1
+    network = _BIND_AND_CONNECT if version >= _NETWORK_ABI else 0
+    scope = _ABSTRACT_SOCKETS_AND_SIGNALS if scoped else 0
+    attributes = struct.pack("=QQQ", handled, network, scope)
+    size = 8 if version < _NETWORK_ABI else 16 if version < _SCOPE_ABI else 24
+    ruleset = syscall(
+        "landlock_create_ruleset", _CREATE_RULESET, ctypes.c_char_p(attributes), size, 0
+    )
+    for path, rights in rules:
+        _allow(ruleset, path, rights & handled)
+    syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return scoped
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if not stat.S_ISDIR(os.fstat(fd).st_mode):
+        rights &= _ON_FILES
+    rule = struct.pack("=Qi", rights, fd)
+    syscall("landlock_add_rule", _ADD_RULE, ruleset, _PATH_BENEATH, ctypes.c_char_p(rule), 0)
+    os.close(fd)
+
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_MODE_FILTER = 2
+_LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
+_JUMP_EQUAL, _JUMP_AT_LEAST = 0x15, 0x35
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_AF_UNIX = _SOCK_STREAM = 1
+_SOCKET_TYPE = 0xF
+_SHARED_ANONYMOUS, _HUGE_PAGES = 0x21, 0x40000
+_FILE_COMMANDS = (8, 15, 1024, 1026, 1031)
+"""F_SETOWN and F_SETOWN_EX (they let a pipe signal any process), F_SETLEASE, F_NOTIFY,
+F_SETPIPE_SZ.
+"""
+_SOCKET_OWNERS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP: the same by ioctl
+
+Instruction = tuple[int, int, int, int]
+
+
+def _refuse(number: int, error: int = errno.EPERM) -> list[Instruction]:
+    return [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
+
+
+def _check(number: int, *conditions: list[Instruction]) -> list[Instruction]:
+    """Permits the call when every condition on its arguments holds."""
+    body = [*(one for condition in conditions for one in condition), (_RETURN, 0, 0, _ALLOW)]
+    return [(_JUMP_EQUAL, 0, len(body), number), *body]
+
+
+def _is(argument: int, value: int, mask: int = 0xFFFFFFFF) -> list[Instruction]:
+    return [
+        *_masked(argument, mask),
+        (_JUMP_EQUAL, 1, 0, value),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+    ]
+
+
+def _is_none_of(argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) -> list[Instruction]:
+    return _masked(argument, mask) + [one for value in values for one in _refuse(value)]
+
+
+def _masked(argument: int, mask: int) -> list[Instruction]:
+    """Loads the low word (of a little-endian long) of the argument with that index."""
+    return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (_AND, 0, 0, mask)]
+
+
+def _conditions(known: Mapping[str, int]) -> list[Instruction]:
+    checks: Mapping[str, list[list[Instruction]]] = {
+        "clone": [_is(0, 0, mask=ALL_NAMESPACES)],
+        # a datagram socket of a pair can still send to any address
+        "socketpair": [_is(0, _AF_UNIX), _is(1, _SOCK_STREAM, mask=_SOCKET_TYPE)],
+        "prlimit64": [_is(0, 0)],
+        # both leave uncounted memory when all but one page is unmapped
+        "mmap": [
+            _is_none_of(3, [_SHARED_ANONYMOUS], mask=_SHARED_ANONYMOUS),
+            _is(3, 0, mask=_HUGE_PAGES),
+        ],
+        "fcntl": [_is_none_of(1, _FILE_COMMANDS)],
+        "ioctl": [_is_none_of(1, _SOCKET_OWNERS)],
+        # its size and its huge pages stay unchanged
+        "prctl": [_is_none_of(0, [PR_SET_DUMPABLE, PR_SET_THP_DISABLE])],
+    }
+    return [one for name, asked in checks.items() for one in _check(known[name], *asked)]
+
+
+def filter_program(machine: str, *, alone: bool, scoped: bool, pid: int) -> list[Instruction]:
+    """The filter. `alone`: in its own namespaces; `scoped`: Landlock confines its signals; `pid`:
+    of the process that becomes the code.
+
+    Raises OSError for an unknown architecture.
+    """
+    refused = [ALWAYS]
+    if not alone:
+        refused.append(SHARED)
+        if not scoped:
+            refused.append(SIGNALS)
+
+    known = numbers(machine, ARGUMENTS)
+    filter_ = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_AT_LEAST, 0, 1, UNKNOWN),  # x32's numbers too
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    ]
+    for number in numbers(machine, *refused).values():
+        filter_ += _refuse(number)
+    # its flags are in memory; libc then uses clone
+    filter_ += _refuse(known["clone3"], errno.ENOSYS)
+    filter_ += _conditions(known)
+    if not alone and not scoped:
+        filter_ += _check(known["tgkill"], _is(0, pid))
+
+    return [*filter_, (_RETURN, 0, 0, _ALLOW)]
+
+
+def install_filter(instructions: Sequence[Instruction]) -> None:
+    """Filters this process and its children from now on; needs no_new_privs. Raises OSError."""
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
+    prctl(PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(header))

@@ -1,4 +1,11 @@
-"""The launcher's own loop: output, wall clock and end. The layers are built in confine.py."""
+"""The launcher's own loop: output, wall clock, memory and end. The layers are built in confine.py.
+
+Counts the resources of a run's processes, and kills every process that the code has started. The
+launcher is a subreaper: a process without living parents becomes its child and cannot escape.
+
+RLIMIT_AS bounds one process. The system-call filter refuses memory outside of any process's size:
+files in memory, segments, mostly unmapped shared mappings, pages left in pipes.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +16,130 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
-from . import linux, processes
-from .confine import Confinement, Ends
-from .processes import BoxUsage
+from . import linux
+from .confine import Confinement
 from .request import MEMORY_EXIT, RunRequest, SandboxResult, encode, remove_tree
 
 _PIECE = 1 << 16
 # for output of processes that could not be killed; only reached without any isolation
 _DRAIN_S = 1.0
+
+
+def kill_all(group: int, sweep: Callable[[], None]) -> None:
+    """Kills and reaps every descendant. `group` is a process group to kill first; `sweep` kills
+    further processes.
+
+    A group dies at once, and so do the processes of `sweep`. A process outside its group, possible
+    only without a system-call filter, is found by descent, repeatedly until none is left.
+    """
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid:  # a finished child
+            continue
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+        sweep()
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children; none when it has ended."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all that come from a process."""
+    found, new = [], [pid]
+    while new:
+        new = [child for parent in new for child in children(parent)]
+        found += new
+    return found
+
+
+_FILL_BYTES_PER_S = 2 << 30  # bytes that one core can fill in pages of 4 KiB
+_SHORTEST_S, _LONGEST_S = 0.002, 0.1
+_FREE_BYTES, _FREE_FILES = 1 << 30, 10_000
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class BoxUsage:
+    """Usage of one run."""
+
+    def __init__(self, request: RunRequest, child: int) -> None:
+        """`child`: the launcher's child; the broker if there are namespaces."""
+        self._limit = request.memory_bytes
+        self._spaces = "namespaces" in request.layers
+        self._box = request.box
+        self._child = child
+        self._fill = _FILL_BYTES_PER_S * min(os.cpu_count() or 1, request.processes)
+
+    def check(self) -> tuple[bool, float]:
+        """Whether the run exceeds its memory, and seconds until the next check, fewer near the
+        limit.
+
+        Raises OSError when the disk of its directory is nearly full, from any cause.
+        """
+        if not self._spaces:  # otherwise it is a separate file system of bounded size
+            _check_disk(self._box)
+        room = self._room()
+        if room < 0:  # a process that forked between two readings was counted twice
+            room = self._room()
+        return room < 0, min(_LONGEST_S, max(_SHORTEST_S, room / self._fill))
+
+    def _room(self) -> int:
+        """Bytes of memory that the run may still use."""
+        ours = {self._child, *(children(self._child) if self._spaces else ())}  # broker and guard
+        pids = [pid for pid in descendants(os.getpid()) if pid not in ours]
+        resident = sum(_resident(pid) for pid in pids)
+        if resident > self._limit:  # then shared pages count once
+            resident = sum(_proportional(pid) for pid in pids)
+        return self._limit - resident
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    """Resident bytes with shares of shared pages; all of them if a root without CAP_SYS_PTRACE
+    cannot read shares.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            fields = (line.split() for line in file)
+            return next(int(field[1]) << 10 for field in fields if field[0] == "Pss:")
+    except PermissionError:
+        return _resident(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _check_disk(box: str) -> None:
+    there = os.statvfs(box)
+    free = there.f_bavail * there.f_frsize
+    if free < _FREE_BYTES or (there.f_files and there.f_favail < _FREE_FILES):
+        raise OSError(
+            f"the disk of {box} is nearly full: {free} bytes and {there.f_favail} files are free, "
+            f"{_FREE_BYTES} and {_FREE_FILES} are kept for others"
+        )
 
 
 class _Output:
@@ -47,10 +169,8 @@ class _Launcher:
 
     def __init__(self, request: RunRequest) -> None:
         self._request = request
-        self._outputs = {
-            output.reader: output
-            for output in (_Output(request.output_bytes), _Output(request.output_bytes))
-        }
+        outputs = [_Output(request.output_bytes) for _ in ("stdout", "stderr")]
+        self._outputs = {output.reader: output for output in outputs}
         self._report_reader, self._report_writer = os.pipe()
         self._report = b""
         self._wake_reader, self._wake_writer = os.pipe()
@@ -58,7 +178,7 @@ class _Launcher:
         signal.set_wakeup_fd(self._wake_writer)
         signal.signal(signal.SIGTERM, lambda *_: None)
         self._began: float | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._seconds = 0.0
         self._stopped_by = ""
 
@@ -68,14 +188,14 @@ class _Launcher:
         """
         stdin = _stdin(self._request.stdin.encode("utf-8", "replace"))
         out, err = (output.writer for output in self._outputs.values())
-        confinement = Confinement(self._request, Ends(stdin, out, err, self._report_writer))
+        confinement = Confinement(self._request, (stdin, out, err), self._report_writer)
         child = confinement.start()
         try:
             for fd in (stdin, out, err, self._report_writer):
                 os.close(fd)
             self._watch(child)
         finally:
-            processes.kill_all(child, confinement.sweep)
+            kill_all(child, confinement.sweep)
         self._drain()
         return self._answer()
 
@@ -84,20 +204,20 @@ class _Launcher:
         requested.
         """
         usage = BoxUsage(self._request, child)
-        usage.look()
+        usage.check()
         ended = os.pidfd_open(child)
         poll = select.poll()
         for fd in (*self._outputs, self._report_reader, self._wake_reader, ended):
             poll.register(fd, select.POLLIN)
         while not self._stopped_by:
-            patience = self._patience(usage)
+            patience = self._next_check_s(usage)
             if self._stopped_by:
                 break
             ready = [fd for fd, _ in poll.poll(None if patience is None else patience * 1000)]
             for fd in ready:
                 if fd == self._wake_reader:
                     self._stopped_by = "killed"
-                elif fd != ended and not self._take(fd):
+                elif fd != ended and not self._read(fd):
                     poll.unregister(fd)
             if ended in ready:
                 break
@@ -106,23 +226,23 @@ class _Launcher:
             self._seconds = time.monotonic() - self._began
         os.close(ended)
 
-    def _patience(self, usage: BoxUsage) -> float | None:
+    def _next_check_s(self, usage: BoxUsage) -> float | None:
         """Seconds until the next check or the end of the run's time, whichever is first; None
         before the code has begun.
         """
         if self._began is None:
             return None
-        if time.monotonic() >= self._next_look:
-            too_much, pause = usage.look()
+        if time.monotonic() >= self._next_check:
+            too_much, pause = usage.check()
             self._stopped_by = "memory" if too_much else ""
-            self._next_look = time.monotonic() + pause
+            self._next_check = time.monotonic() + pause
         now = time.monotonic()
         left = self._began + self._request.wall_s - now
         if left <= 0:
             self._stopped_by = "timeout"
-        return max(0.0, min(left, self._next_look - now))  # negative: for ever
+        return max(0.0, min(left, self._next_check - now))  # negative: for ever
 
-    def _take(self, fd: int) -> bool:
+    def _read(self, fd: int) -> bool:
         if fd in self._outputs:
             return self._outputs[fd].read()
         piece = os.read(fd, _PIECE)
@@ -139,29 +259,22 @@ class _Launcher:
             ready, _, _ = select.select([*open_], [], [], max(0.0, until - time.monotonic()))
             if not ready:
                 return
-            open_ -= {fd for fd in ready if not self._take(fd)}
+            open_ -= {fd for fd in ready if not self._read(fd)}
 
     def _answer(self) -> SandboxResult:
         lines: dict[str, object] = {}
         for line in self._report.splitlines():
             lines |= json.loads(line)
         if "failed" in lines or "started" not in lines:
-            return SandboxResult(
-                failed=str(lines.get("failed", "the sandbox ended before the code began"))
-            )
+            failed = lines.get("failed", "the sandbox ended before the code began")
+            return SandboxResult(failed=str(failed))
 
         exit_code, cpu_s = lines.get("exit_code", -signal.SIGKILL), lines.get("cpu_s", 0.0)
         if not isinstance(exit_code, int) or not isinstance(cpu_s, float):
             return SandboxResult(failed=f"the sandbox's report is broken: {self._report[:200]!r}")
         out, err = self._outputs.values()
-        return SandboxResult(
-            out.text,
-            err.text,
-            out.truncated or err.truncated,
-            exit_code,
-            self._reason(exit_code, cpu_s),
-            self._seconds,
-        )
+        truncated, reason = out.truncated or err.truncated, self._reason(exit_code, cpu_s)
+        return SandboxResult(out.text, err.text, truncated, exit_code, reason, self._seconds)
 
     def _reason(self, exit_code: int, cpu_s: float) -> str:
         if self._stopped_by:
@@ -193,7 +306,8 @@ def main() -> None:
     if os.getppid() != request.parent:
         return
     try:
-        processes.adopt_orphans()
+        os.stat("/proc/thread-self/children")  # kill_all needs it
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         answer = _Launcher(request).run()
     except OSError as error:
         answer = SandboxResult(failed=f"{type(error).__name__}: {error}")

@@ -51,23 +51,12 @@ def find() -> PythonFiles:
     named = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _LIBRARY_CACHE]
     if sys.base_prefix not in ("/usr", "/usr/local"):
         named.append(os.path.join(sys.base_prefix, "lib"))
-    found = {_real(path, links) for path in (*named, *_library_folders()) if os.path.exists(path)}
-    return PythonFiles(tuple(executables), _outermost(found), links)
-
-
-def _outermost(paths: set[str]) -> tuple[str, ...]:
-    """The paths that are not beneath another one."""
-    return tuple(
-        sorted(
-            path for path in paths if not any(str(above) in paths for above in Path(path).parents)
-        )
-    )
-
-
-def _library_folders() -> set[str]:
     with open("/proc/self/maps") as maps:
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/" in line}
-    return {os.path.dirname(path) for path in mapped if ".so" in os.path.basename(path)}
+    named += {os.path.dirname(path) for path in mapped if ".so" in os.path.basename(path)}
+    found = {_real(path, links) for path in named if os.path.exists(path)}
+    outermost = {path for path in found if not found & {*map(str, Path(path).parents)}}
+    return PythonFiles(tuple(executables), tuple(sorted(outermost)), links)
 
 
 def _real(path: str, links: dict[str, str]) -> str:
@@ -112,14 +101,8 @@ BOX = "/box"
 _MAX_FILES = 10_000
 _FILES_OF_FULL_SIZE = 4  # number of files of the largest size that fit in the directory
 _ROOM_BYTES = 1 << 20  # plus room for names and small files
-_KEPT_FLAGS = (  # of statvfs, and of mount
-    (os.ST_NOSUID, linux.MS_NOSUID),
-    (os.ST_NODEV, linux.MS_NODEV),
-    (os.ST_NOEXEC, linux.MS_NOEXEC),
-    (os.ST_NOATIME, linux.MS_NOATIME),
-    (os.ST_NODIRATIME, linux.MS_NODIRATIME),
-    (os.ST_RELATIME, linux.MS_RELATIME),
-)
+_KEPT_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
+"""Flags with the same bits in statvfs and in mount."""
 
 
 def build(root: str, python: PythonFiles, file_bytes: int, input_bytes: int) -> None:
@@ -132,29 +115,24 @@ def build(root: str, python: PythonFiles, file_bytes: int, input_bytes: int) -> 
     linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
     os.chmod(root, 0o755)  # noqa: S103  (it is read-only below)
     for path in (*python.readable, *python.executables):
-        if not _below_mounted(path, python):
+        if not any(path.startswith(f"{folder}/") for folder in python.readable):
             _bind(path, root + path)
     for device in DEVICES:
         _bind(device, root + device)
     for link, target in python.links.items():
-        _link(root + link, target)
+        if not os.path.lexists(root + link):  # a path inside a mounted directory exists already
+            os.makedirs(os.path.dirname(root + link), mode=0o755, exist_ok=True)
+            os.symlink(target, root + link)
     box = root + BOX
     os.mkdir(box)
     size = _FILES_OF_FULL_SIZE * file_bytes + input_bytes + _ROOM_BYTES
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     linux.mount("tmpfs", box, "tmpfs", flags, f"size={size},nr_inodes={_MAX_FILES},mode=700")
-    linux.mount(
-        "none",
-        root,
-        "",
-        linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV,
-    )
-    _forbid_more_namespaces()
+    flags = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+    linux.mount("none", root, "", linux.MS_REMOUNT | linux.MS_BIND | flags)
+    # A further namespace would give the code capabilities, and enlarge the kernel's attack surface.
+    Path("/proc/sys/user/max_user_namespaces").write_text("0", encoding="ascii")
     linux.pivot_root(root)
-
-
-def _below_mounted(path: str, python: PythonFiles) -> bool:
-    return any(path.startswith(f"{folder}/") for folder in python.readable)
 
 
 def _bind(path: str, target: str) -> None:
@@ -165,21 +143,6 @@ def _bind(path: str, target: str) -> None:
     linux.mount(path, target, "", linux.MS_BIND | linux.MS_REC)
     # Mount flags of the host are locked in a user namespace: a remount must repeat them.
     there = os.statvfs(target).f_flag
-    flags = linux.MS_NOSUID
-    for found, flag in _KEPT_FLAGS:
-        flags |= flag if there & found else 0
-    linux.mount("none", target, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | flags)
-
-
-def _link(path: str, target: str) -> None:
-    if not os.path.lexists(path):  # a path inside a mounted directory exists already
-        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-        os.symlink(target, path)
-
-
-def _forbid_more_namespaces() -> None:
-    """Forbids further namespaces: one made by the code would give it capabilities, and enlarge the
-    kernel's attack surface.
-    """
-    with open("/proc/sys/user/max_user_namespaces", "w") as limit:
-        limit.write("0")
+    flags = there & _KEPT_FLAGS | (linux.MS_RELATIME if there & os.ST_RELATIME else 0)
+    flags |= linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
+    linux.mount("none", target, "", flags)

@@ -12,7 +12,7 @@ from unit.rollout_gateway.environments.test_tool_use import Script, calls, says,
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
-from paceline.services.rollout_gateway.environments.kinds import Interactions, ToolUse
+from paceline.services.rollout_gateway.environments.kinds import ToolUse
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.sandbox import Sandbox
 
@@ -103,7 +103,7 @@ async def test_a_function_is_a_tool_by_its_annotations_and_docstring(
         ["bolt"],
     ]
     model = Script(calls(*(("price", json.dumps(one)) for one in wished)), says("done"))
-    environment = ToolUse(None, Toolbox(own={"price": own("price")}))
+    environment = ToolUse(Toolbox(own={"price": own("price")}))
     await environment.prepare([{}])
     told = answers(await environment.run(task(), model))
     assert told[:3] == ["2.0", "0.5", "error: KeyError: 'nut'"]
@@ -121,7 +121,7 @@ async def test_a_tool_that_says_half_a_character_or_exits_answers_the_model(
     own: Callable[[str], str],
 ) -> None:
     wished = [("half", "{}"), ("half", '{"exits": true}')]
-    environment = ToolUse(None, Toolbox(own={"half": own("half")}))
+    environment = ToolUse(Toolbox(own={"half": own("half")}))
     told = answers(await environment.run(task(), Script(calls(*wished), says("done"))))
     assert told == ["\ufffd is half", "error: SystemExit: 3"]
 
@@ -140,17 +140,17 @@ async def test_what_is_no_tool_is_refused_before_the_run(
     own: Callable[[str], str], name: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        await ToolUse(None, Toolbox(own={"mine": own(name)})).prepare([{}])
+        await ToolUse(Toolbox(own={"mine": own(name)})).prepare([{}])
 
 
 async def test_a_tool_with_the_name_of_another_is_refused(own: Callable[[str], str]) -> None:
     toolbox = Toolbox(Sandbox(SandboxConfig()), own={"python": own("price")})
     with pytest.raises(ConfigError, match="two tools have the same name; seen: python"):
-        await ToolUse(None, toolbox).prepare([{}])
+        await ToolUse(toolbox).prepare([{}])
 
 
 def dialogue(own: Callable[[str], str], **names: str) -> ToolUse:
-    return ToolUse(None, None, Interactions({name: own(cls) for name, cls in names.items()}))
+    return ToolUse(Toolbox(), {name: own(cls) for name, cls in names.items()})
 
 
 async def test_a_user_answers_scores_turns_and_ends_the_dialogue(

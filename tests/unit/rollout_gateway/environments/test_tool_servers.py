@@ -177,7 +177,7 @@ async def fails(environment: ToolUse, name: str, arguments: str) -> bool:
 
 @pytest.mark.few(1)
 async def test_tools_of_a_server_are_called(shop: Shop) -> None:
-    environment = ToolUse(None, shop.toolbox(tools=["price"]))
+    environment = ToolUse(shop.toolbox(tools=["price"]))
     await environment.prepare([{}])
     wished = [BOLT, ("price", '{"item": "nut"}'), ("price", "[]")]
     model = Script(calls(*wished), says("done"))
@@ -194,7 +194,7 @@ async def test_tools_of_a_server_are_called(shop: Shop) -> None:
 
 @pytest.mark.slow
 async def test_calls_that_are_made_together_are_each_answered(shop: Shop) -> None:
-    environment = ToolUse(None, shop.toolbox())
+    environment = ToolUse(shop.toolbox())
     assert await asks(environment, *[BOLT] * 8) == ["0.50"] * 8
 
 
@@ -202,14 +202,14 @@ async def test_calls_that_are_made_together_are_each_answered(shop: Shop) -> Non
 async def test_an_error_of_the_protocol_is_told_to_the_model_and_the_server_goes_on(
     shop: Shop,
 ) -> None:
-    environment = ToolUse(None, shop.toolbox())
+    environment = ToolUse(shop.toolbox())
     told = await asks(environment, ("weigh", '{"item": "bolt"}'), BOLT)
     assert told == ["error: nobody weighs a bolt", "0.50"]
 
 
 @pytest.mark.slow
 async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop: Shop) -> None:
-    environment = ToolUse(None, shop.toolbox(deadline_s=20))
+    environment = ToolUse(shop.toolbox(deadline_s=20))
     await environment.prepare([{}])
     assert await fails(environment, "leave", "{}")
     await shop.begin()
@@ -218,7 +218,7 @@ async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop:
 
 @pytest.mark.slow
 async def test_a_server_that_is_away_is_a_machines_fault_each_time_it_is_asked(far: Shop) -> None:
-    environment = ToolUse(None, far.toolbox())
+    environment = ToolUse(far.toolbox())
     assert await asks(environment, BOLT) == ["0.50"]
     await far.end()
     for _ in range(3):  # lost, and then found nowhere
@@ -231,7 +231,7 @@ async def test_a_server_that_is_away_is_a_machines_fault_each_time_it_is_asked(f
 async def test_a_server_that_was_started_again_between_two_calls_serves_the_next_but_one(
     far: Shop,
 ) -> None:
-    environment = ToolUse(None, far.toolbox())
+    environment = ToolUse(far.toolbox())
     assert await asks(environment, BOLT) == ["0.50"]
     await far.end()
     await far.begin()
@@ -248,7 +248,7 @@ async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(
             await asyncio.sleep(0.05)
             skip(3600.0)
 
-    environment = ToolUse(None, far.toolbox(deadline_s=60))
+    environment = ToolUse(far.toolbox(deadline_s=60))
     await environment.prepare([{}])
     assert far.process is not None
     os.kill(far.process.pid, signal.SIGSTOP)

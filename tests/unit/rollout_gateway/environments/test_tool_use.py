@@ -94,7 +94,7 @@ def task(**metadata: str) -> EpisodeTask:
 
 async def told(sandbox: Sandbox, *wished: tuple[str, str], **metadata: str) -> list[str]:
     """What the tools answered to one message with these calls."""
-    episode = await ToolUse(sandbox, equipped(sandbox)).run(
+    episode = await ToolUse(equipped(sandbox)).run(
         task(**metadata), Script(calls(*wished), says("done"))
     )
     answers = [message for message in episode.messages if message.role == "tool"]
@@ -111,7 +111,7 @@ async def test_the_model_is_asked_again_until_it_answers_without_a_call(sandbox:
     )
     second = calls(python("import math\nprint(math.pi)"))
     model = Script(first, second, says("42"))
-    episode = await ToolUse(sandbox, equipped(sandbox)).run(task(system="be brief"), model)
+    episode = await ToolUse(equipped(sandbox)).run(task(system="be brief"), model)
     opening = (Message("system", "be brief"), Message("user", "how much?"))
     one = Message("tool", "42", tool_call_id="call-0", name="calculator")
     two = Message("tool", "42", tool_call_id="call-1", name="python")
@@ -124,7 +124,7 @@ async def test_the_model_is_asked_again_until_it_answers_without_a_call(sandbox:
 
 
 async def test_an_answer_at_once_is_one_turn(sandbox: Sandbox) -> None:
-    episode = await ToolUse(sandbox, equipped(sandbox)).run(task(), Script(says("6")))
+    episode = await ToolUse(equipped(sandbox)).run(task(), Script(says("6")))
     assert (episode.text, episode.finish) == ("6", "stop")
     assert episode.messages == (Message("user", "how much?"), Message("assistant", "6"))
 
@@ -136,7 +136,7 @@ async def test_a_task_may_bring_its_own_messages_and_tools(sandbox: Sandbox) -> 
         {"role": "assistant", "content": "a"},
     ]
     model = Script(calls(python("print(1)")), says("x"))
-    episode = await ToolUse(sandbox, equipped(sandbox)).run(
+    episode = await ToolUse(equipped(sandbox)).run(
         task(messages=json.dumps(before), tools='["calculator"]'), model
     )
     assert model.seen[0] == (
@@ -147,7 +147,7 @@ async def test_a_task_may_bring_its_own_messages_and_tools(sandbox: Sandbox) -> 
     assert [tool["function"]["name"] for tool in model.tools] == ["calculator"]
     assert episode.messages[4].content == "error: there is no tool 'python'; there are: calculator"
     none = Script(says("x"))
-    await ToolUse(sandbox, equipped(sandbox)).run(task(tools="[]"), none)
+    await ToolUse(equipped(sandbox)).run(task(tools="[]"), none)
     assert list(none.tools) == []
 
 
@@ -225,7 +225,7 @@ async def test_turns_used_up_end_the_episode_as_cut(sandbox: Sandbox) -> None:
     again = calls(("calculator", '{"expression": "1"}'), content="once more")
     for metadata, turns in (({}, DEFAULT_TURNS), ({"max_turns": "2"}, 2), ({"max_turns": "1"}, 1)):
         model = Script(*[again] * (turns + 1))
-        episode = await ToolUse(sandbox, equipped(sandbox)).run(task(**metadata), model)
+        episode = await ToolUse(equipped(sandbox)).run(task(**metadata), model)
         assert (episode.finish, episode.text, len(model.seen)) == ("length", "once more", turns)
         assert (
             episode.messages[-1].role == "assistant"
@@ -239,7 +239,7 @@ async def test_a_turn_that_did_not_end_by_itself_ends_the_episode(
     half = ChatTurn(
         Message("assistant", "so", tool_calls=(ToolCall("1", "python", '{"code'),)), finish
     )
-    episode = await ToolUse(sandbox, equipped(sandbox)).run(task(), Script(half))
+    episode = await ToolUse(equipped(sandbox)).run(task(), Script(half))
     assert (episode.finish, episode.text, len(episode.messages)) == (finish, "so", 2)
 
 
@@ -250,7 +250,7 @@ async def test_a_sandbox_that_fails_is_not_an_answer_but_an_error(
     model = Script(
         calls(("calculator", '{"expression": "1"}'), python("print(1)")), says("never said")
     )
-    episode = await ToolUse(None, equipped(Sandbox(SandboxConfig()))).run(task(), model)
+    episode = await ToolUse(equipped(Sandbox(SandboxConfig()))).run(task(), model)
     assert (episode.finish, len(model.seen)) == ("error", 1)
     assert [message.name for message in episode.messages] == ["", "", "calculator"]
 
@@ -276,17 +276,19 @@ async def test_a_task_that_says_nonsense_is_refused(
     sandbox: Sandbox, metadata: dict[str, str]
 ) -> None:
     with pytest.raises(InvalidInput, match=f'metadata."{next(iter(metadata))}"'):
-        await ToolUse(sandbox, equipped(sandbox)).run(task(**metadata), Script(says("x")))
+        await ToolUse(equipped(sandbox)).run(task(**metadata), Script(says("x")))
 
 
 async def test_without_a_sandbox_there_is_no_python() -> None:
     model = Script(says("x"))
-    await ToolUse(None, equipped(None)).run(task(), model)
+    await ToolUse(equipped(None)).run(task(), model)
     assert [tool["function"]["name"] for tool in model.tools] == ["calculator"]
 
 
 def test_environments_are_built_by_name_with_what_the_gateway_has(sandbox: Sandbox) -> None:
     assert isinstance(environment("single_turn"), SingleTurn)
-    assert isinstance(environment("tool_use", Equipment(sandbox)), ToolUse)
+    assert isinstance(
+        environment("tool_use", Equipment(sandbox, toolbox=Toolbox(sandbox))), ToolUse
+    )
     with pytest.raises(NotFound, match="single_turn, tool_use"):
         environment("chess")

@@ -32,7 +32,7 @@ from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.config import ModelRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards import RewardRule
-from paceline.services.rollout_gateway.rewards.pipes import Raised, Rewards, ScoreEpisodes
+from paceline.services.rollout_gateway.rewards.child_program import Raised
 from paceline.services.rollout_gateway.rewards.reward_model import RewardModel
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
@@ -112,9 +112,7 @@ def said(text: str, *messages: Message) -> Episode:
 
 
 def answers(model: RewardModel, *episodes: Episode) -> tuple[Any, ...]:
-    answer = model.answer(ScoreEpisodes("", episodes))
-    assert isinstance(answer, Rewards)
-    return answer.values
+    return model.score_batch(episodes)
 
 
 TEXTS = ["#6", "#7", "48-18=30#6", "#" * 30, "é", "6 6", "#66", "= #1"]
@@ -202,18 +200,17 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
         scores(tmp_path)
 
 
-async def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pickled weights are not loaded.*pytorch_model\.bin"):
-        await rules_of(tmp_path).check("model")
+    with pytest.raises(ConfigError, match="pickled weights are not loaded"):
+        scores(tmp_path)
 
 
 @pytest.mark.parametrize("directory", ["", "no/such/directory"])
-async def test_a_missing_directory_is_a_fault_of_the_settings(directory: str) -> None:
-    rules = RewardRules(RewardsConfig(model=ModelRewardConfig(model=directory)))
+def test_a_missing_directory_is_a_fault_of_the_settings(directory: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.rewards\.model\.model"):
-        await rules.check("model")
+        RewardModel(directory, threads=1, max_tokens=64)
 
 
 def episode(text: str, *messages: Message) -> Episode:
@@ -239,20 +236,22 @@ async def test_the_model_scores_in_a_process_of_its_own(
 
 
 STAND_IN = """
-import os, sys, time
-from paceline.services.rollout_gateway.rewards.pipes import Raised, Rewards, serve, take_pipes
+import os, time
+from paceline.services.rollout_gateway.rewards.child_program import BatchRule, Raised
 
-def answer(request):
-    texts = [episode.text for episode in request.episodes]
-    if "fail" in texts:
-        raise RuntimeError("out of memory")
-    if "die" in texts:
-        os._exit(1)
-    if "hang" in texts:
-        time.sleep(1000)
-    return Rewards(tuple(Raised(text) if text == "odd" else float(len(texts)) for text in texts))
+class StandIn(BatchRule):
+    def __init__(self, model, threads, max_tokens):
+        pass
 
-serve(answer, *take_pipes())
+    def score_batch(self, episodes):
+        texts = [episode.text for episode in episodes]
+        if "fail" in texts:
+            raise RuntimeError("out of memory")
+        if "die" in texts:
+            os._exit(1)
+        if "hang" in texts:
+            time.sleep(1000)
+        return tuple(Raised(text) if text == "odd" else float(len(texts)) for text in texts)
 """
 
 
@@ -268,10 +267,8 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float) ->
     torch.
     """
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    (tmp_path / "config.json").touch()
-    (tmp_path / "model.safetensors").touch()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr("paceline.services.rollout_gateway.rewards.model.MODULE", "stand_in")
+    monkeypatch.setattr("paceline.services.rollout_gateway.rewards.model.MODEL", "stand_in:StandIn")
     monkeypatch.setattr(ModelRewardConfig, "max_batch", 4)
     return rules_of(tmp_path, deadline_s=deadline_s)
 

@@ -7,8 +7,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.remote import (
     MAX_ANSWER_BYTES,
     pause_s,
-    retry_after_s,
     reward_of,
 )
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
@@ -106,7 +103,7 @@ async def rules(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     made: list[RewardRules] = []
 
     def make(**settings: Any) -> RewardRules:
-        for name in {"attempts", "parallel", "breaker_failures", "breaker_open_s"} & set(settings):
+        for name in {"attempts", "parallel"} & set(settings):
             monkeypatch.setattr(RemoteRewardConfig, name, settings.pop(name))
         remote = RemoteRewardConfig(**{"url": server.url, **settings})
         made.append(RewardRules(RewardsConfig(remote=remote)))
@@ -271,7 +268,6 @@ async def test_a_server_that_hangs_gets_its_share_of_the_deadline_each_time(
         b'{"reward": true}',
         b'{"reward": [1]}',
         b"\xff\xfe",
-        b'{"reward": 1' + b"0" * 400 + b"}",
         b"[" * 50_000,
         b'{"reward": 1}' + b" " * MAX_ANSWER_BYTES,
     ],
@@ -280,86 +276,18 @@ async def test_anything_else_is_an_error_that_shows_it(
     server: Server, rules: Rules, body: bytes
 ) -> None:
     server.script = [Answer(body), ok()]
-    with pytest.raises(Unavailable, match="something else; seen: "):
+    with pytest.raises(Unavailable, match="an invalid answer; seen: "):
         await ask(rules())
     assert len(server.seen) == 1
 
 
-@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"1" + b"0" * 400])
 async def test_a_reward_that_is_not_finite_is_refused_by_name(
     server: Server, rules: Rules, text: bytes
 ) -> None:
     server.script = [Answer(b'{"reward": ' + text + b"}")]
-    with pytest.raises(InvalidInput, match="remote gave what is no reward"):
+    with pytest.raises(InvalidInput, match="rule remote returned no reward"):
         await ask(rules())
-
-
-async def test_the_circuit_opens_after_failures_and_one_probe_closes_it(
-    server: Server, rules: Rules
-) -> None:
-    gate = asyncio.Event()
-    server.script = [Answer(b"", 500), Answer(b"", 500), Answer(b"", 500), ok(gate=gate), ok()]
-    asking = rules(attempts=1, breaker_failures=3, breaker_open_s=0.5, deadline_s=20)
-    for _ in range(3):
-        with pytest.raises(Unavailable, match="status 500"):
-            await ask(asking)
-    waiting = [asyncio.ensure_future(ask(asking, str(index))) for index in range(5)]
-    for _ in range(4):
-        await server.asked.acquire()
-    assert server.times[3] - server.times[2] >= 0.5  # nobody asked while it was open
-    assert server.most_at_once == 1  # and one caller alone when it was over
-    gate.set()
-    assert await asyncio.gather(*waiting) == [0.5] * 5
-    assert len(server.seen) == 3 + 5
-
-
-async def test_a_probe_that_fails_opens_the_circuit_again(server: Server, rules: Rules) -> None:
-    server.script = [Answer(b"", 500)]
-    asking = rules(attempts=3, breaker_failures=1, breaker_open_s=0.3, deadline_s=20)
-    with pytest.raises(Unavailable, match="status 500"):
-        await ask(asking)
-    assert all(
-        later - earlier >= 0.3
-        for earlier, later in zip(server.times, server.times[1:], strict=False)
-    )
-
-
-async def test_an_open_circuit_refuses_at_once_who_cannot_wait(
-    server: Server, rules: Rules
-) -> None:
-    server.script = [Answer(b"", 500), ok()]
-    asking = rules(attempts=1, breaker_failures=1, breaker_open_s=600)
-    with pytest.raises(Unavailable, match="status 500"):
-        await ask(asking)
-    async with asyncio.timeout(patient(5)):
-        with pytest.raises(Unavailable, match="nobody asks"):
-            await ask(asking)
-    assert len(server.seen) == 1
-
-
-async def test_a_probe_whose_caller_goes_away_is_followed_by_another(
-    server: Server, rules: Rules
-) -> None:
-    never = asyncio.Event()
-    server.script = [Answer(b"", 500), ok(gate=never), ok()]
-    asking = rules(attempts=1, breaker_failures=1, breaker_open_s=0.01)
-    with pytest.raises(Unavailable):
-        await ask(asking)
-    probe = asyncio.ensure_future(ask(asking))
-    await server.asked.acquire()
-    await server.asked.acquire()
-    probe.cancel()
-    assert await ask(asking) == 0.5
-    never.set()
-
-
-async def test_refusals_do_not_open_the_circuit(server: Server, rules: Rules) -> None:
-    server.script = [Answer(b"", 400), Answer(b"", 404), ok()]
-    asking = rules(attempts=1, breaker_failures=1, breaker_open_s=600)
-    for _ in range(2):
-        with pytest.raises(Unavailable, match="refused"):
-            await ask(asking)
-    assert await ask(asking) == 0.5
 
 
 async def test_so_many_requests_go_at_once_as_are_allowed(server: Server, rules: Rules) -> None:
@@ -388,18 +316,7 @@ def test_a_reward_keeps_its_bits() -> None:
 
 
 def test_waits_double_up_to_their_limit_and_last_at_least_as_long_as_the_server_asks() -> None:
-    waits = [pause_s(attempt, None, 1.0) for attempt in (1, 2, 3, 7, 10_000)]
-    assert waits == [0.1, 0.2, 0.4, 5.0, 5.0]
-    assert pause_s(1, None, 0.0) == 0.05
-    assert pause_s(7, 3.0, 1.0) == 3.1
-
-
-def test_retry_after_is_read_as_seconds_and_as_a_date() -> None:
-    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=20), usegmt=True)
-    assert retry_after_s({"retry-after": soon}) == pytest.approx(20, abs=3)
-    past = format_datetime(datetime.now(UTC) - timedelta(days=1), usegmt=True)
-    assert retry_after_s({"retry-after": past}) == 0
-    assert retry_after_s({"retry-after": "1.5"}) == 1.5
-    for text in ("", "soon", "-1", "1.5s", "\u0663"):
-        assert retry_after_s({"retry-after": text}) is None
-    assert retry_after_s({}) is None
+    for attempt, longest in ((1, 0.1), (2, 0.2), (3, 0.4), (7, 5.0), (10_000, 5.0)):
+        waits = [pause_s(attempt, None) for _ in range(50)]
+        assert longest / 2 <= min(waits) < max(waits) <= longest
+    assert pause_s(7, 3.0) == 3.1

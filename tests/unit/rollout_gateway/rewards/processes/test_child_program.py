@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import DataLoss, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import pipes
+from paceline.services.rollout_gateway.rewards import child_program
 
 TEXT = st.text(st.characters(), max_size=12)  # lone surrogates included
 CALLS = st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple)
@@ -22,44 +22,44 @@ TASKS = st.builds(EpisodeTask, TEXT, TEXT, TEXT, st.dictionaries(TEXT, TEXT, max
 EPISODES = st.builds(Episode, TASKS, TEXT, st.sampled_from(["stop", "length"]), MESSAGES)
 
 
-def received(data: bytes) -> pipes.Answer:
-    async def read() -> pipes.Answer:
+def received(data: bytes) -> child_program.Answer:
+    async def read() -> child_program.Answer:
         reader = asyncio.StreamReader(limit=1000)
         reader.feed_data(data)
         reader.feed_eof()
-        return pipes.ANSWERS.decode(await pipes.receive(reader))
+        return await child_program.receive(reader)
 
     return asyncio.run(read())
 
 
 @given(st.lists(EPISODES, max_size=2).map(tuple))
 def test_episodes_come_through_a_pipe_whole(episodes: tuple[Episode, ...]) -> None:
-    asked = pipes.ScoreEpisodes("own:Rule", episodes)
-    assert pipes.read(io.BytesIO(pipes.encode(asked))) == asked
+    asked = child_program.ScoreEpisodes("own:Rule", episodes)
+    assert child_program.read(io.BytesIO(child_program.encode(asked))) == asked
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        pipes.Done(),
-        pipes.Refused("no", "x", None),
-        pipes.Raised("why"),
-        pipes.Rewards((0.5, None, pipes.Raised("odd"))),
+        child_program.Rewards(),
+        child_program.Refused("no", "x", None),
+        child_program.Raised("why"),
+        child_program.Rewards((0.5, None, child_program.Raised("odd"))),
     ],
 )
-def test_answers_come_back_whole(answer: pipes.Answer) -> None:
-    assert received(pipes.encode(answer)) == answer
+def test_answers_come_back_whole(answer: child_program.Answer) -> None:
+    assert received(child_program.encode(answer)) == answer
 
 
 def test_a_child_cannot_ask() -> None:
     with pytest.raises(DataLoss):
-        received(pipes.encode(pipes.Load("own:Rule")))
+        received(child_program.encode(child_program.Load("own:Rule")))
 
 
 @given(st.binary(max_size=64))
 def test_bytes_that_are_no_message_are_the_end_or_data_loss(data: bytes) -> None:
     try:
-        assert pipes.read(io.BytesIO(data)) is None
+        assert child_program.read(io.BytesIO(data)) is None
     except DataLoss:
         assert b"\n" in data
 
@@ -71,6 +71,6 @@ def test_a_line_that_is_no_message_is_refused(body: bytes) -> None:
 
 
 def test_an_episode_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "MAX_BYTES", 100)
+    monkeypatch.setattr(child_program, "MAX_BYTES", 100)
     with pytest.raises(InvalidInput, match="too large"):
-        pipes.encode(pipes.Raised("x" * 100))
+        child_program.encode(child_program.Raised("x" * 100))
