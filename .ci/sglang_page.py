@@ -33,13 +33,14 @@ before the start:
 ROUTER = """
 ## SGLang's router in front
 
-With `gateway.engine.sglang.router = "http://HOST:30000"` the gateway registers at an SGLang router
-(`pip install sglang-router`). It registers its HTTP address and model name, registers again within
-ten seconds if the router lost them, and leaves when it stops. `$PACELINE_ROUTER_KEY` holds the
-router's control-plane key, if it has one (`--control-plane-api-keys`).
+An SGLang router (`pip install sglang-router`) balances the requests of agents over gateways:
 
-Start the router with `--policy manual`. Callers send `x-smg-routing-key` with the name of their
-conversation; the router sends each key to one gateway.
+```console
+$ python -m sglang_router.launch_router --policy manual --worker-urls http://HOST1:7408 http://HOST2:7408
+```
+
+Callers send `x-smg-routing-key` with the name of their conversation; the router sends each key to
+one gateway.
 
 Limits:
 
@@ -51,14 +52,14 @@ Limits:
   `user`) and refuses a prompt of token ids. Callers that need these call a gateway directly.
 - Callers' keys pass through. Give the router no `--api-key`: it would add its own key, and the
   gateway refuses a request with two keys.
-- A gateway with TLS registers as https. The router then needs its authority (`--ca-cert-paths`).
-  This was not tried.
+- The URL of a gateway with TLS begins with https. The router then needs its authority
+  (`--ca-cert-paths`). This was not tried.
 - Samples of a run (`RunTasks`), weights and commands use gRPC between the services. They never pass
   the router, which balances only requests of agents.
 - The router's health checks use `/health`. A gateway without a serving worker returns 503.
 
 `tests/integration/gateway/test_sglang_router.py` tests this with router 0.3.2 if
-`$SGLANG_ROUTER_PYTHON` has it; otherwise it tests only the registration.
+`$SGLANG_ROUTER_PYTHON` has it.
 """
 
 

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.local import checks, forking, patience, ports, processes
 from paceline.rpc import EPOCHS, EpochGuard, Server, channel
 from paceline.rpc.progress import AGENTS, REDIS, Activity, add_progress
-from paceline.services.rollout_gateway.api import grpc, sglang_router
+from paceline.services.rollout_gateway.api import grpc
 from paceline.services.rollout_gateway.api.http import requests, streaming
 from paceline.services.rollout_gateway.api.http.app import build_app
 from paceline.services.rollout_gateway.background import cancel
@@ -138,8 +138,7 @@ async def running(
             port = await server.start()
             gateway.lending.start()
             log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-            async with sglang_router.listed(config, gateway.model, http_port):
-                yield port, http_port
+            yield port, http_port
         finally:
             gateway.agents.offers.stop()
             await gateway.lending.stop()

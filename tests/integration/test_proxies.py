@@ -22,8 +22,7 @@ from paceline.config import SecurityConfig
 from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.rpc import Server, channel, wait_healthy
-from paceline.services.rollout_gateway.api.sglang_router import RouterEntry
-from paceline.services.rollout_gateway.config import GatewayConfig, RemoteRewardConfig
+from paceline.services.rollout_gateway.config import RemoteRewardConfig
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards.remote import RemoteReward
 
@@ -114,19 +113,6 @@ async def test_a_reward_at_a_url_of_this_machine_passes_no_proxy(host: str) -> N
             assert await reward.score(Episode(EpisodeTask("t", "1+1=", "2"), "2", "stop")) == 0.5
         finally:
             await reward.close()
-
-
-@pytest.mark.usefixtures("_dead_proxies")
-async def test_an_sglang_router_on_this_machine_is_reached_without_a_proxy() -> None:
-    async with recording() as router:
-        settings = {"engine": {"sglang": {"router": f"http://127.0.0.1:{router.port}"}}}
-        entry = RouterEntry(GatewayConfig.model_validate(settings), "m", 7408)
-        entry.start()
-        try:
-            await asyncio.wait_for(router.asked.wait(), patient(5))
-        finally:
-            await entry.stop()
-        assert router.lines[0] == "GET /workers HTTP/1.1"
 
 
 @pytest.mark.few(12)

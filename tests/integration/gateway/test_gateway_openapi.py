@@ -17,19 +17,17 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
-    response_schema_conformance,
     status_code_conformance,
 )
 
 from paceline.local.patience import patient
-from paceline.services.rollout_gateway.api.http.app import document, routes
+from paceline.services.rollout_gateway.api.http.app import all_routes, document
 from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
 
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
     content_type_conformance,
-    response_schema_conformance,
     negative_data_rejection,
 ]
 EXAMPLES = 12
@@ -134,7 +132,7 @@ async def test_generated_requests_get_the_answers_of_the_document(
 def test_the_document_has_every_route_that_speaks_json() -> None:
     routed = {
         (method.lower(), route.path)
-        for route in routes()
+        for route in all_routes()
         for method in set(route.methods or ()) - {"HEAD"}
     }
     published = {(method, path) for path, about in document()["paths"].items() for method in about}

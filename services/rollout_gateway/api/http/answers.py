@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -70,9 +70,8 @@ def openai_error(error: errors.PacelineError, path: str = "") -> dict[str, Any]:
     request; it determines the name of the prompt field.
     """
     field = getattr(error, "field", None)
-    if field is None:
-        field = _checked_field(error.message)
-        field = PROMPTS.get(path, field) if field == "prompt" else field
+    if field is None and (first := error.message.partition(" ")[0].rstrip(":")) in CHECKED_FIELDS:
+        field = PROMPTS.get(path, first) if first == "prompt" else first
     return {
         "error": {
             "message": str(error),
@@ -81,12 +80,6 @@ def openai_error(error: errors.PacelineError, path: str = "") -> dict[str, Any]:
             "code": error.reason.lower(),
         }
     }
-
-
-def _checked_field(message: str) -> str | None:
-    """The field at the start of a refusal by calls/planner.py."""
-    first = message.partition(" ")[0].rstrip(":")
-    return first if first in CHECKED_FIELDS else None
 
 
 def anthropic_error(error: errors.PacelineError) -> dict[str, Any]:
@@ -154,21 +147,14 @@ class Answers(ABC, Generic[B]):
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         """The answer of a request without streaming."""
 
-    def _asked(self, count: int = 1) -> Asked:
-        return Asked(
-            self._caller,
-            self.body.sampling,
-            self.id,
-            count,
-            size=self.size,
-            special=self.body.with_special_tokens(),
-            kept=self.body.kept_prompt_tokens(),
-        )
+    def _asked(self) -> Asked:
+        return Asked(self._caller, self.body.sampling, self.id, size=self.size)
 
-    async def _chat(self, read: Callable[[], ChatRequest], count: int = 1) -> list[Plan]:
+    async def _chat(self, read: Callable[[], ChatRequest]) -> list[Plan]:
         """Plans of the conversation that `read` returns."""
+        asked = self._asked()
         request = await self._gateway.aside.run(self.size, read)
-        return await self._gateway.planner.chat(self._asked(count), request)
+        return await self._gateway.planner.chat(asked, request)
 
     def first(self) -> Iterable[Event]:
         """Events before the first piece."""
@@ -178,7 +164,7 @@ class Answers(ABC, Generic[B]):
     def piece(self, index: int, call: Call, piece: Piece) -> Iterable[Event]:
         """Events of one piece; `call` already includes it."""
 
-    def told(self, index: int, call: Call, piece: Piece) -> bytes:
+    def encode_piece(self, index: int, call: Call, piece: Piece) -> bytes:
         """The bytes of the events of `piece`."""
         return framed(self.piece(index, call, piece))
 
@@ -193,12 +179,12 @@ class Answers(ABC, Generic[B]):
 
 def framed(events: Iterable[Event]) -> bytes:
     """Encode events in the format of server-sent events."""
-    return b"".join([_framed(event) for event in events])
-
-
-def _framed(event: Event) -> bytes:
-    data = b"data: %b\n\n" % orjson.dumps(event)
-    return b"event: %b\n%b" % (event["type"].encode(), data) if "type" in event else data
+    parts: list[bytes] = []
+    for event in events:
+        if "type" in event:
+            parts.append(b"event: %b\n" % event["type"].encode())
+        parts.append(b"data: %b\n\n" % orjson.dumps(event))
+    return b"".join(parts)
 
 
 class TokenCounts(NamedTuple):
@@ -206,8 +192,8 @@ class TokenCounts(NamedTuple):
 
     prompt: int
     cached: int  # of the prompt
-    said: int
-    thought: int  # reasoning tokens among the output tokens
+    output: int
+    reasoning: int  # of the output
 
 
 def usage(calls: Sequence[Call], siblings: int = 1) -> TokenCounts:
@@ -242,20 +228,29 @@ class MessageParts(ABC):
         self.parts: list[MessagePart] = []
         self._open: MessagePart | None = None
 
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """All parts so far in the API's format."""
+        return [self._item(part) for part in self.parts]
+
     def add(self, delta: Delta) -> list[Event]:
         """Events of a delta."""
-        return [event for news in _news(delta) for event in self._grow(*news)]
+        events = self._grow("reasoning", delta.reasoning) if delta.reasoning else []
+        events += self._grow("content", delta.content) if delta.content else []
+        for call in delta.tool_calls:
+            events += self._grow("call", call.arguments, call)
+        return events
 
     def end(self, status: str = "completed") -> list[Event]:
-        """Events of the end; the last part gets `status`."""
-        return self._close(status)
-
-    def _close(self, status: str) -> list[Event]:
+        """Events of the end of the open part, which gets `status`."""
         part, self._open = self._open, None
         if part is None:
             return []
         part.status = status
         return self._ended(part)
+
+    @abstractmethod
+    def _item(self, part: MessagePart) -> dict[str, Any]: ...
 
     @abstractmethod
     def _began(self, part: MessagePart) -> list[Event]: ...
@@ -270,7 +265,7 @@ class MessageParts(ABC):
         events: list[Event] = []
         part = self._open
         if part is None or part.kind != kind or call is not None:
-            events = self._close("completed")
+            events = MessageParts.end(self)
             part = self._open = MessagePart(kind, len(self.parts), call)
             self.parts.append(part)
             events += self._began(part)
@@ -278,12 +273,3 @@ class MessageParts(ABC):
             part.text += text
             events.append(self._grew(part, text))
         return events
-
-
-def _news(delta: Delta) -> Iterator[tuple[Any, ...]]:
-    if delta.reasoning:
-        yield "reasoning", delta.reasoning
-    if delta.content:
-        yield "content", delta.content
-    for call in delta.tool_calls:
-        yield "call", call.arguments, call

@@ -24,13 +24,16 @@ _FIELDS = {"reasoning": "thinking", "content": "text"}
 class ContentBlocks(answers.MessageParts):
     """The growing blocks of one message."""
 
-    @property
-    def blocks(self) -> list[dict[str, Any]]:
-        """All blocks so far."""
-        return [_block(part) for part in self.parts]
+    def _item(self, part: answers.MessagePart) -> dict[str, Any]:
+        if part.call is not None:
+            call = {"id": part.call.call_id, "name": part.call.name}
+            return {"type": "tool_use", **call, "input": input_value(part.text)}
+        field = _FIELDS[part.kind]
+        signature = {"signature": ""} if part.kind == "reasoning" else {}
+        return {"type": field, field: part.text, **signature}
 
     def _began(self, part: answers.MessagePart) -> list[answers.Event]:
-        return [_of(part, "content_block_start") | {"content_block": _block(part)}]
+        return [_of(part, "content_block_start") | {"content_block": self._item(part)}]
 
     def _grew(self, part: answers.MessagePart, text: str) -> answers.Event:
         if part.kind == "call":
@@ -59,8 +62,8 @@ class AnthropicAnswers(answers.Answers[anthropic_schema.MessagesBody]):
         (call,) = calls
         for delta in call.deltas:
             self._blocks.add(delta)
-        said = {"content": self._blocks.blocks, **_stop(call), "usage": _usage(call)}
-        return self._message() | said
+        content = {"content": self._blocks.items, **_stop(call), "usage": _usage(call)}
+        return self._message() | content
 
     def first(self) -> list[answers.Event]:
         return [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
@@ -94,15 +97,6 @@ def _of(part: answers.MessagePart, kind: str) -> answers.Event:
     return {"type": kind, "index": part.index}
 
 
-def _block(part: answers.MessagePart) -> dict[str, Any]:
-    if part.call is not None:
-        call = {"id": part.call.call_id, "name": part.call.name}
-        return {"type": "tool_use", **call, "input": input_value(part.text)}
-    field = _FIELDS[part.kind]
-    signature = {"signature": ""} if part.kind == "reasoning" else {}
-    return {"type": field, field: part.text, **signature}
-
-
 def input_value(arguments: str) -> Any:
     """A call's arguments as a JSON value.
 
@@ -111,10 +105,8 @@ def input_value(arguments: str) -> Any:
     try:
         value = json.loads(arguments or "{}")
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (
-        ValueError,
-        RecursionError,
-    ):  # also half of a surrogate pair, or a number out of range
+    # also half of a surrogate pair, or a number out of range
+    except (ValueError, RecursionError):
         return {"arguments": arguments.encode("utf-8", "replace").decode()}
     return value
 
@@ -133,6 +125,6 @@ def _usage(call: Call) -> dict[str, Any]:
         "input_tokens": counted.prompt - counted.cached,
         "cache_read_input_tokens": counted.cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": counted.said,
-        "output_tokens_details": {"thinking_tokens": counted.thought},
+        "output_tokens": counted.output,
+        "output_tokens_details": {"thinking_tokens": counted.reasoning},
     }

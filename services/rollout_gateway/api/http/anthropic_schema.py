@@ -13,14 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from paceline.services.rollout_gateway.api.http import requests, shapes
-from paceline.services.rollout_gateway.api.http.beyond import MESSAGES
-from paceline.services.rollout_gateway.chat.messages import (
-    ChatRequest,
-    Message,
-    ToolCall,
-    ToolChoice,
-)
+from paceline.services.rollout_gateway.api.http import beyond, shapes
+from paceline.services.rollout_gateway.chat import messages as chat
 from paceline.services.rollout_gateway.engines.sampling import MAX_STOPS
 
 FAILED = "Error: "
@@ -29,27 +23,27 @@ mark.
 """
 
 
-class TextBlock(shapes.StrictShape):
+class TextBlock(shapes.Shape):
     """A block of text."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(shapes.StrictShape):
+class ThinkingBlock(shapes.Shape):
     """An assistant's reasoning. Its signature is ignored, because the gateway signs nothing."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(shapes.StrictShape):
+class RedactedThinkingBlock(shapes.Shape):
     """Encrypted reasoning; the gateway cannot read it and leaves it out."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(shapes.StrictShape):
+class ToolUseBlock(shapes.Shape):
     """An assistant's call."""
 
     type: Literal["tool_use"]
@@ -66,7 +60,7 @@ Texts = Annotated[
 ]
 
 
-class ToolResultBlock(shapes.StrictShape):
+class ToolResultBlock(shapes.Shape):
     """A tool's result."""
 
     type: Literal["tool_result"]
@@ -74,10 +68,10 @@ class ToolResultBlock(shapes.StrictShape):
     content: Texts | None = None
     is_error: shapes.Off = False
 
-    def message(self) -> Message:
+    def message(self) -> chat.Message:
         """The gateway's Message."""
         text = shapes.joined_text(self.content)
-        return Message(
+        return chat.Message(
             "tool", FAILED + text if self.is_error else text, tool_call_id=self.tool_use_id
         )
 
@@ -104,13 +98,13 @@ BLOCKS = {
 """Block types that each role may use."""
 
 
-class MessageBody(shapes.StrictShape):
+class MessageBody(shapes.Shape):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
-    def said(self, index: int) -> list[Message]:
+    def converted(self, index: int) -> list[chat.Message]:
         """The gateway's messages; errors show `index`.
 
         Raises FieldError for blocks of another role.
@@ -124,7 +118,7 @@ class MessageBody(shapes.StrictShape):
         for number, block in enumerate(blocks):
             if block.type not in allowed:
                 field = f"messages[{index}].content[{number}].type"
-                raise requests.FieldError(
+                raise beyond.FieldError(
                     field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed)
                 )
 
@@ -133,11 +127,11 @@ class MessageBody(shapes.StrictShape):
         return [
             _assistant(blocks)
             if self.role == "assistant"
-            else Message("system", shapes.joined_text(blocks))
+            else chat.Message("system", shapes.joined_text(blocks))
         ]
 
 
-class CustomKind(shapes.StrictShape):
+class CustomKind(shapes.Shape):
     """The type of a custom tool, checked before the tool's other fields. Tools that run at
     Anthropic are not served.
     """
@@ -151,86 +145,81 @@ class AnthropicTool(shapes.FunctionShape, CustomKind):
     parameters: shapes.JsonObject = Field(alias="input_schema")
 
 
-class AnthropicToolChoice(shapes.StrictShape):
+class AnthropicToolChoice(shapes.Shape):
     """Whether the model may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
-    def choice(self) -> ToolChoice:
+    def choice(self) -> chat.ToolChoice:
         """The gateway's ToolChoice. Raises FieldError for a tool without a name."""
         if self.type == "tool":
             if not self.name:
-                raise requests.FieldError(
+                raise beyond.FieldError(
                     "tool_choice.name", "is missing", seen="null", allowed="the name of a tool"
                 )
-            return ToolChoice("named", self.name)
-        return ToolChoice("required" if self.type == "any" else self.type)
+            return chat.ToolChoice("named", self.name)
+        return chat.ToolChoice("required" if self.type == "any" else self.type)
 
 
-class OutputFormat(shapes.StrictShape):
+class OutputFormat(shapes.Shape):
     """The schema that the text has to match."""
 
     type: Literal["json_schema"]
     json_schema: shapes.JsonObject = Field(alias="schema")
 
 
-class OutputConfig(shapes.StrictShape):
+class OutputConfig(shapes.Shape):
     """The format of the text."""
 
     format: OutputFormat | None = None
 
 
-class ConversationBody(shapes.StrictShape):
+class ConversationBody(shapes.ToolsShape):
     """POST /v1/messages/count_tokens; also the base of a message request."""
 
-    beyond = MESSAGES
+    undeclared = beyond.MESSAGES
+    one_call_field = "tool_choice.disable_parallel_tool_use"
     model: str | None = None
     messages: shapes.Several[MessageBody] = Field(min_length=1, max_length=shapes.MAX_MESSAGES)
     system: Texts | None = None
     tools: shapes.Several[AnthropicTool] | None = Field(None, max_length=shapes.MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = None
 
-    def unheeded(self) -> Sequence[str]:
-        single = bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use)
-        one_call = "tool_choice.disable_parallel_tool_use" if single else ""
-        return shapes.loose_tools(self.tools, "tools[].strict", one_call)
+    @property
+    def one_call(self) -> bool:
+        return bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
-    def request(self) -> ChatRequest:
+    def functions(self) -> Sequence[shapes.FunctionShape]:
+        return self.tools or []
+
+    def request(self) -> chat.ChatRequest:
         """The gateway's ChatRequest. Raises FieldError for blocks in the wrong place."""
-        told = shapes.joined_text(self.system)
-        messages = [Message("system", told)] if told else []
+        system = shapes.joined_text(self.system)
+        said = [chat.Message("system", system)] if system else []
         for index, one in enumerate(self.messages):
-            said = one.said(index)
-            if one.role == "assistant" and messages and messages[-1].role == "assistant":
-                said = [_both(messages.pop(), said[0])]
-            messages += said
+            news = one.converted(index)
+            if one.role == "assistant" and said and said[-1].role == "assistant":
+                news = [_both(said.pop(), news[0])]
+            said += news
 
-        choice = ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
-        prefill = self._prefill(messages.pop(), choice) if messages[-1].role == "assistant" else ""
-        if not any(message.role != "system" for message in messages):
-            raise requests.FieldError(
+        choice = chat.ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
+        prefill = self._prefill(said.pop(), choice) if said[-1].role == "assistant" else ""
+        if not any(message.role != "system" for message in said):
+            raise beyond.FieldError(
                 "messages", "has nothing to answer", seen="no user's message", allowed="one or more"
             )
+        return self.chat_request(said, choice, prefill)
 
-        return ChatRequest(
-            tuple(messages),
-            tuple(tool.shown() for tool in self.tools or ()),
-            choice,
-            prefill,
-            shapes.strict_names(self.tools or ()),
-            one_call=bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use),
-        )
-
-    def _prefill(self, message: Message, choice: ToolChoice) -> str:
+    def _prefill(self, message: chat.Message, choice: chat.ToolChoice) -> str:
         field = f"messages[{len(self.messages) - 1}].content"
         if message.tool_calls or message.reasoning:
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 field, "of the last assistant message is text alone", seen="tool_use or thinking"
             )
         if message.content and choice.mode in ("required", "named"):
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 field,
                 "cannot begin an answer that has to be a tool call",
                 seen=message.content[:40],
@@ -243,21 +232,15 @@ class MessagesBody(ConversationBody, shapes.SampledBody):
 
     max_tokens: shapes.Limit
     top_k: shapes.TopK = 0
-    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop: list[str] | None = Field(None, alias="stop_sequences", max_length=MAX_STOPS)
     output_config: OutputConfig | None = None
-
-    def limit(self) -> int:
-        return self.max_tokens
-
-    def stops(self) -> list[str]:
-        return self.stop_sequences or []
 
     def json_schema(self) -> str:
         form = self.output_config.format if self.output_config is not None else None
         return "" if form is None else json.dumps(form.json_schema)
 
 
-def _user(blocks: Sequence[Any]) -> Iterator[Message]:
+def _user(blocks: Sequence[Any]) -> Iterator[chat.Message]:
     """A user's blocks: each tool result by itself, the texts between results joined."""
     texts: list[str] = []
     for block in blocks:
@@ -265,29 +248,29 @@ def _user(blocks: Sequence[Any]) -> Iterator[Message]:
             texts.append(block.text)
             continue
         if texts:
-            yield Message("user", "".join(texts))
+            yield chat.Message("user", "".join(texts))
             texts = []
         yield block.message()
     if texts or not blocks:
-        yield Message("user", "".join(texts))
+        yield chat.Message("user", "".join(texts))
 
 
-def _assistant(blocks: Sequence[Any]) -> Message:
+def _assistant(blocks: Sequence[Any]) -> chat.Message:
     said = [block.text for block in blocks if isinstance(block, TextBlock)]
     thought = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
-        ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        chat.ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    return Message("assistant", "".join(said), "".join(thought), tuple(calls))
+    return chat.Message("assistant", "".join(said), "".join(thought), tuple(calls))
 
 
-def _both(first: Message, second: Message) -> Message:
+def _both(first: chat.Message, second: chat.Message) -> chat.Message:
     """Join consecutive assistant messages into one turn: a client may send an answer back after its
     prefill.
     """
     calls = first.tool_calls + second.tool_calls
-    return Message(
+    return chat.Message(
         "assistant", first.content + second.content, first.reasoning + second.reasoning, calls
     )

@@ -1,6 +1,4 @@
-"""Makes the ASGI application: its routes, its OpenAPI document and the layers around requests.
-
-Handlers note these parts in the request's state. Any answer gets the headers, errors too.
+"""Makes the ASGI application: its routes, its OpenAPI document and the layer around requests.
 
 On loopback the gateway trusts every client, and a page in its user's browser can reach it too. Such
 a page may use its own name that resolves to loopback (DNS rebinding): its Host is foreign. Or it
@@ -12,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
@@ -21,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -33,48 +31,27 @@ from paceline import telemetry
 from paceline.errors import InternalError, InvalidInput, NotFound, PacelineError
 from paceline.rpc import names_loopback
 from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.api.http import answers, beyond, responses
-from paceline.services.rollout_gateway.api.http import routes as operators
-from paceline.services.rollout_gateway.api.http.routes import (
-    ANSWERS,
-    EVENT,
-    OPERATIONS,
-    TEXT,
-    Operation,
-    Schema,
-)
+from paceline.services.rollout_gateway.api.http import answers, responses, routes
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.telemetry import extract, names, span
 
-OVERRIDDEN_HEADER = "x-paceline-overridden"
-TOLD = {beyond.IGNORED_HEADER: "ignored", OVERRIDDEN_HEADER: "overridden"}
-"""Header -> attribute of the request's state, a sequence of texts."""
+NOTED = {"x-paceline-ignored": "ignored", "x-paceline-overridden": "overridden"}
+"""Header of an answer -> attribute of the request's state, a sequence of texts."""
+log = telemetry.get_logger(__name__)
 
 
-class Told:
-    """An ASGI application around another application."""
+class Front:
+    """An ASGI application around the routes: checks the site of a request, adds the noted headers
+    to its answer, and records its metrics and span.
 
-    def __init__(self, app: ASGIApp) -> None:
+    `loopback`: the server only listens on this machine. `origins`: sites with access; "*" allows
+    all sites.
+    """
+
+    def __init__(self, app: ASGIApp, *, loopback: bool, origins: Sequence[str]) -> None:
         self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def telling(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                state = scope.get("state", {})
-                headers = MutableHeaders(scope=message)
-                for name, noted in TOLD.items():
-                    if texts := state.get(noted):
-                        headers[name] = ", ".join(texts)
-            await send(message)
-
-        await self._app(scope, receive, telling)
-
-
-class Observed:
-    """An ASGI application around another application."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._loopback = loopback
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,18 +63,20 @@ class Observed:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers, state = MutableHeaders(scope=message), scope.get("state", {})
+                for name, noted in NOTED.items():
+                    if texts := state.get(noted):
+                        headers[name] = ", ".join(texts)
             await send(message)
 
         started = time.perf_counter()
-        carrier = {
-            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
-        }
+        about = {names.HTTP_METHOD: scope["method"]}
+        carrier = dict(Request(scope).headers)
         metrics.HTTP_OPEN.record(1)
         try:
-            about = {names.HTTP_METHOD: scope["method"]}
             with span(names.HTTP_REQUEST, about, kind="server", parent=extract(carrier)) as current:
                 try:
-                    await self._app(scope, receive, watched)
+                    await self._answer(scope, receive, watched)
                 finally:
                     current.set_attribute(names.HTTP_ROUTE, _route(scope))
                     current.set_attribute(names.HTTP_STATUS, status)
@@ -107,98 +86,72 @@ class Observed:
             metrics.HTTP_REQUESTS.record(**labels)
             metrics.HTTP_DURATION.record(time.perf_counter() - started, **labels)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, app = Request(scope), self._app
+        try:
+            self._check_site(request)
+        except InvalidInput as error:
+            app = answers.answer(error, request)
+        await app(scope, receive, send)
+
+    def _check_site(self, request: Request) -> None:
+        """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback, or a foreign Origin
+        outside the given origins.
+        """
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self._loopback and not names_loopback(host):
+            raise InvalidInput(
+                "the Host header names another machine than this one",
+                reason="NOT_ALLOWED",
+                seen=host[:100],
+                allowed="localhost or a loopback address",
+            )
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return
+        if urlsplit(origin).netloc.lower() != host.lower():
+            raise InvalidInput(
+                "the page of another site sent this request",
+                reason="NOT_ALLOWED",
+                seen=origin[:100],
+                allowed=f"the origin {host}, or none",
+            )
+
 
 def _route(scope: Scope) -> str:
     """The route's pattern. Unknown paths share one name, so that strangers cannot flood the
     metrics.
     """
-    route = scope.get("route")
-    return str(getattr(route, "path", "none"))
-
-
-class SameSite:
-    """An ASGI application around another application. `loopback`: the server only listens on this
-    machine. `origins`: sites with access; "*" allows all sites.
-    """
-
-    def __init__(self, app: ASGIApp, *, loopback: bool, origins: Sequence[str] = ()) -> None:
-        self._app = app
-        self._loopback = loopback
-        self._origins = origins
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            request = Request(scope)
-            try:
-                check_site(request.headers, loopback=self._loopback, origins=self._origins)
-            except InvalidInput as error:
-                await answers.answer(error, request)(scope, receive, send)
-                return
-
-        await self._app(scope, receive, send)
-
-
-def check_site(headers: Headers, *, loopback: bool, origins: Sequence[str] = ()) -> None:
-    """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback, or a foreign Origin outside
-    the given origins.
-    """
-    host, origin = headers.get("host", ""), headers.get("origin")
-    if loopback and not names_loopback(host):
-        raise InvalidInput(
-            "the Host header names another machine than this one",
-            reason="NOT_ALLOWED",
-            seen=host[:100],
-            allowed="localhost or a loopback address",
-        )
-    if "*" in origins or origin in origins:
-        return
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-        raise InvalidInput(
-            "the page of another site asked for this",
-            reason="NOT_ALLOWED",
-            seen=origin[:100],
-            allowed=f"the origin {host}, or none",
-        )
+    return str(getattr(scope.get("route"), "path", "none"))
 
 
 READ = (400, 401, 403, 404, 409, 421)
 """Error codes of any operation that needs a key."""
 WRITE = (*READ, 413, 415, 429, 503, 504)
 """Error codes of an operation that takes a body or generates."""
-SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"api_key": []}]
+BEARER = "The gateway's token, or the key of a session, which opens that session only."
 SCHEMES = {
-    "bearer": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "The gateway's token, or the key of a session, which opens that session "
-        "only.",
-    },
-    "api_key": {
-        "type": "apiKey",
-        "in": "header",
-        "name": "x-api-key",
-        "description": "The same, as Anthropic has it.",
-    },
+    "bearer": {"type": "http", "scheme": "bearer", "description": BEARER},
+    "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 
 
 @functools.cache
 def document() -> dict[str, Any]:
-    """The document, made once."""
+    """The OpenAPI document, made once: requests with their schemas, answers with their statuses."""
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    bodies: list[type[BaseModel]] = []
+    for operation in routes.OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation)
+        bodies += [operation.body] if operation.body is not None else []
+    _, made = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Paceline's rollout gateway",
-            "version": version("paceline"),
-            "description": "Any client of OpenAI's or Anthropic's API can talk to it; what it "
-            "generates is trained.",
-        },
+        "info": {"title": "Paceline's rollout gateway", "version": version("paceline")},
         "paths": paths,
-        "components": {"schemas": _schemas(), "securitySchemes": SCHEMES},
-        "security": SECURITY,
+        "components": {"schemas": made["$defs"], "securitySchemes": SCHEMES},
+        "security": [{name: []} for name in SCHEMES],
     }
 
 
@@ -207,110 +160,70 @@ async def show(request: Request) -> Response:
     return JSONResponse(document())
 
 
-def _described(operation: Operation) -> dict[str, Any]:
-    names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-    required = {
-        "in": "path",
-        "required": True,
-        "schema": {**TEXT, "minLength": 1, "pattern": "^[^/]+$"},
-    }
+def _described(operation: routes.Operation) -> dict[str, Any]:
+    text = {"type": "string", "minLength": 1, "pattern": "^[^/]+$"}
+    named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    errors = () if operation.open else WRITE if operation.method == "post" else READ
     described: dict[str, Any] = {
-        "operationId": _operation_id(operation),
         "summary": operation.summary,
-        "parameters": [*({"name": name, **required} for name in names), *operation.query],
-        "responses": _responses(operation),
+        "parameters": [
+            *({"name": name, "in": "path", "required": True, "schema": text} for name in named),
+            *operation.query,
+        ],
+        "responses": {
+            str(status): {"description": HTTPStatus(status).phrase}
+            for status in (*operation.statuses, *errors)
+        },
     }
     if operation.body is not None:
+        reference = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
         described["requestBody"] = {
             "required": any(field.is_required() for field in operation.body.model_fields.values()),
-            "content": _json(operation.body.__name__),
+            "content": {"application/json": {"schema": reference}},
         }
-
     if operation.open:
         described["security"] = []
     return described
 
 
-def _operation_id(operation: Operation) -> str:
-    words = [part.strip("{}") for part in operation.path.split("/") if part and part != "v1"]
-    return "_".join([operation.method, *words])
-
-
-def _responses(operation: Operation) -> dict[str, Any]:
-    content = _json(operation.answer)
-    if operation.streams:
-        content["text/event-stream"] = {"schema": EVENT}
-    found: dict[str, Any] = {str(operation.status): {"description": "Done.", "content": content}}
-    if operation.empty:
-        found["204"] = {"description": operation.empty}
-    if operation.open:
-        found["503"] = {"description": "No worker serves yet.", "content": _json(operation.answer)}
-        return found
-    shape = "AnthropicError" if operation.anthropic else "Error"
-    for status in WRITE if operation.method == "post" else READ:
-        found[str(status)] = {"description": HTTPStatus(status).phrase, "content": _json(shape)}
-    return found
-
-
-def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-
-
-def _schemas() -> dict[str, Schema]:
-    kinds: Sequence[type[BaseModel]] = [one.body for one in OPERATIONS if one.body is not None]
-    _, made = models_json_schema(
-        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
-    )
-    return {**made["$defs"], **ANSWERS}
-
-
-log = telemetry.get_logger(__name__)
-
-
-def build_app(gateway: Gateway, *, loopback: bool = True) -> Observed:
-    """The ASGI application. `loopback`: it listens on a loopback address."""
-    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
-        PacelineError: _on_error,
-        HTTPException: _on_http,
-        Exception: _on_defect,
-    }
-    app = Starlette(routes=routes(), exception_handlers=handlers)
+def build_app(gateway: Gateway, *, loopback: bool = True) -> ASGIApp:
+    """The ASGI application. `loopback`: it listens on a loopback address. Pages from configured
+    origins get answers to their preflight requests and may read the answers.
+    """
+    kinds: tuple[type[Exception], ...] = (PacelineError, HTTPException, Exception)
+    app = Starlette(routes=all_routes(), exception_handlers=dict.fromkeys(kinds, _answer_error))
     app.state.gateway, app.state.past_responses = gateway, responses.PastResponses(gateway.names)
     origins = gateway.config.api.cors_origins
-    sited: ASGIApp = SameSite(Told(app), loopback=loopback, origins=origins)
-    return Observed(_for_browsers(sited, origins) if origins else sited)
-
-
-def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
-    """Answers preflight requests of pages from these origins, and lets the pages read the
-    answers.
-    """
+    front = Front(app, loopback=loopback, origins=origins)
+    if not origins:
+        return front
     return CORSMiddleware(
-        app,
+        front,
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", *TOLD],
+        expose_headers=["x-request-id", "retry-after", *NOTED],
     )
 
 
-def routes() -> list[Route]:
+def all_routes() -> list[Route]:
     """Every path and its handler."""
     return [
-        Route("/metrics", operators.metrics),
+        Route("/metrics", routes.metrics),
         Route("/openapi.json", show),
-        *(Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS),
+        *(Route(one.path, one.handler, methods=[one.method]) for one in routes.OPERATIONS),
     ]
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PacelineError)
-    return answers.answer(error, request)
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    """Answer a path or a method that is not served."""
-    assert isinstance(error, HTTPException)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """The answer to an error, to a path or method that is not served, or to an internal fault. The
+    traceback of a fault is logged, not sent.
+    """
+    if isinstance(error, PacelineError):
+        return answers.answer(error, request)
+    if not isinstance(error, HTTPException):
+        log.error("a request failed", path=request.url.path, exc_info=error)
+        return answers.answer(InternalError("the gateway failed; its log has the cause"), request)
     kinds = {404: "no such path", 405: "the path does not take this method"}
     text = kinds.get(error.status_code, error.detail)
     problem = NotFound(text, seen=f"{request.method} {request.url.path}"[:200])
@@ -318,9 +231,3 @@ async def _on_http(request: Request, error: Exception) -> Response:
     answer.status_code = error.status_code
     answer.headers.update(error.headers or {})
     return answer
-
-
-async def _on_defect(request: Request, error: Exception) -> Response:
-    """Answer an internal fault: its traceback is logged, not sent."""
-    log.error("a request failed", path=request.url.path, exc_info=error)
-    return answers.answer(InternalError("the gateway failed; its log says why"), request)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ from starlette.requests import Request
 from paceline.errors import InvalidInput, PacelineError
 from paceline.services.rollout_gateway.api.http import answers, openai_schema
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
-from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
+from paceline.services.rollout_gateway.calls.planner import Asked
+from paceline.services.rollout_gateway.chat.messages import Delta, ToolCall, joined
 from paceline.services.rollout_gateway.chat.text import TextCodec, TextPlaces
 from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
@@ -100,16 +101,21 @@ class _Choices(answers.Answers[B]):
     """An answer with several choices."""
 
     objects = ("", "")  # whole, chunk
+    facts_per_choice = False
+    """Whether each choice has the facts of its prompt; else the answer has them once."""
     end = b"data: [DONE]\n\n"
 
     @abstractmethod
-    def _said(self, call: Call) -> dict[str, Any]: ...
+    def _message(self, call: Call) -> dict[str, Any]:
+        """The content of a whole choice."""
 
     @abstractmethod
-    def _news(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]: ...
+    def _news(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
+        """The content of one chunk of a choice."""
 
     @abstractmethod
-    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]: ...
+    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]:
+        """The log-probs of the chunk's tokens."""
 
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         super().__init__(request, body, caller)
@@ -118,29 +124,39 @@ class _Choices(answers.Answers[B]):
         self._around: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after an event's text
         self._detailed = body.wanted_logprobs() is not None or bool(body.return_token_ids)
 
+    def _asked(self, prompts: int = 1, *, special: bool = True) -> Asked:
+        """The request for choices of so many prompts. Raises InvalidInput for too many."""
+        if (count := prompts * self.body.n) > MAX_REQUESTS_PER_CALL:
+            raise InvalidInput(
+                "prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL
+            )
+        kept = self.body.truncate_prompt_tokens
+        return replace(super()._asked(), count=self.body.n, special=special, kept=kept)
+
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         choices = [
-            self._choice(index, call, call.whole, self._said(call), call.finish)
+            self._choice(
+                index, call, Piece(call.whole, "", finish=call.finish), self._message(call)
+            )
             for index, call in enumerate(calls)
         ]
-        head = self._head(chunk=False) | self._once(calls[0])
+        head = self._head(chunk=False) | self._shared_facts(calls[0])
         return {**head, "choices": choices, "usage": self._usage(calls)}
 
     def piece(self, index: int, call: Call, piece: Piece) -> list[answers.Event]:
         first = index not in self._started
         event: answers.Event = self._head(chunk=True)
         if first:
-            event |= self._once(call) if not self._started else {}
+            event |= self._shared_facts(call) if not self._started else {}
             self._started.add(index)
         news = self._news(index, piece, first=first)
-        choice = self._choice(index, call, piece.chunk, news, piece.finish, first=first)
-        event["choices"] = [choice]
+        event["choices"] = [self._choice(index, call, piece, news, first=first)]
         return [event]
 
-    def told(self, index: int, call: Call, piece: Piece) -> bytes:
+    def encode_piece(self, index: int, call: Call, piece: Piece) -> bytes:
         content = piece.content
         if content is None or self._detailed or index not in self._started:
-            return super().told(index, call, piece)
+            return super().encode_piece(index, call, piece)
         if index not in self._around:
             # Such events of a choice differ only in their text, so the rest is encoded once.
             one = answers.framed(self.piece(index, call, Piece(piece.chunk, _TEXT)))
@@ -149,16 +165,9 @@ class _Choices(answers.Answers[B]):
         before, after = self._around[index]
         return before + orjson.dumps(content) + after
 
-    def _once(self, call: Call) -> dict[str, Any]:
-        """Fields of the shared prompt, once per answer."""
-        return {}
-
-    def _of_prompt(self, call: Call) -> dict[str, Any]:
-        """Fields of the prompt, in each choice."""
-        return {}
-
     def last(self, calls: Sequence[Call]) -> Iterator[answers.Event]:
-        if self.body.with_usage():
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
             yield {**self._head(chunk=True), "choices": [], "usage": self._usage(calls)}
 
     def failed(self, error: PacelineError) -> answers.Event:
@@ -173,36 +182,31 @@ class _Choices(answers.Answers[B]):
         }
 
     def _choice(
-        self,
-        index: int,
-        call: Call,
-        chunk: pb.TokenChunk,
-        said: dict[str, Any],
-        finish: str,
-        *,
-        first: bool = True,
+        self, index: int, call: Call, piece: Piece, content: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
         """A choice, or a chunk of it; first: it is the choice's first chunk."""
-        finish_reason = _BROKEN.get(finish, finish) or None
         choice: dict[str, Any] = {
             "index": index,
-            **said,
+            **content,
             "logprobs": None,
-            "finish_reason": finish_reason,
+            "finish_reason": _BROKEN.get(piece.finish, piece.finish) or None,
         }
         if self.body.wanted_logprobs() is not None:
-            choice["logprobs"] = self._logprobs(index, chunk)
+            choice["logprobs"] = self._logprobs(index, piece.chunk)
         if self.body.return_token_ids:
-            choice["token_ids"] = list(chunk.token_ids)
-        if first:
-            choice |= self._of_prompt(call)
-        if finish:
+            choice["token_ids"] = list(piece.chunk.token_ids)
+        if first and self.facts_per_choice:
+            choice |= self._prompt_facts(call)
+        if piece.finish:
             choice["stop_reason"] = call.stopped_by
         return choice
 
     @property
     def _names(self) -> TokenLabels:
         return TokenLabels(self._gateway.codec, bool(self.body.return_tokens_as_token_ids))
+
+    def _shared_facts(self, call: Call) -> dict[str, Any]:
+        return {} if self.facts_per_choice else self._prompt_facts(call)
 
     def _prompt_facts(self, call: Call) -> dict[str, Any]:
         """prompt_token_ids and prompt_logprobs, as far as requested."""
@@ -221,12 +225,9 @@ class _Choices(answers.Answers[B]):
         top = zip(score.top.token_ids[:count], score.top.logprobs, strict=False)
         ranked = {one: (value, rank) for rank, (one, value) in enumerate(top, 1)}
         ranked.setdefault(token, (score.logprob, score.rank))
+        decode = self._gateway.codec.token_text
         return {
-            str(one): {
-                "logprob": value,
-                "rank": rank,
-                "decoded_token": self._gateway.codec.token_text(one),
-            }
+            str(one): {"logprob": value, "rank": rank, "decoded_token": decode(one)}
             for one, (value, rank) in ranked.items()
         }
 
@@ -234,10 +235,10 @@ class _Choices(answers.Answers[B]):
         counted = answers.usage(calls, self.body.n)
         return {
             "prompt_tokens": counted.prompt,
-            "completion_tokens": counted.said,
-            "total_tokens": counted.prompt + counted.said,
+            "completion_tokens": counted.output,
+            "total_tokens": counted.prompt + counted.output,
             "prompt_tokens_details": {"cached_tokens": counted.cached},
-            "completion_tokens_details": {"reasoning_tokens": counted.thought},
+            "completion_tokens_details": {"reasoning_tokens": counted.reasoning},
         }
 
 
@@ -246,6 +247,7 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
 
     prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
+    facts_per_choice = True
 
     def __init__(
         self, request: Request, body: openai_schema.CompletionBody, caller: Caller
@@ -256,37 +258,27 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
 
     async def plans(self) -> list[Plan]:
         prompts = self.body.prompts()
-        refuse_above(len(prompts) * self.body.n)
-        return await self._gateway.planner.completions(self._asked(self.body.n), prompts)
+        asked = self._asked(len(prompts), special=self.body.add_special_tokens)
+        return await self._gateway.planner.completions(asked, prompts)
 
-    def _said(self, call: Call) -> dict[str, Any]:
+    def _message(self, call: Call) -> dict[str, Any]:
         return {"text": call.text}
 
     def _news(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         return {"text": piece.text}
 
     def _choice(
-        self,
-        index: int,
-        call: Call,
-        chunk: pb.TokenChunk,
-        said: dict[str, Any],
-        finish: str,
-        *,
-        first: bool = True,
+        self, index: int, call: Call, piece: Piece, content: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
         prompt = self._echo(index, call) if self.body.echo else ""
         if first:
-            said = {"text": prompt + said["text"]}
+            content = {"text": prompt + content["text"]}
             if self.body.logprobs is not None:
                 self._places[index] = self._gateway.codec.places(len(prompt))
-        choice = super()._choice(index, call, chunk, said, finish, first=first)
+        choice = super()._choice(index, call, piece, content, first=first)
         if self.body.echo and first and choice["logprobs"] is not None:
             choice["logprobs"] = _behind(self._prompt_logprobs(call, prompt), choice["logprobs"])
         return choice
-
-    def _of_prompt(self, call: Call) -> dict[str, Any]:
-        return self._prompt_facts(call)
 
     def _echo(self, index: int, call: Call) -> str:
         """The prompt of a choice as text: the given text, or the decoded tokens."""
@@ -336,14 +328,15 @@ class ChatAnswers(_Choices[openai_schema.ChatBody]):
     objects = ("chat.completion", "chat.completion.chunk")
 
     async def plans(self) -> list[Plan]:
-        refuse_above(self.body.n)
-        return await self._chat(self.body.request, self.body.n)
+        return await self._chat(self.body.request)
 
-    def _said(self, call: Call) -> dict[str, Any]:
-        return {"message": shown(joined(call.deltas))}
-
-    def _once(self, call: Call) -> dict[str, Any]:
-        return self._prompt_facts(call)
+    def _message(self, call: Call) -> dict[str, Any]:
+        """With reasoning_content as in DeepSeek and vLLM."""
+        message = joined(call.deltas)
+        body = message.shown()
+        if message.tool_calls:
+            body["content"] = message.content or None
+        return {"message": body}
 
     def _news(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         news: dict[str, Any] = {"role": "assistant"} if first else {}
@@ -365,26 +358,10 @@ class ChatAnswers(_Choices[openai_schema.ChatBody]):
         return {"content": self._names.listed(chunk.token_ids, chunk.behavior_logprobs, rows)}
 
 
-def refuse_above(count: int) -> None:
-    """Raises InvalidInput above the maximum generations of one request."""
-    if count > MAX_REQUESTS_PER_CALL:
-        raise InvalidInput("prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL)
-
-
-def _behind(prompt: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+def _behind(prompt: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Join the log-probs of a prompt and of the tokens after it."""
-    both = {name: prompt[name] + (said[name] or []) for name in prompt if prompt[name] is not None}
-    return {**said, **both}
-
-
-def shown(message: Message) -> dict[str, Any]:
-    """A message in the format of OpenAI's chat completions, with reasoning_content as in DeepSeek
-    and vLLM.
-    """
-    body = message.shown()
-    if message.tool_calls:
-        body["content"] = message.content or None
-    return body
+    both = {name: prompt[name] + (later[name] or []) for name in prompt if prompt[name] is not None}
+    return {**later, **both}
 
 
 def _call_news(index: int, call: ToolCall) -> dict[str, Any]:

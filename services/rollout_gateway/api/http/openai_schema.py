@@ -9,27 +9,20 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from paceline.services.rollout_gateway.api.http import requests, shapes
-from paceline.services.rollout_gateway.api.http.beyond import CHAT, COMPLETIONS
-from paceline.services.rollout_gateway.chat.messages import (
-    ChatRequest,
-    Message,
-    Role,
-    ToolCall,
-    ToolChoice,
-)
+from paceline.services.rollout_gateway.api.http import beyond, shapes
+from paceline.services.rollout_gateway.chat import messages as chat
 from paceline.services.rollout_gateway.engines import sampling
 from paceline.services.rollout_gateway.engines.requests.structures import MAX_CHOICES
 from paceline.trajectory import INT_LIMIT
 
 
-class SchemaBody(shapes.OpenShape):
+class SchemaBody(shapes.Shape):
     """A schema with a name, as response_format contains it."""
 
     json_schema: shapes.JsonObject | None = Field(None, alias="schema")
 
 
-class ResponseFormat(shapes.OpenShape):
+class ResponseFormat(shapes.Shape):
     """The required form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -54,7 +47,7 @@ JsonDemand = Annotated[
 """A schema, or its text."""
 
 
-class StructuredOutputs(shapes.StrictShape):
+class StructuredOutputs(shapes.Shape):
     """The required structure of the answer in vLLM's format: exactly one field is set."""
 
     json_demand: JsonDemand | None = Field(None, alias="json")
@@ -75,7 +68,7 @@ class StructuredOutputs(shapes.StrictShape):
         ]
         given = [(name, value) for name, value in asked if value is not None]
         if len(given) != 1 or not given[0][1]:
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "structured_outputs",
                 "holds one demand that is not empty",
                 seen=", ".join(name for name, _ in given) or "none",
@@ -114,7 +107,7 @@ Prompt = Annotated[
 """One or several prompts, each text or token ids."""
 
 
-class StreamOptions(shapes.StrictShape):
+class StreamOptions(shapes.Shape):
     """Options of a stream."""
 
     include_usage: shapes.Off = False
@@ -124,7 +117,6 @@ class GenerationBody(shapes.SampledBody):
     """Fields of both kinds of completion."""
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS), shapes.NullIs(1)] = 1
-    max_tokens: shapes.Limit | None = None
     top_k: shapes.TopK = 0
     min_p: Annotated[float, shapes.within("min_p"), shapes.NullIs(0.0)] = 0.0
     presence_penalty: Annotated[float, shapes.within("presence_penalty"), shapes.NullIs(0.0)] = 0.0
@@ -138,7 +130,6 @@ class GenerationBody(shapes.SampledBody):
     min_tokens: Annotated[int, shapes.within("min_tokens", whole=True), shapes.NullIs(0)] = 0
     # JSON has the ids as text.
     logit_bias: Annotated[dict[BiasedToken, Bias], BeforeValidator(_few)] | None = None
-    stop: shapes.Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=sampling.MAX_STOP_TOKENS)
     include_stop_str_in_output: shapes.Off = False
     allowed_token_ids: list[TokenId] | None = Field(
@@ -153,23 +144,14 @@ class GenerationBody(shapes.SampledBody):
     return_token_ids: shapes.Off = False  # token_ids in each choice, prompt_token_ids
     return_tokens_as_token_ids: shapes.Off = False  # log-probs show a token as "token_id:7"
 
-    def limit(self) -> int | None:
-        return self.max_tokens
-
-    def stops(self) -> list[str]:
-        return shapes.stop_list(self.stop)
-
     def wanted_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
-    def kept_prompt_tokens(self) -> int | None:
-        return self.truncate_prompt_tokens
-
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise requests.FieldError("stream_options", "needs a stream", seen="stream=false")
+            raise beyond.FieldError("stream_options", "needs a stream", seen="stream=false")
         if self.prompt_logprobs is not None and self.stream:
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "prompt_logprobs", "is not served in a stream", seen="stream=true"
             )
 
@@ -181,7 +163,7 @@ class GenerationBody(shapes.SampledBody):
         if demand is None:
             return {}
         if self.json_schema():
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "structured_outputs", "goes with no response_format", seen="both", allowed="one"
             )
         return demand.parameters()
@@ -194,15 +176,11 @@ class GenerationBody(shapes.SampledBody):
             return {}
         return {"response_format": "structured_outputs.json"}
 
-    def with_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    beyond = COMPLETIONS
+    undeclared = beyond.COMPLETIONS
     prompt: Prompt
     # 0 with echo or prompt_logprobs: the prompt is scored and no token is generated.
     max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16
@@ -226,21 +204,18 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.suffix:
-            raise requests.FieldError("suffix", "is not served", seen=self.suffix[:40])
+            raise beyond.FieldError("suffix", "is not served", seen=self.suffix[:40])
         if self.best_of not in (None, self.n):
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "best_of", "other than n is not served", seen=self.best_of, allowed=self.n
             )
-
-    def with_special_tokens(self) -> bool:
-        return self.add_special_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each text or token ids. Raises FieldError for an empty list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "prompt", "is empty", seen="[]", allowed="text, token ids, or a list of these"
             )
         if isinstance(self.prompt[0], int):
@@ -248,21 +223,21 @@ class CompletionBody(GenerationBody):
         return list(cast("list[str | list[int]]", self.prompt))
 
 
-class FunctionCall(shapes.OpenShape):
+class FunctionCall(shapes.Shape):
     """The function of a tool call."""
 
     name: str = Field(min_length=1)
     arguments: shapes.Arguments = ""
 
 
-class CallBody(shapes.OpenShape):
+class CallBody(shapes.Shape):
     """A tool call in a past message."""
 
     id: str = ""
     function: FunctionCall
 
 
-class ChatMessage(shapes.StrictShape):
+class ChatMessage(shapes.Shape):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -272,15 +247,15 @@ class ChatMessage(shapes.StrictShape):
     tool_call_id: str | None = None
     name: str | None = None
 
-    def message(self) -> Message:
+    def message(self) -> chat.Message:
         """The gateway's Message."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        return Message(
-            cast("Role", role),
+        return chat.Message(
+            cast("chat.Role", role),
             shapes.joined_text(self.content),
             self.reasoning_content or "",
             tuple(
-                ToolCall(one.id, one.function.name, one.function.arguments)
+                chat.ToolCall(one.id, one.function.name, one.function.arguments)
                 for one in self.tool_calls or ()
             ),
             self.tool_call_id or "",
@@ -288,30 +263,36 @@ class ChatMessage(shapes.StrictShape):
         )
 
 
-class ToolBody(shapes.OpenShape):
+class ToolBody(shapes.Shape):
     """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: shapes.FunctionShape
 
 
-class NamedFunction(shapes.OpenShape):
+class NamedFunction(shapes.Shape):
     """A function by name."""
 
     name: str = Field(min_length=1)
 
 
-class NamedTool(shapes.OpenShape):
+class NamedTool(shapes.Shape):
     """A choice of one tool."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.function.name
 
-class ChatBody(GenerationBody):
+
+class ChatBody(shapes.ToolsShape, GenerationBody):
     """POST /v1/chat/completions."""
 
-    beyond = CHAT
+    undeclared = beyond.CHAT
+    strict_field = "tools[].function.strict"
     messages: shapes.Several[ChatMessage] = Field(min_length=1, max_length=shapes.MAX_MESSAGES)
     max_completion_tokens: shapes.Limit | None = None
     logprobs: shapes.Off = False
@@ -327,10 +308,12 @@ class ChatBody(GenerationBody):
     ) = None
     parallel_tool_calls: shapes.On = True
 
-    def unheeded(self) -> Sequence[str]:
-        one_call = "" if self.parallel_tool_calls else "parallel_tool_calls"
-        functions = [tool.function for tool in self.tools or ()]
-        return shapes.loose_tools(functions, "tools[].function.strict", one_call)
+    @property
+    def one_call(self) -> bool:
+        return not self.parallel_tool_calls
+
+    def functions(self) -> Sequence[shapes.FunctionShape]:
+        return [tool.function for tool in self.tools or ()]
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -341,24 +324,14 @@ class ChatBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
-            raise requests.FieldError("top_logprobs", "needs logprobs", seen="logprobs=false")
+            raise beyond.FieldError("top_logprobs", "needs logprobs", seen="logprobs=false")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "max_tokens", "says another limit than max_completion_tokens", seen=both[0]
             )
 
-    def request(self) -> ChatRequest:
+    def request(self) -> chat.ChatRequest:
         """The gateway's ChatRequest."""
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            asked = ToolChoice("named", choice.function.name)
-        else:
-            asked = ToolChoice(choice or "auto")
-        return ChatRequest(
-            tuple(message.message() for message in self.messages),
-            tuple(tool.function.shown() for tool in self.tools or ()),
-            asked,
-            strict_tools=shapes.strict_names(tool.function for tool in self.tools or ()),
-            one_call=not self.parallel_tool_calls,
-        )
+        said = [message.message() for message in self.messages]
+        return self.chat_request(said, shapes.tool_choice(self.tool_choice))

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from paceline.errors import FailedPrecondition, InvalidInput, NotFound
-from paceline.services.rollout_gateway.api.http.shapes import OpenShape
+from paceline.errors import InvalidInput, NotFound
+from paceline.services.rollout_gateway.api.http.beyond import SHOWN_CHARACTERS, FieldError
+from paceline.services.rollout_gateway.api.http.shapes import Shape
 from paceline.services.rollout_gateway.background import LargeRequests
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.sessions import registry, session
-
-CURRENT = "current"
-"""Path segment for the key's own session."""
+from paceline.services.rollout_gateway.sessions import session
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -62,53 +60,6 @@ async def require_token(request: Request) -> None:
         )
 
 
-async def session_of(request: Request) -> session.Session | registry.Ended:
-    """The session in the path, open or ended, if the key may use it.
-
-    Raises InvalidInput, NotFound.
-    """
-    sessions = gateway_of(request).agents.sessions
-    named = str(request.path_params["id"])
-    owner = sessions.owner(api_key(request))
-    if owner is None:
-        await caller_of(request)
-        if named == CURRENT:
-            raise InvalidInput(
-                "current is the session of a session's key", seen="another key", allowed="an id"
-            )
-    elif named not in (CURRENT, owner):
-        raise InvalidInput(
-            "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
-        )
-
-    return sessions.find(owner or named)
-
-
-async def exportable_session_of(request: Request) -> session.Session:
-    """The session in the path, open or ended. Raises FailedPrecondition when its turns are no
-    longer kept.
-    """
-    found = await session_of(request)
-    if isinstance(found, session.Session):
-        return found
-    if found.session is None:
-        raise FailedPrecondition(
-            "the turns of this session are kept no longer",
-            seen=f"{found.session_id} ended ({found.state})",
-            allowed="an export sooner after the end, or more gateway.sessions.ended_tokens",
-            reason="SESSION_ENDED",
-        )
-    return found.session
-
-
-async def open_session_of(request: Request) -> session.Session:
-    """The session in the path, if it is open. Raises FailedPrecondition for an ended session."""
-    found = await session_of(request)
-    if isinstance(found, registry.Ended):
-        raise found.error()
-    return found
-
-
 ANY = "*"
 """Configured name that accepts every model name."""
 
@@ -146,18 +97,9 @@ BODY_DEADLINE_S = 30.0
 """Maximum seconds until a body is complete."""
 OUTLINE_BYTES = 64 << 10
 """Bytes of a body that are outlined at a time; a body above this size counts as large."""
-SEEN_CHARACTERS = 100
-B = TypeVar("B", bound=OpenShape)
+B = TypeVar("B", bound=Shape)
 _SEEN = reprlib.Repr()
-_SEEN.maxstring = _SEEN.maxother = SEEN_CHARACTERS
-
-
-class FieldError(InvalidInput):
-    """A wrong field of the body."""
-
-    def __init__(self, field: str, message: str, *, seen: object, allowed: object = None) -> None:
-        super().__init__(f"{field}: {message}", seen=seen, allowed=allowed)
-        self.field = field
+_SEEN.maxstring = _SEEN.maxother = SHOWN_CHARACTERS
 
 
 class Outline:
@@ -226,7 +168,7 @@ async def read(request: Request, kind: type[B]) -> B:
 
 def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[str, ...]]:
     """Check a body from JSON or from its fields; returns it with its harmless fields that are not
-    served. Empty bytes mean no fields. Raises FieldError or UnknownField.
+    served. Empty bytes mean no fields. Raises FieldError.
     """
     try:
         if isinstance(raw, Mapping):
@@ -237,10 +179,10 @@ def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[s
         first = error.errors(include_url=False, include_context=False)[0]
         given = first.get("input")
         if isinstance(given, str | bytes):  # do not spell out megabytes
-            given = given[:SEEN_CHARACTERS]
-        seen = _SEEN.repr(given)[:SEEN_CHARACTERS]
+            given = given[:SHOWN_CHARACTERS]
+        seen = _SEEN.repr(given)[:SHOWN_CHARACTERS]
         raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
-    return body, kind.beyond.judge(body)
+    return body, kind.undeclared.judge(body)
 
 
 def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
@@ -270,7 +212,7 @@ def _check_type(request: Request) -> None:
         raise InvalidInput(
             "the body has another media type",
             reason="UNSUPPORTED_MEDIA_TYPE",
-            seen=media[:SEEN_CHARACTERS] or "no Content-Type",
+            seen=media[:SHOWN_CHARACTERS] or "no Content-Type",
             allowed="Content-Type: application/json",
         )
 

@@ -48,16 +48,8 @@ class Stored:
 class PastResponses:
     """The newest responses. The key of a session finds that session's responses only."""
 
-    def __init__(
-        self,
-        names: GatewayNames | None = None,
-        *,
-        most: int = MAX_RESPONSES,
-        most_bytes: int = MAX_BYTES,
-    ) -> None:
-        self._names = names or GatewayNames()
-        self._most = most
-        self._most_bytes = most_bytes
+    def __init__(self, names: GatewayNames) -> None:
+        self._names = names
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._bytes = 0
 
@@ -67,7 +59,7 @@ class PastResponses:
         entry = Stored(body, messages, caller.queue_key, size)
         self._stored[str(body["id"])] = entry
         self._bytes += entry.size
-        while len(self._stored) > self._most or self._bytes > self._most_bytes:
+        while len(self._stored) > MAX_RESPONSES or self._bytes > MAX_BYTES:
             _, oldest = self._stored.popitem(last=False)
             self._bytes -= oldest.size
 
@@ -129,11 +121,6 @@ class OutputItems(answers.MessageParts):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name  # suffix of the items' ids
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """All items so far."""
-        return [self._item(part) for part in self.parts]
 
     def end(self, status: str = "completed") -> list[answers.Event]:
         """Events of the end; a response without output has an empty message."""
@@ -249,7 +236,7 @@ class ResponsesAnswers(answers.Answers[responses_schema.ResponsesBody]):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = _usage(call)
         if self.body.store:
-            messages = (*self._before, *self.body.messages(), joined(call.deltas))
+            messages = (*self._before, *self.body.new_messages(), joined(call.deltas))
             self._past.put(response, messages, self._caller)
         return response
 
@@ -266,7 +253,7 @@ class ResponsesAnswers(answers.Answers[responses_schema.ResponsesBody]):
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": body.max_tokens,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
@@ -301,9 +288,9 @@ def _usage(call: Call) -> dict[str, Any]:
     return {
         "input_tokens": counted.prompt,
         "input_tokens_details": {"cached_tokens": counted.cached, "cache_write_tokens": 0},
-        "output_tokens": counted.said,
-        "output_tokens_details": {"reasoning_tokens": counted.thought},
-        "total_tokens": counted.prompt + counted.said,
+        "output_tokens": counted.output,
+        "output_tokens_details": {"reasoning_tokens": counted.reasoning},
+        "total_tokens": counted.prompt + counted.output,
     }
 
 

@@ -13,21 +13,14 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, Tag
 
-from paceline.services.rollout_gateway.api.http import requests, shapes
-from paceline.services.rollout_gateway.api.http.beyond import RESPONSES
-from paceline.services.rollout_gateway.chat.messages import (
-    ChatRequest,
-    Message,
-    Role,
-    ToolCall,
-    ToolChoice,
-)
+from paceline.services.rollout_gateway.api.http import beyond, shapes
+from paceline.services.rollout_gateway.chat import messages as chat
 
 NOT_SERVED = ("background", "conversation", "prompt")
 """Fields that change the meaning of a request, so they cannot be ignored."""
 
 
-class MessageItem(shapes.StrictShape):
+class MessageItem(shapes.Shape):
     """A message; an assistant's message is part of a turn."""
 
     type: Literal["message"] = "message"
@@ -35,7 +28,7 @@ class MessageItem(shapes.StrictShape):
     content: shapes.Content
 
 
-class CallItem(shapes.StrictShape):
+class CallItem(shapes.Shape):
     """An assistant's function call."""
 
     type: Literal["function_call"]
@@ -44,7 +37,7 @@ class CallItem(shapes.StrictShape):
     arguments: shapes.Arguments
 
 
-class OutputItem(shapes.StrictShape):
+class OutputItem(shapes.Shape):
     """A function's result."""
 
     type: Literal["function_call_output"]
@@ -52,13 +45,13 @@ class OutputItem(shapes.StrictShape):
     output: shapes.Content
 
 
-class ReasoningText(shapes.StrictShape):
+class ReasoningText(shapes.Shape):
     """A piece of reasoning."""
 
     text: str
 
 
-class ReasoningItem(shapes.StrictShape):
+class ReasoningItem(shapes.Shape):
     """An assistant's reasoning; a summary is used only without other content."""
 
     type: Literal["reasoning"]
@@ -84,7 +77,7 @@ Items = Annotated[
 ]
 
 
-class FunctionKind(shapes.StrictShape):
+class FunctionKind(shapes.Shape):
     """The type of a function, checked before the function's other fields. Only functions are
     supported.
     """
@@ -102,7 +95,7 @@ class NamedFunctionTool(FunctionKind):
     name: str = Field(min_length=1)
 
 
-class TextFormat(shapes.StrictShape):
+class TextFormat(shapes.Shape):
     """The required form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -110,16 +103,16 @@ class TextFormat(shapes.StrictShape):
     json_schema: shapes.JsonObject | None = Field(None, alias="schema")
 
 
-class TextConfig(shapes.StrictShape):
+class TextConfig(shapes.Shape):
     """The format of the text."""
 
     format: TextFormat | None = None
 
 
-class ResponsesBody(shapes.SampledBody):
+class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
     """POST /v1/responses."""
 
-    beyond = RESPONSES
+    undeclared = beyond.RESPONSES
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -134,70 +127,55 @@ class ResponsesBody(shapes.SampledBody):
         | None
     ) = None
     parallel_tool_calls: shapes.On = True
-    max_output_tokens: shapes.Limit | None = None
+    max_tokens: shapes.Limit | None = Field(None, alias="max_output_tokens")
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    stop: shapes.Stop | None = None  # extension
     background: shapes.JsonValue = None
     conversation: shapes.JsonValue = None
     prompt: shapes.JsonValue = None
 
-    def unheeded(self) -> Sequence[str]:
-        one_call = "" if self.parallel_tool_calls else "parallel_tool_calls"
-        return shapes.loose_tools(self.tools, "tools[].strict", one_call)
+    @property
+    def one_call(self) -> bool:
+        return not self.parallel_tool_calls
+
+    def functions(self) -> Sequence[shapes.FunctionShape]:
+        return self.tools or []
 
     def check(self) -> None:
         """Raises FieldError for fields that are not served."""
         for field in NOT_SERVED:
             if seen := getattr(self, field):
-                raise requests.FieldError(field, "is not served", seen=str(seen)[:40])
-
-    def limit(self) -> int | None:
-        return self.max_output_tokens
-
-    def stops(self) -> list[str]:
-        return shapes.stop_list(self.stop)
+                raise beyond.FieldError(field, "is not served", seen=str(seen)[:40])
 
     def json_schema(self) -> str:
         form = self.text.format if self.text is not None else None
         if form is None or form.type == "text":
             return ""
         if form.type == "json_schema" and form.json_schema is None:
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "text.format.schema", "is missing", seen="null", allowed="a JSON schema"
             )
         return json.dumps(form.json_schema or {})
 
-    def messages(self) -> tuple[Message, ...]:
+    def new_messages(self) -> tuple[chat.Message, ...]:
         """The messages that the input adds to the conversation. Raises FieldError for an empty
         input.
         """
         if isinstance(self.input, str):
-            return (Message("user", self.input),)
+            return (chat.Message("user", self.input),)
         if not self.input:
-            raise requests.FieldError(
+            raise beyond.FieldError(
                 "input", "is empty", seen="[]", allowed="text, or one item or more"
             )
         return tuple(grouped(self.input))
 
-    def request(self, before: Sequence[Message]) -> ChatRequest:
+    def request(self, before: Sequence[chat.Message]) -> chat.ChatRequest:
         """The gateway's ChatRequest. `before`: the conversation up to the previous response,
         without instructions.
         """
-        system = (Message("system", self.instructions),) if self.instructions else ()
-        choice = self.tool_choice
-        if isinstance(choice, NamedFunctionTool):
-            asked = ToolChoice("named", choice.name)
-        else:
-            asked = ToolChoice(choice or "auto")
-        tools = tuple(tool.shown() for tool in self.tools or ())
-        return ChatRequest(
-            (*system, *before, *self.messages()),
-            tools,
-            asked,
-            strict_tools=shapes.strict_names(self.tools or ()),
-            one_call=not self.parallel_tool_calls,
-        )
+        system = [chat.Message("system", self.instructions)] if self.instructions else []
+        said = [*system, *before, *self.new_messages()]
+        return self.chat_request(said, shapes.tool_choice(self.tool_choice))
 
 
 class _Turn:
@@ -214,20 +192,20 @@ class _Turn:
             return True
         return isinstance(item, MessageItem) and not isinstance(self.items[-1], MessageItem)
 
-    def message(self) -> Message:
+    def message(self) -> chat.Message:
         said = [
             shapes.joined_text(item.content) for item in self.items if isinstance(item, MessageItem)
         ]
         thought = [item.text for item in self.items if isinstance(item, ReasoningItem)]
         calls = [
-            ToolCall(one.call_id, one.name, one.arguments)
+            chat.ToolCall(one.call_id, one.name, one.arguments)
             for one in self.items
             if isinstance(one, CallItem)
         ]
-        return Message("assistant", "".join(said), "".join(thought), tuple(calls))
+        return chat.Message("assistant", "".join(said), "".join(thought), tuple(calls))
 
 
-def grouped(items: Sequence[Any]) -> Iterator[Message]:
+def grouped(items: Sequence[Any]) -> Iterator[chat.Message]:
     """Convert items to messages; the items of one assistant turn become one message."""
     turn = _Turn()
     for item in items:
@@ -240,10 +218,10 @@ def grouped(items: Sequence[Any]) -> Iterator[Message]:
         if spoken:
             turn.items.append(item)
         elif isinstance(item, OutputItem):
-            yield Message("tool", shapes.joined_text(item.output), tool_call_id=item.call_id)
+            yield chat.Message("tool", shapes.joined_text(item.output), tool_call_id=item.call_id)
         else:
             role = "system" if item.role == "developer" else item.role
-            yield Message(cast("Role", role), shapes.joined_text(item.content))
+            yield chat.Message(cast("chat.Role", role), shapes.joined_text(item.content))
 
     if turn.items:
         yield turn.message()

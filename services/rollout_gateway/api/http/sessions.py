@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import Annotated, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from paceline.errors import NotFound
+from paceline.errors import FailedPrecondition, InvalidInput, NotFound
 from paceline.services.rollout_gateway import environments, sessions
 from paceline.services.rollout_gateway.api.http import requests, shapes, streaming
-from paceline.services.rollout_gateway.api.http.requests import (
-    caller_of,
-    exportable_session_of,
-    gateway_of,
-    open_session_of,
-    require_token,
-    session_of,
-)
+from paceline.services.rollout_gateway.api.http.beyond import FieldError
 from paceline.services.rollout_gateway.config import SessionsConfig
-from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.sessions import registry
 from paceline.services.rollout_gateway.sessions.session import Grant, Session
 
+CURRENT = "current"
+"""Path segment for the key's own session."""
 MAX_WAIT_S = 60.0
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^/\x00-\x1f]*$")]
 Value = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class OpenBody(shapes.StrictShape):
+class OpenBody(shapes.Shape):
     """POST /v1/sessions."""
 
     task_id: Name = ""
@@ -62,7 +55,7 @@ class OpenBody(shapes.StrictShape):
         )
 
 
-class RewardBody(shapes.StrictShape):
+class RewardBody(shapes.Shape):
     """POST /v1/sessions/{id}/reward."""
 
     value: Value
@@ -81,13 +74,13 @@ class CompletionRewardBody(RewardBody):
     completion_id: Name = Field(min_length=1)
 
 
-class CompleteBody(shapes.StrictShape):
+class CompleteBody(shapes.Shape):
     """POST /v1/sessions/{id}/complete."""
 
     reward: Value | None = None
 
 
-class FailBody(shapes.StrictShape):
+class FailBody(shapes.Shape):
     """POST /v1/sessions/{id}/fail."""
 
     reason: Literal["infra", "data"]
@@ -96,73 +89,76 @@ class FailBody(shapes.StrictShape):
 
 async def open_session(request: Request) -> Response:
     """Open a session of the agent's own, or a session with a task of the run."""
-    await require_token(request)
+    await requests.require_token(request)
     body = await requests.read(request, OpenBody)
-    gateway = gateway_of(request)
+    gateway = requests.gateway_of(request)
     gateway.admit()
     if body.claim:
-        claimed = await streaming.unless_gone(request, _claim(gateway, body))
+        claim = gateway.agents.claim(body.wait_s, body.timeout_s, body.override_sampling)
+        claimed = await streaming.unless_gone(request, claim)
         return Response(status_code=204) if claimed is None else _opened(*claimed)
     about = body.assignment(gateway.config.run.id, gateway.config.sessions)
     return _opened(await gateway.agents.open(about))
 
 
-def _claim(
-    gateway: Gateway, body: OpenBody
-) -> Awaitable[tuple[Session, environments.EpisodeTask] | None]:
-    return gateway.agents.claim(body.wait_s, body.timeout_s, body.override_sampling)
-
-
 async def show(request: Request) -> Response:
     """The state of a session, open or ended."""
-    return _shown(await session_of(request))
+    return _shown(await _find_session(request))
 
 
 async def export(request: Request) -> Response:
     """The message tree, or the training samples; also of a recently ended session."""
     form = request.query_params.get("form", "tree")
-    if form not in ("tree", "samples"):
-        raise requests.FieldError("form", "is unknown", seen=form, allowed="tree, samples")
-    session = await exportable_session_of(request)
-    return JSONResponse(
-        registry.tree_json(session) if form == "tree" else registry.samples_json(session)
-    )
+    forms = {"tree": registry.tree_json, "samples": registry.samples_json}
+    if form not in forms:
+        raise FieldError("form", "is unknown", seen=form, allowed="tree, samples")
+    found = await _find_session(request)
+    session = found if isinstance(found, Session) else found.session
+    if session is None:
+        raise FailedPrecondition(
+            "the turns of this session are kept no longer",
+            seen=f"{found.session_id} ended ({found.state})",
+            allowed="an export sooner after the end, or more gateway.sessions.ended_tokens",
+            reason="SESSION_ENDED",
+        )
+    return JSONResponse(forms[form](session))
 
 
 async def reward(request: Request) -> Response:
     """Reward a session or one of its turns."""
-    session = await open_session_of(request)
+    session = await _find_session(request)
+    if isinstance(session, registry.Ended):
+        raise session.error()
     session.score((await requests.read(request, RewardBody)).grant())
     return _shown(session)
 
 
 async def complete(request: Request) -> Response:
     """Complete a session; a repeated call returns its final state."""
-    found = await _ended_only_as(request, "final", "unscored")
-    if isinstance(found, registry.Ended):
-        return _shown(found)
-    body = await requests.read(request, CompleteBody)
-    if body.reward is not None:
-        found.score(Grant(body.reward))
-    await gateway_of(request).agents.complete(found)
+    found = await _find_session(request, "final", "unscored")
+    if isinstance(found, Session):
+        body = await requests.read(request, CompleteBody)
+        if body.reward is not None:
+            found.score(Grant(body.reward))
+        await requests.gateway_of(request).agents.complete(found)
     return _shown(found)
 
 
 async def abort(request: Request) -> Response:
     """Abort a session."""
-    found = await session_of(request)
+    found = await _find_session(request)
     if isinstance(found, Session):
-        gateway_of(request).agents.finish(found, abort=True)
+        requests.gateway_of(request).agents.finish(found, abort=True)
     return _shown(found)
 
 
 async def fail(request: Request) -> Response:
     """End a session that could not be completed; a repeated call returns its final state."""
-    found = await _ended_only_as(request, "failed")
+    found = await _find_session(request, "failed")
     if isinstance(found, Session):
         body = await requests.read(request, FailBody)
         reason = sessions.FailReason(body.reason)
-        gateway_of(request).agents.finish(found, fail=reason, message=body.message)
+        requests.gateway_of(request).agents.finish(found, fail=reason, message=body.message)
     return _shown(found)
 
 
@@ -170,19 +166,34 @@ async def completion_reward(request: Request) -> Response:
     """Reward a completion by its id, for clients that opened no session. Raises NotFound if the
     caller's session lacks it.
     """
-    caller = await caller_of(request)
+    caller = await requests.caller_of(request)
     grant = (await requests.read(request, CompletionRewardBody)).grant()
-    session = gateway_of(request).agents.sessions.by_completion(grant.completion_id)
+    session = requests.gateway_of(request).agents.sessions.by_completion(grant.completion_id)
     if caller.session is not None and caller.session is not session:
         raise NotFound("the session has no such completion", seen=grant.completion_id)
     session.score(grant)
     return _shown(session)
 
 
-async def _ended_only_as(request: Request, *states: str) -> Session | registry.Ended:
-    """The session in the path. Raises FailedPrecondition if it has ended in another state."""
-    found = await session_of(request)
-    if isinstance(found, registry.Ended) and found.state not in states:
+async def _find_session(request: Request, *states: str) -> Session | registry.Ended:
+    """The session in the path, open or ended, if the key may use it. Raises InvalidInput, NotFound,
+    and FailedPrecondition if it has ended in another state than `states`; none: any state.
+    """
+    known = requests.gateway_of(request).agents.sessions
+    named = str(request.path_params["id"])
+    owner = known.owner(requests.api_key(request))
+    if owner is None:
+        await requests.caller_of(request)
+        if named == CURRENT:
+            raise InvalidInput(
+                "current is the session of a session's key", seen="another key", allowed="an id"
+            )
+    elif named not in (CURRENT, owner):
+        raise InvalidInput(
+            "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
+        )
+    found = known.find(owner or named)
+    if states and isinstance(found, registry.Ended) and found.state not in states:
         raise found.error()
     return found
 

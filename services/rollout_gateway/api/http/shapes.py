@@ -8,7 +8,7 @@ identifiers: error paths leave them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -24,7 +24,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from paceline import config
-from paceline.services.rollout_gateway.api.http.beyond import NOTHING, Beyond
+from paceline.services.rollout_gateway.api.http import beyond
+from paceline.services.rollout_gateway.chat import messages as chat
 from paceline.services.rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -40,43 +41,22 @@ MAX_JSON_DEPTH = 64
 """Maximum nesting of objects and arrays in values that reach templates and clients."""
 
 
-def _published(schema: dict[str, Any], kind: type[Any]) -> None:
+def _publish(schema: dict[str, Any], kind: type[Any]) -> None:
     """Publish a shape with its fields and its API's harmless fields; other fields may only be
     empty.
     """
-    schema["additionalProperties"] = {"enum": [*NOTHING]}
-    for name, values in kind.beyond.harmless.items():
+    schema["additionalProperties"] = {"enum": [*beyond.NOTHING]}
+    for name, values in kind.undeclared.harmless.items():
         if values is None and name.isidentifier():
-            schema["properties"].setdefault(name, {"description": "Taken and not heeded."})
-    if kind.alone:
-        schema["oneOf"] = [_without(chosen, kind.alone) for chosen in kind.alone]
+            schema["properties"].setdefault(name, {"description": "Accepted and ignored."})
 
 
-def _without(chosen: str, kinds: Mapping[str, str]) -> dict[str, Any]:
-    others = {name: {"type": "null"} for name in kinds if name != chosen}
-    return {"required": [chosen], "properties": {chosen: {"type": kinds[chosen]}, **others}}
+class Shape(BaseModel):
+    """An object of a body. It keeps undeclared fields until `undeclared` has judged them."""
 
-
-class OpenShape(BaseModel):
-    """Keeps undeclared fields until `beyond` has judged them."""
-
-    model_config = ConfigDict(extra="allow", json_schema_extra=_published)
-    beyond: ClassVar[Beyond] = Beyond()
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_publish)
+    undeclared: ClassVar[beyond.Beyond] = beyond.Beyond()
     """Accepted undeclared fields of a body."""
-    alone: ClassVar[Mapping[str, str]] = {}
-    """Fields of which a body sets exactly one, with their JSON types."""
-
-    def unheeded(self) -> Sequence[str]:
-        """Fields of a body that constrain the form of tool calls, but have no effect without a
-        grammar.
-        """
-        return ()
-
-
-class StrictShape(OpenShape):
-    """Strict about the types of its fields."""
-
-    model_config = ConfigDict(strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +128,14 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 """A JSON object that can be written again."""
 
 
-class TextPart(StrictShape):
+class TextPart(Shape):
     """A text part of a content."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(StrictShape):
+class RefusalPart(Shape):
     """A model's refusal; counts as text."""
 
     type: Literal["refusal"]
@@ -220,11 +200,6 @@ Stop = Annotated[
 """One or several texts that end the answer."""
 
 
-def stop_list(stop: str | list[str] | None) -> list[str]:
-    """A list of the one or several texts."""
-    return [stop] if isinstance(stop, str) else stop or []
-
-
 def joined_text(content: str | list[Any] | None) -> str:
     """The parts' texts, joined without a separator."""
     if content is None or isinstance(content, str):
@@ -232,7 +207,7 @@ def joined_text(content: str | list[Any] | None) -> str:
     return "".join(part.text for part in content)
 
 
-class SampledBody(StrictShape):
+class SampledBody(Shape):
     """The body of a request that generates."""
 
     model: str | None = None
@@ -240,14 +215,12 @@ class SampledBody(StrictShape):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     seed: Seed | None = None
+    max_tokens: Limit | None = None
+    stop: Stop | None = None
 
     def limit(self) -> int | None:
-        """Maximum tokens to generate."""
-        raise NotImplementedError
-
-    def stops(self) -> Sequence[str]:
-        """Texts that end the answer."""
-        raise NotImplementedError
+        """Maximum tokens to generate; None: as many as fit."""
+        return self.max_tokens
 
     def json_schema(self) -> str:
         """The schema that the answer has to match, as JSON; "{}" is any object, "" no
@@ -267,16 +240,12 @@ class SampledBody(StrictShape):
         """Alternatives per prompt token; None without requested prompt log-probs."""
         return None
 
-    def kept_prompt_tokens(self) -> int | None:
-        """Last tokens of the prompt to keep; None: all, -1: as many as fit."""
-        return None
-
-    def with_special_tokens(self) -> bool:
-        """Whether the tokenizer adds its special tokens (bos) around a text prompt."""
-        return True
-
     def check(self) -> None:
         """Raises FieldError for fields that exclude each other or are not served."""
+
+    def unheeded(self) -> Sequence[str]:
+        """Fields that have no effect because no grammar constrains the calls of tools."""
+        return ()
 
     def sampling(self, room: int) -> tpb.SamplingParams:
         """The sampling of the first choice with `room` tokens left."""
@@ -285,7 +254,7 @@ class SampledBody(StrictShape):
         return tpb.SamplingParams(
             **{name: value for name in known if (value := getattr(self, name)) is not None},
             max_tokens=room if limit is None else limit,
-            stop=self.stops(),
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             top_logprobs=self.wanted_logprobs() or 0,
             **{"json_schema": self.json_schema()} | self.structure(),
             prompt_logprobs=self.wanted_prompt_logprobs(),
@@ -293,7 +262,7 @@ class SampledBody(StrictShape):
         )
 
 
-class FunctionShape(StrictShape):
+class FunctionShape(Shape):
     """A function that the model may call."""
 
     name: str = Field(min_length=1)
@@ -310,19 +279,44 @@ class FunctionShape(StrictShape):
         }
 
 
-def loose_tools(
-    tools: Iterable[FunctionShape] | None, strict: str, one_call: str
-) -> tuple[str, ...]:
-    """Fields without effect when no grammar constrains the calls.
+class ToolsShape(Shape):
+    """A conversation with tools."""
 
-    `strict`: path of the field, returned if a tool sets it. `one_call`: path of the field, or "".
-    Without tools the result is empty.
-    """
-    asked = list(tools or ())
-    found = {strict: any(tool.strict for tool in asked), one_call: bool(asked and one_call)}
-    return tuple(name for name, there in found.items() if there)
+    strict_field: ClassVar[str] = "tools[].strict"
+    one_call_field: ClassVar[str] = "parallel_tool_calls"
+    """Paths of the fields that have an effect only with a grammar."""
+
+    @property
+    def one_call(self) -> bool:
+        """Whether a message may have only one call."""
+        raise NotImplementedError
+
+    def functions(self) -> Sequence[FunctionShape]:
+        """The offered functions."""
+        raise NotImplementedError
+
+    def unheeded(self) -> Sequence[str]:
+        """Fields that have no effect because no grammar constrains the calls of tools."""
+        offered = self.functions()
+        strict = [self.strict_field] if any(tool.strict for tool in offered) else []
+        return [*strict, *([self.one_call_field] if offered and self.one_call else [])]
+
+    def chat_request(
+        self, said: Sequence[chat.Message], choice: chat.ToolChoice, prefill: str = ""
+    ) -> chat.ChatRequest:
+        """The conversation of these messages with the offered tools."""
+        offered = self.functions()
+        return chat.ChatRequest(
+            tuple(said),
+            tuple(tool.shown() for tool in offered),
+            choice,
+            prefill,
+            frozenset(tool.name for tool in offered if tool.strict),
+            self.one_call,
+        )
 
 
-def strict_names(tools: Iterable[FunctionShape]) -> frozenset[str]:
-    """Names of the tools with arguments that have to match their schemas."""
-    return frozenset(tool.name for tool in tools if tool.strict)
+def tool_choice(choice: Any) -> chat.ToolChoice:
+    """The gateway's ToolChoice of a mode or of a shape with the name of a tool; None: auto."""
+    named = isinstance(choice, Shape)
+    return chat.ToolChoice("named", choice.name) if named else chat.ToolChoice(choice or "auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -102,42 +102,30 @@ class BoundedProtocol(HttpToolsProtocol):
 STREAM_QUEUE = 64
 """Pieces of one answer that wait for a slow client; further pieces wait merged in their generation.
 """
-Pieces = AsyncGenerator[tuple[int, Piece]]
-"""(choice, its next piece)"""
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
-class StreamPart(NamedTuple):
-    """Events that are sent in one write."""
-
-    data: bytes
-    more: bool = True  # further parts follow
-
-    def message(self) -> Message:
-        """The ASGI message."""
-        return {"type": "http.response.body", "body": self.data, "more_body": self.more}
+StreamPart = tuple[bytes, bool]
+"""Events that are sent in one write, and whether further parts follow."""
 
 
 class EventStream(Response):
     """Server-sent events; their source ends when the client disconnects.
 
-    on_parts: called once the answer has begun, if the server can write events beside `source`.
+    The events of a single choice are written directly as chunks arrive, if the server can do so.
+    Several choices take turns, one piece after the other.
     """
 
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(
-        self,
-        source: AsyncGenerator[StreamPart],
-        on_parts: Callable[[BodyParts], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, calls: Sequence[Call], answers: Answers[Any]) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self.init_headers({"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._source = source
-        self._on_parts = on_parts
+        self._calls = calls
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # One task, not a task group: a request sends hundreds of chunks here.
@@ -145,17 +133,18 @@ class EventStream(Response):
         assert sending is not None
         gone = asyncio.create_task(self._cancel_when_gone(receive, sending))
         try:
-            async with aclosing(self._source) as source:
+            async with aclosing(_events(self._calls, self._answers)) as source:
                 # A failure before the first event gets its own status.
                 part = await anext(source)
                 await send(
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 )
-                await send(part.message())
-                if (parts := scope.get("extensions", {}).get(PARTS, {}).get(BODY)) is not None:
-                    self._on_parts(parts)
+                await send(_message(part))
+                parts = scope.get("extensions", {}).get(PARTS, {}).get(BODY)
+                if parts is not None and len(self._calls) == 1:
+                    self._write_at_once(parts)
                 async for part in source:
-                    await send(part.message())
+                    await send(_message(part))
         except asyncio.CancelledError:
             if not gone.done():
                 raise
@@ -164,11 +153,24 @@ class EventStream(Response):
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
 
+    def _write_at_once(self, parts: BodyParts) -> None:
+        [call] = self._calls
+
+        def give(piece: Piece) -> None:
+            if data := self._answers.encode_piece(0, call, piece):
+                parts.write(data)
+
+        call.tell_at_once(parts.ready, give)
+
     @staticmethod
     async def _cancel_when_gone(receive: Receive, sending: asyncio.Task[None]) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         sending.cancel()
+
+
+def _message(part: StreamPart) -> Message:
+    return {"type": "http.response.body", "body": part[0], "more_body": part[1]}
 
 
 def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
@@ -184,14 +186,13 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
         plans = await answers.plans()
         request.state.overridden = plans[0].overridden
         unheeded = () if plans[0].sampling.tool_grammar else asked.unheeded()
-        paths = body.beyond.unread
+        paths = body.undeclared.unread
         unread = [paths[part] for part in plans[0].unread if part in paths]
         request.state.ignored = tuple(sorted({*request.state.ignored, *unheeded, *unread}))
         calls = [gateway.call(plan) for plan in plans]
         answer: Response
         if answers.body.stream:
-            source = _events(calls, answers)
-            answer = EventStream(source, lambda parts: _tell_at_once(calls, answers, parts))
+            answer = EventStream(calls, answers)
         else:
             await unless_gone(request, _run(calls))
             answer = JSONResponse(answers.whole(calls))
@@ -232,28 +233,13 @@ async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerato
                     ending = events
                 elif events:
                     began = True
-                    yield StreamPart(framed(events))
+                    yield framed(events), True
         ending += answers.last(calls)
-        yield StreamPart(framed(ending) + answers.end, more=False)
+        yield framed(ending) + answers.end, False
     except PacelineError as error:
         if not began:
             raise
-        yield StreamPart(framed([answers.failed(error)]), more=False)
-
-
-def _tell_at_once(calls: Sequence[Call], answers: Answers[Any], parts: BodyParts) -> None:
-    """Write the events of a single choice directly as chunks arrive. Several choices take turns,
-    one piece after the other.
-    """
-    if len(calls) > 1:
-        return
-    [call] = calls
-
-    def give(piece: Piece) -> None:
-        if data := answers.told(0, call, piece):
-            parts.write(data)
-
-    call.tell_at_once(parts.ready, give)
+        yield framed([answers.failed(error)]), False
 
 
 def _refuse(finish: str, error: str) -> None:
@@ -262,8 +248,8 @@ def _refuse(finish: str, error: str) -> None:
         raise InternalError(error)
 
 
-async def _pieces(calls: Sequence[Call]) -> Pieces:
-    """Pieces of all choices as they arrive. Each of several choices runs in its own task."""
+async def _pieces(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Piece]]:
+    """(choice, its next piece) as they arrive. Each of several choices runs in its own task."""
     if len(calls) == 1:
         async with aclosing(calls[0].pieces(stream=True)) as pieces:
             async for piece in pieces:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -118,10 +118,6 @@ class SGLangConfig(Config):
     SGLang's method w8a8_int8, for the first policy and every version. Sets keep this profile until
     the engine restarts. Needs engine.dtype=bfloat16 and the extra `int8`. Empty: `dtype`.
     """
-    router: str = Field(default="", pattern=r"^(https?://\S+)?$")
-    """URL of an SGLang router at which the gateway registers while it serves; empty: none."""
-    router_key_env: ClassVar[str] = "PACELINE_ROUTER_KEY"
-    """Environment variable with the router's control-plane key; empty or unset: none."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
     """Further arguments of SGLang's server by its own names; they override. Its quantization and
     kv_cache_dtype name the number format of token spans. Weights that SGLang rounds after loading,

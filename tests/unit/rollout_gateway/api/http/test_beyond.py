@@ -19,10 +19,10 @@ from paceline.services.rollout_gateway.api.http.beyond import (
     MESSAGES,
     RESPONSES,
     TOKENS,
-    UnknownField,
+    FieldError,
 )
 from paceline.services.rollout_gateway.api.http.openai_schema import ChatBody, CompletionBody
-from paceline.services.rollout_gateway.api.http.requests import FieldError, judged, parse
+from paceline.services.rollout_gateway.api.http.requests import judged, parse
 from paceline.services.rollout_gateway.api.http.responses_schema import ResponsesBody
 from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
 from paceline.services.rollout_gateway.api.http.sessions import (
@@ -31,7 +31,7 @@ from paceline.services.rollout_gateway.api.http.sessions import (
     OpenBody,
     RewardBody,
 )
-from paceline.services.rollout_gateway.api.http.shapes import OpenShape
+from paceline.services.rollout_gateway.api.http.shapes import Shape
 from paceline.services.rollout_gateway.api.http.tokens import TokenizeBody
 
 TABLES = {
@@ -50,20 +50,20 @@ def chat(**fields: Any) -> bytes:
 
 @pytest.mark.parametrize("body", TABLES)
 def test_a_body_has_the_table_of_its_api_and_declares_nothing_that_stands_in_it(
-    body: type[OpenShape],
+    body: type[Shape],
 ) -> None:
     table = TABLES[body]
-    assert body.beyond is table
+    assert body.undeclared is table
     assert not set(table.harmless) & set(table.neutral)
     assert not {*table.harmless, *table.neutral} & set(body.model_fields)
 
 
 @pytest.mark.parametrize("body", [OpenBody, RewardBody, CompleteBody, FailBody])
-def test_a_session_takes_nothing_beyond_its_fields(body: type[OpenShape]) -> None:
+def test_a_session_takes_nothing_beyond_its_fields(body: type[Shape]) -> None:
     needed = {"value": 1.0, "reason": "infra"}
     fields = {name: value for name, value in needed.items() if name in body.model_fields}
     assert judged(body, fields)[1] == ()
-    with pytest.raises(UnknownField, match=r"^user: is not served"):
+    with pytest.raises(FieldError, match=r"^user: is not served"):
         parse(body, {**fields, "user": "me"})
 
 
@@ -91,7 +91,7 @@ def test_what_is_harmless_is_told_sorted_and_once() -> None:
 def test_what_would_change_the_answer_is_refused_by_name(
     fields: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(UnknownField, match=f"^{named}"):
+    with pytest.raises(FieldError, match=f"^{named}"):
         parse(ChatBody, chat(**fields))
 
 
@@ -143,9 +143,7 @@ def test_marks_of_caches_stand_in_every_block_of_anthropics_messages(kind: str) 
 
 @pytest.mark.parametrize("stop", [["x"] * 17, ["x"] * 20])
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponsesBody])
-def test_too_many_stop_texts_are_refused_with_the_limit(
-    kind: type[OpenShape], stop: list[str]
-) -> None:
+def test_too_many_stop_texts_are_refused_with_the_limit(kind: type[Shape], stop: list[str]) -> None:
     given = {"messages": [USER], "prompt": "1", "input": "1"}
     body = {name: value for name, value in given.items() if name in kind.model_fields}
     if kind is ResponsesBody:
@@ -179,7 +177,7 @@ def test_values_that_ask_for_what_happens_anyway_are_taken_in_silence() -> None:
             name: allowed[0] for name, allowed in values.items() if allowed and "." not in name
         }
         assert fields
-        kind: type[OpenShape] = ChatBody if values is CHAT.neutral else CompletionBody
+        kind: type[Shape] = ChatBody if values is CHAT.neutral else CompletionBody
         needed: dict[str, Any] = {"messages": [USER]} if kind is ChatBody else {"prompt": "1"}
         assert judged(kind, json.dumps({**needed, **fields}).encode())[1] == ()
 
@@ -203,7 +201,7 @@ def test_no_shape_of_a_body_drops_what_it_does_not_know() -> None:
         if operation.body is not None:
             shapes(operation.body, seen)
     assert len(seen) > 25
-    assert [kind for kind in seen if not issubclass(kind, OpenShape)] == []
+    assert [kind for kind in seen if not issubclass(kind, Shape)] == []
     assert {kind.model_config["extra"] for kind in seen} == {"allow"}
 
 

@@ -64,7 +64,9 @@ def test_items_of_a_response_become_the_message_again(deltas: list[Delta]) -> No
         *items.items,
         {"role": "user", "content": "b"},
     ]
-    first, *turn, last = parse(ResponsesBody, json.dumps({"input": history}).encode()).messages()
+    first, *turn, last = parse(
+        ResponsesBody, json.dumps({"input": history}).encode()
+    ).new_messages()
     assert (first.content, last.content) == ("a", "b")
     assert [same(message, deltas) for message in turn] == [True]
 
@@ -76,7 +78,7 @@ def test_blocks_of_a_message_become_the_message_again(deltas: list[Delta]) -> No
         blocks.add(delta)
     blocks.end()
     history = [
-        {"role": role, "content": blocks.blocks if role == "assistant" else "a"}
+        {"role": role, "content": blocks.items if role == "assistant" else "a"}
         for role in ("user", "assistant")
     ]
     body = {"messages": [*history, {"role": "user", "content": "b"}]}
@@ -108,7 +110,7 @@ def test_a_turn_ends_where_another_message_or_thought_begins() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     spoken = {"role": "assistant", "content": "x"}
     history = [spoken, spoken, thought, call, thought, spoken, call, spoken]
-    found = parse(ResponsesBody, json.dumps({"input": history}).encode()).messages()
+    found = parse(ResponsesBody, json.dumps({"input": history}).encode()).new_messages()
     assert [(one.reasoning, one.content, len(one.tool_calls)) for one in found] == [
         ("", "x", 0),
         ("", "x", 0),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.services.rollout_gateway.api.http import responses
 from paceline.services.rollout_gateway.api.http.responses import PastResponses, UnknownResponse
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.config import SessionsConfig
 from paceline.services.rollout_gateway.sessions import Assignment
+from paceline.services.rollout_gateway.sessions.names import GatewayNames
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
 
 ANYBODY = Caller()
@@ -18,17 +20,22 @@ def caller(name: str) -> Caller:
     return Caller(Session(name, Assignment(""), SessionsConfig()))
 
 
-def test_the_oldest_make_room_by_number_and_by_bytes() -> None:
-    for past in (PastResponses(most=3), PastResponses(most_bytes=4000)):
-        for index in range(10):
-            past.put({"id": f"r{index}"}, SAID, ANYBODY)
-        assert [past.get(f"r{index}", ANYBODY).messages for index in (7, 8, 9)] == [SAID] * 3
-        with pytest.raises(UnknownResponse):
-            past.get("r6", ANYBODY)
+@pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 3), ("MAX_BYTES", 4000)])
+def test_the_oldest_make_room_by_number_and_by_bytes(
+    limit: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, limit, value)
+    past = PastResponses(GatewayNames())
+    for index in range(10):
+        past.put({"id": f"r{index}"}, SAID, ANYBODY)
+    assert [past.get(f"r{index}", ANYBODY).messages for index in (7, 8, 9)] == [SAID] * 3
+    with pytest.raises(UnknownResponse):
+        past.get("r6", ANYBODY)
 
 
-def test_one_larger_than_all_there_is_room_for_is_not_kept() -> None:
-    past = PastResponses(most_bytes=500)
+def test_one_larger_than_all_there_is_room_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_BYTES", 500)
+    past = PastResponses(GatewayNames())
     past.put({"id": "r"}, SAID, ANYBODY)
     with pytest.raises(UnknownResponse):
         past.get("r", ANYBODY)
@@ -37,7 +44,7 @@ def test_one_larger_than_all_there_is_room_for_is_not_kept() -> None:
 
 
 def test_a_session_sees_its_own_and_the_token_sees_all() -> None:
-    past = PastResponses()
+    past = PastResponses(GatewayNames())
     past.put({"id": "r"}, SAID, caller("one"))
     assert past.get("r", caller("one")).owner == "one"
     assert past.get("r", ANYBODY).owner == "one"

@@ -62,7 +62,7 @@ def test_events_of_a_conversation_told_at_once_are_the_same(
     answers = chat(n=2)
     for delta in deltas:
         piece = Piece(CHUNK, delta.content, delta)
-        told = answers.told(index, CALL, piece)
+        told = answers.encode_piece(index, CALL, piece)
         if delta is deltas[0]:
             assert b'"role":"assistant"' in told
         else:
@@ -74,7 +74,7 @@ def test_events_of_a_completion_told_at_once_are_the_same(texts: list[str]) -> N
     body = CompletionBody.model_validate({"model": "m", "prompt": "x", "stream": True})
     answers = answering(CompletionAnswers, body)
     for number, text in enumerate(texts):
-        told = answers.told(0, CALL, Piece(CHUNK, text))
+        told = answers.encode_piece(0, CALL, Piece(CHUNK, text))
         (choice,) = json.loads(told.removeprefix(b"data: "))["choices"]
         assert choice["text"] == text
         if number:
@@ -93,9 +93,9 @@ def test_events_of_a_completion_told_at_once_are_the_same(texts: list[str]) -> N
 def test_what_is_more_than_text_is_told_whole(piece: Piece) -> None:
     first, second = chat(), chat()
     for answers in (first, second):
-        answers.told(0, CALL, Piece(CHUNK, "a", Delta("a")))
-        answers.told(0, CALL, Piece(CHUNK, "b", Delta("b")))
-    told = json.loads(first.told(0, CALL, piece).removeprefix(b"data: "))
+        answers.encode_piece(0, CALL, Piece(CHUNK, "a", Delta("a")))
+        answers.encode_piece(0, CALL, Piece(CHUNK, "b", Delta("b")))
+    told = json.loads(first.encode_piece(0, CALL, piece).removeprefix(b"data: "))
     (event,) = second.piece(0, CALL, piece)
     assert told["choices"] == event["choices"]
 
@@ -113,8 +113,8 @@ def test_calls_of_a_stream_are_numbered_by_choice() -> None:
 
 def test_token_ids_that_are_asked_for_are_in_each_event() -> None:
     answers = chat(return_token_ids=True)
-    answers.told(0, cast(Call, FullCall()), Piece(CHUNK, "a", Delta("a")))
-    told = answers.told(0, CALL, Piece(CHUNK, "b", Delta("b")))
+    answers.encode_piece(0, cast(Call, FullCall()), Piece(CHUNK, "a", Delta("a")))
+    told = answers.encode_piece(0, CALL, Piece(CHUNK, "b", Delta("b")))
     assert json.loads(told.removeprefix(b"data: "))["choices"][0]["token_ids"] == [7]
 
 
