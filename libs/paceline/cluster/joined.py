@@ -115,16 +115,16 @@ def _join(ray: Any, address: str | None) -> None:
             **own,
         )
     except Exception as error:  # Ray also raises bare exceptions
-        said = " ".join(f"{error} {error.__cause__ or ''}".split())
-        if "AuthToken" in said:
+        message = " ".join(f"{error} {error.__cause__ or ''}".split())
+        if "AuthToken" in message:
             raise ConfigError(
                 "the Ray cluster does not take this token",
                 seen=address,
                 allowed=f"the cluster's, in ${_TOKEN} or ~/.ray/auth_token",
             ) from error
-        if "mismatch" in said.lower():
+        if "mismatch" in message.lower():
             raise ConfigError(
-                "the cluster runs another version of Ray or Python", seen=said
+                "the cluster runs another version of Ray or Python", seen=message
             ) from error
         raise Unavailable(
             "no Ray cluster answers",
