@@ -158,11 +158,11 @@ class StallWatch:
         if doing != self._activity.doing:
             self._activity.begins(doing, self._activity.waits_for)
         self._activity.moves()
-        self._over()
+        self._end_alarm()
 
     async def progress(self) -> GetProgressResponse:
         """The progress of the coordinator's and all peers' parts, and the alarm."""
-        asked = await asyncio.gather(*(self._asked(service) for service in Service))
+        asked = await asyncio.gather(*(self._parts_of(service) for service in Service))
         state = self._calls.state()
         steps = {"step": state.step, "steps": state.settings.total_steps}
         parts = [self._activity.part(steps), *(part for parts in asked for part in parts)]
@@ -187,15 +187,15 @@ class StallWatch:
         still_s = min(part.still_s for part in chain if part.doing)
         nobody_came = chain[-1].name == AGENTS and self._calls.config.open_traffic
         if still_s < alarm_s or nobody_came:
-            self._over()
+            self._end_alarm()
             return still_s
-        self._tell(still_s, chain)
+        self._raise_alarm(still_s, chain)
         return still_s
 
-    def _tell(self, still_s: float, chain: list[Part]) -> None:
+    def _raise_alarm(self, still_s: float, chain: list[Part]) -> None:
         text, first = chain_text(chain), not self._alarm
         if self._culprit != chain[-1].name:
-            self._quiet()
+            self._clear_alarm()
             first = True
         self._alarm, self._culprit = f"no progress for {still_s:.0f} s: {text}", chain[-1].name
         STALLED.record(still_s, waits_for=self._culprit)
@@ -205,18 +205,18 @@ class StallWatch:
             get_logger(NAME).warning("no progress", still_s=round(still_s, 1), chain=text)
             tell_supervisor("impaired", self._alarm)
 
-    def _over(self) -> None:
+    def _end_alarm(self) -> None:
         if self._alarm:
             still_s = time.monotonic() - self._alarmed_s
-            self._quiet()
+            self._clear_alarm()
             tell_supervisor("recovered", f"the run goes on after {still_s:.0f} s")
 
-    def _quiet(self) -> None:
+    def _clear_alarm(self) -> None:
         if self._culprit:
             STALLED.record(0, waits_for=self._culprit)
         self._alarm = self._culprit = ""
 
-    async def _asked(self, service: Service) -> list[Part]:
+    async def _parts_of(self, service: Service) -> list[Part]:
         channels = self._calls.peers.channels[service]
         found = await asyncio.gather(*(_parts(service, one) for one in channels))
         parts = found[0] if len(found) == 1 else one_gateway(found, self._calls.workers_of_each)

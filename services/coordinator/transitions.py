@@ -162,8 +162,8 @@ class Transitions:
             self._due = None
         log = self._log.bind()  # otherwise each line binds anew, which costs more than a debug line
         for before, event, after, *_ in applied:
-            say = log.debug if after.doing == before.doing else log.info
-            say(type(event).__name__, step=before.step, phase=after.doing, epoch=after.epoch)
+            write = log.debug if after.doing == before.doing else log.info
+            write(type(event).__name__, step=before.step, phase=after.doing, epoch=after.epoch)
         if defect is not None:
             raise InternalError(str(defect), reason="ILLEGAL_EVENT") from defect
         return applied
@@ -179,9 +179,9 @@ class Transitions:
                 return applied, error
             changed = changed_slots(before, after)
             record, fell = self._observe(before, event, after)
-            told = (self._run_id, before, event, after, issued, changed, record, self._samples)
+            given = (self._run_id, before, event, after, issued, changed, record, self._samples)
             entry = entry_of(before, event, after, changed, record)
-            applied.append(Applied(before, event, after, issued, fell, entry, fact_of(*told)))
+            applied.append(Applied(before, event, after, issued, fell, entry, fact_of(*given)))
             if after.step > before.step:
                 self._step_ends(after, len(applied))
             before = after

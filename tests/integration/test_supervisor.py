@@ -58,9 +58,9 @@ def _gone(pids: list[int]) -> bool:
 async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_path: Path) -> None:
     events = Events()
     launches = [
-        stub_launch("last", needs=("middle",)),
-        stub_launch("middle", needs=("first",)),
         stub_launch("first"),
+        stub_launch("middle", needs=("first",)),
+        stub_launch("last", needs=("middle",)),
     ]
     supervisor = Supervisor(launches, tmp_path, on_event=events.hear)
     await supervisor.start(patient(30.0))

@@ -29,6 +29,7 @@ NAMESPACE = "paceline"
 """Ray namespace of all runs' actors."""
 _REACHED_S = 5.0
 _JOIN_S, _LEAVE_S = 60.0, 20.0
+_NO_ANSWER = "the Ray cluster does not answer"
 _OBJECTS_BYTES = 80 << 20
 """Object store size; a run stores no objects."""
 _TOKEN, _TOKEN_FILE, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"
@@ -114,16 +115,16 @@ def _join(ray: Any, address: str | None) -> None:
             **own,
         )
     except Exception as error:  # Ray also raises bare exceptions
-        said = " ".join(f"{error} {error.__cause__ or ''}".split())
-        if "AuthToken" in said:
+        message = " ".join(f"{error} {error.__cause__ or ''}".split())
+        if "AuthToken" in message:
             raise ConfigError(
                 "the Ray cluster does not take this token",
                 seen=address,
                 allowed=f"the cluster's, in ${_TOKEN} or ~/.ray/auth_token",
             ) from error
-        if "mismatch" in said.lower():
+        if "mismatch" in message.lower():
             raise ConfigError(
-                "the cluster runs another version of Ray or Python", seen=said
+                "the cluster runs another version of Ray or Python", seen=message
             ) from error
         raise Unavailable(
             "no Ray cluster answers",
@@ -183,19 +184,9 @@ async def _connected(ray: Any, address: str | None) -> AsyncIterator[None]:
 
     threading.Thread(target=stay, daemon=True).start()
     try:
-        await _within(there, _JOIN_S)
+        await patience.within(_JOIN_S, asyncio.shield(there), _NO_ANSWER)
         yield
     finally:
         over.set()
         with suppress(DeadlineExceeded):
-            await _within(left, _LEAVE_S)
-
-
-async def _within(future: asyncio.Future[None], seconds: float) -> None:
-    try:
-        async with asyncio.timeout(patience.patient(seconds)):
-            await asyncio.shield(future)
-    except TimeoutError as error:
-        raise DeadlineExceeded(
-            "the Ray cluster does not answer", seen=f"{patience.patient(seconds):.0f} s"
-        ) from error
+            await patience.within(_LEAVE_S, asyncio.shield(left), _NO_ANSWER)

@@ -31,26 +31,6 @@ _AT_HOME = (processes.PARENT_VARIABLE, forking.FORKSERVER_VARIABLE, news.VARIABL
 T = TypeVar("T")
 
 
-class ActorLoop:
-    """An asyncio event loop in a thread that lives as long as the actor. Ray's threads call the
-    actor's methods. A child process is tied to its starting thread, so all work runs on this loop.
-    """
-
-    def __init__(self) -> None:
-        # Ray selects uvloop, which starts children in the main thread only.
-        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-
-    def begin(self, work: Coroutine[Any, Any, object]) -> None:
-        """Starts a coroutine on the loop without waiting."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the loop and returns its result, or raises its error."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
 def travelling() -> dict[str, str]:
     """Environment variables that this process passes to its services on other nodes."""
     return {
@@ -85,22 +65,26 @@ def node_address() -> str:
 
 
 class PoolKeeper:
-    """The actor of a pool. Ray's threads call its methods; the work runs on its own loop. No
+    """The actor of a pool. Ray's threads call its methods. A child process is tied to its starting
+    thread, so all work runs on a loop of its own, in a thread that lives as long as the actor. No
     method, public or private, is a coroutine: with one, Ray would call all methods on one thread.
     """
 
     def __init__(self, order: PoolOrder) -> None:
+        # Ray selects uvloop, which starts children in the main thread only.
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         self._services = _PoolServices(order)
-        self._loop = ActorLoop()
-        self._loop.begin(self._services.end_when_deserted())
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._services.end_when_deserted(), self._loop)
 
     def begin(self) -> None:
         """Starts the services. Raises ConfigError, or Unavailable on another node."""
-        self._loop.run(self._services.begin())
+        self._run(self._services.begin())
 
     def look(self, since: int, wait_s: float) -> KeeperReport:
         """Returns the events from number `since`; waits up to `wait_s` seconds for one."""
-        return self._loop.run(self._services.look(since, wait_s))
+        return self._run(self._services.look(since, wait_s))
 
     def silent_s(self) -> float:
         """Seconds since the last call of `look`."""
@@ -108,7 +92,10 @@ class PoolKeeper:
 
     def stop(self, grace_s: float) -> None:
         """Stops the services and all their children."""
-        self._loop.run(self._services.stop(grace_s))
+        self._run(self._services.stop(grace_s))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class _PoolServices:

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.cluster.order import START_AGAIN, KeeperReport, PoolOrder
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.launch import ChildEvent, Launch
-from paceline.local.patience import patient
+from paceline.local.patience import patient, within
 
 _LOOK_S = 1.0
 """Seconds that a keeper waits for events before it replies."""
@@ -126,13 +126,8 @@ class KeptPool:
         from ray.exceptions import RayTaskError
 
         try:
-            async with asyncio.timeout(patient(_ANSWER_S)):
-                return await answer
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"the keeper of {self.order.name} does not answer",
-                seen=f"{patient(_ANSWER_S):.0f} s",
-            ) from error
+            name = self.order.name
+            return await within(_ANSWER_S, answer, f"the keeper of {name} does not answer")
         except RayTaskError as error:
             cause = getattr(error, "cause", None)
             raise (cause if isinstance(cause, PacelineError) else error) from error

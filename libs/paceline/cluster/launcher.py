@@ -19,7 +19,7 @@ from paceline.cluster.order import PoolOrder
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
 from paceline.local.launch import ChildEvent, Launch, Supervised
-from paceline.local.patience import patient
+from paceline.local.patience import patient, within
 from paceline.local.services import service
 from paceline.report.machine import versions
 
@@ -149,7 +149,8 @@ class _ClusterRun:
         try:
             for pool in self._run.pools:
                 task = self._ray.remote(num_cpus=0)(look).options(**self._place(pool))
-                host, found, read = await _answered(task.remote(str(path)))
+                looked = within(_LOOKED_AT_S, task.remote(str(path)), "a node does not answer")
+                host, found, read = await looked
                 compare(pool.name, own, found)
                 if pool.services:
                     self._hosts[pool.name] = host
@@ -232,14 +233,3 @@ class _ClusterRun:
                 continue
         for group in self._groups.values():
             self._ray.util.remove_placement_group(group)
-
-
-async def _answered(answer: Any) -> Any:
-    """Awaits a reply. Raises DeadlineExceeded after a limit."""
-    try:
-        async with asyncio.timeout(patient(_LOOKED_AT_S)):
-            return await answer
-    except TimeoutError as error:
-        raise DeadlineExceeded(
-            "a node of the cluster does not answer", seen=f"{patient(_LOOKED_AT_S):.0f} s"
-        ) from error

@@ -119,7 +119,9 @@ def _run(
     if numbered and (number := getattr(arguments, name)):
         config, process = numbered(config, number), f"{name}-{number}"
     with owner.owned(Path(config.run.dir), process):
-        _require_free_ports(name, config)
+        spec = services.service(name)
+        for key in (spec.address_key, *spec.more_address_keys):
+            ports.require_free(getattr(config.addresses, key), f"addresses.{key}")
         tokens.use_run_tokens(config)
         set_malloc_thresholds()
         telemetry.setup(process, config.telemetry)
@@ -138,12 +140,6 @@ def _tokens(name: str, config: ServiceConfig) -> dict[str, str]:
         getattr(addresses, spec.address_key): security.token,
         **{getattr(addresses, key): security.agent_token or security.token for key in spec.links},
     }
-
-
-def _require_free_ports(name: str, config: ServiceConfig) -> None:
-    spec = services.service(name)
-    for key in (spec.address_key, *spec.more_address_keys):
-        ports.require_free(getattr(config.addresses, key), f"addresses.{key}")
 
 
 async def _serve_until_signal(config: C, serve: Serve[C]) -> int:

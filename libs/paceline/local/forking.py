@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
-from paceline.local import child, forkserver, launch, processes, user_directory
+from paceline.local import child, forkserver, launch, patience, processes, user_directory
 from paceline.local.forkserver import ORDER_BYTES, ForkOrder
 
 FORKSERVER_VARIABLE = "PACELINE_FORKSERVER"
@@ -69,17 +69,15 @@ class Forker:
         process's output if None. Stdin is empty. `stop_s`, `tree`: as in Child.
 
         Raises Unavailable if the forkserver ends first, ResourceExhausted if the environment is too
-        long. Raises DeadlineExceeded after `deadline_s` seconds. Its own forkserver is then
-        stopped, and the next call starts another.
+        long. Raises DeadlineExceeded after `deadline_s` seconds, or longer on a busy machine. Its
+        own forkserver is then stopped, and the next call starts another.
         """
+        order = self._order(module, environment, log)
         try:
-            async with asyncio.timeout(deadline_s):
-                forked, begins = await self._order(module, environment, log)
-        except TimeoutError as error:
+            forked, begins = await patience.within(deadline_s, order, f"{module} is not imported")
+        except DeadlineExceeded:
             await self.close()
-            raise DeadlineExceeded(
-                f"{module} is not imported", seen=f"{deadline_s:.1f} s"
-            ) from error
+            raise
         return child.Child(forked, log, begins, stop_s=stop_s, tree=tree)
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from paceline.local import news, patience
 
 HUNG_S = RunConfig().hung_s
 """Default of run.hung_s: maximum seconds of a service without a turn."""
-_TOLD = 6  # reports within the limit
+_REPORTS = 6  # reports within the limit
 LAST = "last"
 
 
@@ -24,7 +24,7 @@ async def tell_turns(limit_s: float) -> None:
     try:
         while True:
             news.tell_supervisor(news.TURN, "")
-            await asyncio.sleep(limit_s / _TOLD)
+            await asyncio.sleep(limit_s / _REPORTS)
     finally:
         news.tell_supervisor(news.TURN, LAST)
 
@@ -38,24 +38,24 @@ class Turns:
         The limit starts with the first turn and stretches with the load of the machine.
         """
         self._limit_s = limit_s
-        self._told = asyncio.Event()
+        self._noted = asyncio.Event()
         self._over = False  # the process has sent LAST
 
     def note(self, what: str = "") -> None:
         """Records a turn: "", or LAST."""
         self._over = what == LAST
-        self._told.set()
+        self._noted.set()
 
     async def end(self) -> str:
         """Waits until turns stop. Returns the reason, for Child.kill."""
-        await self._told.wait()
+        await self._noted.wait()
         while self._limit_s and not self._over:
-            self._told.clear()
+            self._noted.clear()
             # Check twice: after a stop of this process itself, reports are still unread.
-            for seconds in (self._limit_s, self._limit_s / _TOLD):
+            for seconds in (self._limit_s, self._limit_s / _REPORTS):
                 try:
                     async with asyncio.timeout(patience.patient(seconds)):
-                        await self._told.wait()
+                        await self._noted.wait()
                     break
                 except TimeoutError:
                     pass

@@ -80,7 +80,7 @@ class KeptService:
                 raise
             await self.stop(_GIVE_UP_GRACE_S)
             what = str(failure).partition("; its log ")[0]
-            self._tell("given_up", f"{what}; the run goes on without it; log {self.log}")
+            self._report("given_up", f"{what}; the run goes on without it; log {self.log}")
             self.is_healthy.set()  # release any process that waits for it
 
     async def stop(self, grace_s: float) -> None:
@@ -90,21 +90,21 @@ class KeptService:
         """
         if self._child is not None:
             await self._child.stop(grace_s)
-            self._tell("stopped")
+            self._report("stopped")
             self._child = None
 
     async def _keep_running(self) -> None:
         kind: EventKind = "started"
         while True:
             child, pipe = await self._start()
-            self._tell(kind)
+            self._report(kind)
             code = await self._live(child, pipe)
             if code == 0:
                 self.is_healthy.set()  # it may have finished before its first health check
-                self._tell("finished")
+                self._report("finished")
                 return
             self.is_healthy.clear()
-            self._tell("died", child.last_words())
+            self._report("died", child.last_words())
             await self._pause_before_restart(child, code)
             kind = "restarted"
 
@@ -128,7 +128,7 @@ class KeptService:
         turns = Turns(self._hung_s)
         health = asyncio.create_task(self._become_healthy())
         hung = asyncio.create_task(turns.end())
-        work = (self._hear(pipe, turns), self._ping(turns))
+        work = (self._read_news(pipe, turns), self._ping(turns))
         tasks = [health, hung, *map(asyncio.create_task, work)]
         try:
             await asyncio.wait({child.ended, health}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,13 +145,13 @@ class KeptService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _hear(self, pipe: int, turns: Turns) -> None:
+    async def _read_news(self, pipe: int, turns: Turns) -> None:
         async with aclosing(news.heard(pipe)) as lines:
             async for kind, what in lines:
                 if kind == news.TURN:
                     turns.note(what)
                 else:
-                    self._tell(kind, what)
+                    self._report(kind, what)
 
     async def _ping(self, turns: Turns) -> None:
         """Pings a server that reports no turns, and reports its outages; never returns.
@@ -168,10 +168,10 @@ class KeptService:
             except PacelineError:
                 misses += 1
                 if misses == _MISSES:
-                    self._tell("impaired", f"it does not answer within {every_s:g} s")
+                    self._report("impaired", f"it does not answer within {every_s:g} s")
             else:
                 if misses >= _MISSES:
-                    self._tell("recovered", "it answers again")
+                    self._report("recovered", "it answers again")
                 misses = 0
                 turns.note()
             await asyncio.sleep(every_s)
@@ -182,7 +182,7 @@ class KeptService:
         remark = await check(self._health_s) if check is not None else None
         self._was_healthy = True
         self.is_healthy.set()
-        self._tell("healthy", remark or "")
+        self._report("healthy", remark or "")
 
     async def _pause_before_restart(self, child: Child, code: int) -> None:
         if code == processes.EXIT_RUN_FAILED:
@@ -210,7 +210,7 @@ class KeptService:
         waited = False
         while lack := checks.lack_of_room(self.log.parent):
             if not waited:
-                self._tell("waits", lack)
+                self._report("waits", lack)
             waited = True
             await asyncio.sleep(_LOOK_S)  # no event reports free space
         return waited
@@ -232,6 +232,6 @@ class KeptService:
         quoted = f"; its log {self.log} ends:\n{end}" if end else ""
         return Unavailable(f"{self.launch.name} {what}{quoted}", reason=reason)
 
-    def _tell(self, kind: EventKind, detail: str = "") -> None:
+    def _report(self, kind: EventKind, detail: str = "") -> None:
         pid = self._child.pid if self._child else 0
         self._on_event(ChildEvent(self.launch.name, kind, pid, detail))

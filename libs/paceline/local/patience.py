@@ -5,11 +5,15 @@ The factor is PACELINE_PATIENCE if set, otherwise one plus the load per core.
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Awaitable
+from typing import TypeVar
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DeadlineExceeded
 
 VARIABLE = "PACELINE_PATIENCE"
+T = TypeVar("T")
 
 
 def patience() -> float:
@@ -32,3 +36,13 @@ def patience() -> float:
 def patient(seconds: float) -> float:
     """Converts a deadline for an idle machine to a deadline for this machine's current load."""
     return seconds * patience()
+
+
+async def within(seconds: float, awaited: Awaitable[T], what: str) -> T:
+    """Awaits a result. Raises DeadlineExceeded with `what` after `patient(seconds)`."""
+    limit_s = patient(seconds)
+    try:
+        async with asyncio.timeout(limit_s):
+            return await awaited
+    except TimeoutError as error:
+        raise DeadlineExceeded(what, seen=f"{limit_s:.0f} s") from error

@@ -125,8 +125,8 @@ def last_words(code: int, path: Path, since: int = 0, verdict: str = "") -> str:
         lines = [line for line in lines if _ERROR.search(line)]
     elif code < 0:  # an outside kill leaves no reason
         lines = []
-    said = f": {lines[-1].strip()}" if lines and lines[-1] else ""
-    return f"{describe_exit(code)}{verdict}{said}; log {path}"
+    reason = f": {lines[-1].strip()}" if lines and lines[-1] else ""
+    return f"{describe_exit(code)}{verdict}{reason}; log {path}"
 
 
 def describe_exit(code: int) -> str:

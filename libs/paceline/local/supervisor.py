@@ -9,7 +9,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,8 @@ class Supervisor:
         hung_s: float = hung.HUNG_S,
         keep: Keep | None = None,
     ) -> None:
-        """`heartbeat_s` and `hung_s`: as in the run settings.
+        """`launches`: each after its dependencies. `heartbeat_s` and `hung_s`: as in the run
+        settings.
 
         `keep` creates supervised processes on other nodes, with their own limits; None: children of
         this process.
@@ -56,7 +56,7 @@ class Supervisor:
 
         self._children: dict[str, Supervised] = {}
         needs: dict[str, list[str]] = {}  # transitive dependencies by name
-        for launch in in_order(launches):
+        for launch in launches:
             near = launch.depends_on
             all_of_it = dict.fromkeys([*near, *(far for name in near for far in needs[name])])
             needs[launch.name] = list(all_of_it)
@@ -148,25 +148,6 @@ class Supervisor:
         for task in self._tasks.values():
             if task.done() and not task.cancelled():
                 task.result()
-
-
-def in_order(launches: Sequence[Launch]) -> list[Launch]:
-    """Sorts launches so that each launch follows its dependencies.
-
-    Raises FailedPrecondition for a cycle or an absent dependency.
-    """
-    named = {launch.name: launch for launch in launches}
-    graph = {launch.name: launch.depends_on for launch in launches}
-    if missing := {name for needs in graph.values() for name in needs} - named.keys():
-        raise FailedPrecondition(
-            "services depend on services that are not started", seen=sorted(missing)
-        )
-    try:
-        return [named[name] for name in TopologicalSorter(graph).static_order()]
-    except CycleError as error:
-        raise FailedPrecondition(
-            "services depend on each other in a circle", seen=error.args[1]
-        ) from error
 
 
 def run_launches(

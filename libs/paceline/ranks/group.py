@@ -110,9 +110,8 @@ class RankGroup:
         self._folder = tempfile.mkdtemp(prefix="r-", dir=user_directory.socket_directory())
         self._arrived, self._lost = asyncio.Queue(), None
         try:
-            end = asyncio.get_running_loop().time() + patience.patient(deadline_s)
             for rank in range(self._world_size):
-                await self._spawn(rank, end - asyncio.get_running_loop().time())
+                await self._spawn(rank, deadline_s)
             await self._all_ready(deadline_s)
         except BaseException:
             await self.stop(0.0)

@@ -43,7 +43,9 @@ class Peers:
     def __init__(self, addresses: AddressesConfig, security: SecurityConfig) -> None:
         """Call it on the running event loop. Raises ConfigError for an insecure address."""
         self._security = security
-        self._addresses = {service: (addresses.of(service.value),) for service in Service}
+        self._addresses: dict[Service, tuple[str, ...]] = {
+            service: (addresses.of(service.value),) for service in Service
+        }
         self._addresses[Service.GATEWAY] = addresses.gateways
         self.channels = {
             service: [channel(address, security) for address in found]

@@ -56,22 +56,20 @@ class TaskCalls:
         """Returns when all gateways have accepted their parts. Raises the first refusal, and
         TimeoutError after `step_deadline_s` seconds.
         """
+        rollouts = self._calls.peers.rollouts
         async with asyncio.timeout(self._calls.config.step_deadline_s):
-            await self._begin(self._calls.peers.rollouts)
-
-    async def _begin(self, rollouts: Sequence[Any]) -> None:
-        if self._collects:
-            self._step = await self._calls.open_steps.begin(rollouts, self._request)
-        self._running = {
-            number: rollouts[number].RunTasks(part, timeout=LONGEST_S)
-            for number, part in self._parts.items()
-        }
-        try:
-            await each(accepted(call) for call in self._running.values())
-        except BaseException:
-            for call in self._running.values():
-                call.cancel()
-            raise
+            if self._collects:
+                self._step = await self._calls.open_steps.begin(rollouts, self._request)
+            self._running = {
+                number: rollouts[number].RunTasks(part, timeout=LONGEST_S)
+                for number, part in self._parts.items()
+            }
+            try:
+                await each(accepted(call) for call in self._running.values())
+            except BaseException:
+                for call in self._running.values():
+                    call.cancel()
+                raise
 
     async def news(self) -> AsyncGenerator[tuple[str, Any]]:
         """Yields (name, message) for each response, the last named "finished". Raises the first

@@ -162,19 +162,14 @@ async def listen(calls: Calls) -> None:
 async def _listen_on(calls: Calls, rollout: Any) -> None:
     while True:
         try:
-            await _listen(calls, rollout)
+            with rpc_errors():
+                call = rollout.WatchTraffic(rollout_pb2.WatchTrafficRequest(), wait_for_ready=True)
+                async with aclosing(responses(call)) as news:
+                    async for waiting in news:
+                        await _reclaim(calls, waiting)
         except PacelineError as error:
-            get_logger("coordinator").debug("the gateway is not heard", error=str(error))
+            get_logger("coordinator").debug("the gateway does not answer", error=str(error))
         await asyncio.sleep(_PAUSE_S)
-
-
-async def _listen(calls: Calls, rollout: Any) -> None:
-    request = rollout_pb2.WatchTrafficRequest()
-    with rpc_errors():
-        call = rollout.WatchTraffic(request, wait_for_ready=True)
-        async with aclosing(responses(call)) as news:
-            async for waiting in news:
-                await _reclaim(calls, waiting)
 
 
 async def _reclaim(calls: Calls, waiting: rollout_pb2.WatchTrafficResponse) -> None:

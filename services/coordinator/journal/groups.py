@@ -88,12 +88,12 @@ class ClosedGroups:
     def _finished(self, draw: DrawnStep, event: events.TasksFinished, leaves_out: bool) -> None:
         """Records a call's groups in the order of their places."""
         found = event.details.get(FIGURE)
-        told = found if isinstance(found, Mapping) else {}
-        places = rollout.bits(draw.places) if draw.round else range(len(told))
+        scored = found if isinstance(found, Mapping) else {}
+        places = rollout.bits(draw.places) if draw.round else range(len(scored))
         known = self._steps.setdefault(draw.step, {})
         if not draw.round:
             known.clear()  # agents may have brought other groups to an earlier call
-        for place, (group_id, sessions) in zip(places, told.items(), strict=False):
+        for place, (group_id, sessions) in zip(places, scored.items(), strict=False):
             left_out = leaves_out and bool(event.equal_rewards >> place & 1)
             known[group_id] = KnownGroup(place, group_id, int(sessions), left_out)
 

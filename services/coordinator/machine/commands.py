@@ -6,20 +6,18 @@ them again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import Frozen
 from paceline.services.coordinator.machine.state import Evaluation, Phase, Portion, Service, State
 from paceline.trajectory import VersionSet
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(Frozen):
     """An action for a service or the coordinator itself."""
 
 
-@dataclass(frozen=True, slots=True)
 class StepCommand(Command):
     """A call of a step. Its answers carry the epoch, and receivers refuse older epochs."""
 
@@ -27,14 +25,12 @@ class StepCommand(Command):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
 class BeginStep(Command):
     """Draw the tasks of a step; answered by StepBegan."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class RunTasks(StepCommand):
     """Roll the step out with this set or a newer one; answered by GroupClosed, ShareDone and
     TasksFinished.
@@ -46,14 +42,12 @@ class RunTasks(StepCommand):
     capture: bool = True  # rows for the drafter
 
 
-@dataclass(frozen=True, slots=True)
 class ResumeWorkers(StepCommand):
     """Make lent and suspended workers serve and continue their held requests; only a failure is
     answered.
     """
 
 
-@dataclass(frozen=True, slots=True)
 class ActivateDrafter(StepCommand):
     """Train the drafter on leased slots; answered by DrafterActivated, GatePromoted and
     Detached.
@@ -63,7 +57,6 @@ class ActivateDrafter(StepCommand):
     versions: VersionSet
 
 
-@dataclass(frozen=True, slots=True)
 class JoinDrafter(StepCommand):
     """Extend the running activation to more slots; answered by DrafterJoined or JoinFailed."""
 
@@ -71,12 +64,10 @@ class JoinDrafter(StepCommand):
     joining: tuple[int, ...]  # the newly added slots
 
 
-@dataclass(frozen=True, slots=True)
 class PreemptDrafter(StepCommand):
     """Take the slots back; answered by Preempted, or by Deadline without an answer."""
 
 
-@dataclass(frozen=True, slots=True)
 class TrainPolicy(StepCommand):
     """One optimiser step; answered by PolicyStepped and PolicyPrepared."""
 
@@ -85,14 +76,12 @@ class TrainPolicy(StepCommand):
     batch: tuple[Portion, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Quarantine(StepCommand):
     """Stop the engine from using these paths; not answered, and repeated before each rollout."""
 
     paths: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Commit(StepCommand):
     """Serve a set; answered by Committed or CommitFailed."""
 
@@ -100,14 +89,12 @@ class Commit(StepCommand):
     leased: tuple[int, ...] = ()  # workers with slots leased to the drafter
 
 
-@dataclass(frozen=True, slots=True)
 class AbortDrafter(StepCommand):
     """Drop a prepared drafter that will not serve; not answered."""
 
     drafter_version: int
 
 
-@dataclass(frozen=True, slots=True)
 class Evaluate(StepCommand):
     """Evaluate a set after `step` finished steps; answered by EvaluationDone."""
 
@@ -115,19 +102,16 @@ class Evaluate(StepCommand):
     versions: VersionSet
 
 
-@dataclass(frozen=True, slots=True)
 class CloseStep(Command):
     """The step's policy serves; write the step's record."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class SaveCheckpoints(StepCommand):
     """Write the trainers' checkpoints; answered by CheckpointsSaved."""
 
 
-@dataclass(frozen=True, slots=True)
 class AwaitService(Command):
     """Wait until a service is back; answered by ServiceBack, or by CallFailed if the run
     needs it.
@@ -136,7 +120,6 @@ class AwaitService(Command):
     service: Service
 
 
-@dataclass(frozen=True, slots=True)
 class HandBack(StepCommand):
     """After a failure: trainers leave their slots and the engine takes them; not answered."""
 
@@ -144,14 +127,12 @@ class HandBack(StepCommand):
     policy: bool  # the policy may still be training
 
 
-@dataclass(frozen=True, slots=True)
 class FinishRun(Command):
     """End the run; `failure` is empty on success."""
 
     failure: str
 
 
-@dataclass(frozen=True, slots=True)
 class Refuse(Command):
     """Report that a late event of an old lease, set or call had no effect."""
 

@@ -85,13 +85,12 @@ def attached(
     return commands.Decision(replace(state, lease=replace(state.lease, attached=slots)))
 
 
-def join_failed(state: State, event: events.JoinFailed) -> commands.Decision:
-    """Ends the activation, because its slots are uncertain."""
-    return preempt(state)
-
-
-def reclaim(state: State, event: events.TrafficWaits) -> commands.Decision:
-    """Ends the whole lease for waiting callers. Its workers are not leased again in this step."""
+def end_activation(
+    state: State, event: events.JoinFailed | events.TrafficWaits
+) -> commands.Decision:
+    """Ends the whole lease: for waiting callers, or because its slots are uncertain. Its workers
+    are not leased again in this step.
+    """
     return preempt(state)
 
 

@@ -7,9 +7,9 @@ every field by its annotation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.settings import Frozen, RunSettings
 from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Evaluation, Service
 from paceline.trajectory import VersionSet
@@ -22,21 +22,18 @@ PASSED = "figures"
 """Key in the details of EvaluationDone for the statistics of several samples per task."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Frozen):
     """Base of all events."""
 
     at_s: float  # wall clock, seconds
 
 
-@dataclass(frozen=True, slots=True)
 class CallAnswer(Event):
     """An event about a call or a lease, identified by its command's epoch."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
 class RunStarted(Event):
     """The services are up; the run begins."""
 
@@ -44,14 +41,12 @@ class RunStarted(Event):
     versions: VersionSet
 
 
-@dataclass(frozen=True, slots=True)
 class Resumed(Event):
     """A coordinator resumed the run from its journal, perhaps with another number of steps."""
 
     total_steps: int
 
 
-@dataclass(frozen=True, slots=True)
 class StepBegan(Event):
     """The step's tasks are drawn."""
 
@@ -59,14 +54,12 @@ class StepBegan(Event):
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class ShareDone(CallAnswer):
     """A worker finished its share of the step."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
 class GroupClosed(CallAnswer):
     """A group of the step is complete; sent only if groups are trained before their step's last
     task.
@@ -78,7 +71,6 @@ class GroupClosed(CallAnswer):
     equal_rewards: bool = False  # all rewards are equal, so the group teaches nothing
 
 
-@dataclass(frozen=True, slots=True)
 class TasksFinished(CallAnswer):
     """All samples of a call ended: the step's samples, or a round of replacement groups."""
 
@@ -86,21 +78,18 @@ class TasksFinished(CallAnswer):
     equal_rewards: int = 0  # places of groups with equal rewards, a bit each
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerLost(CallAnswer):
     """An engine worker died while generating; the gateway restarts it."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
 class SetDamaged(CallAnswer):
     """The rollouts' version set is damaged and its policy is gone, because the trainer has moved
     on.
     """
 
 
-@dataclass(frozen=True, slots=True)
 class WorkersReleased(CallAnswer):
     """The engine freed the memory of the lease's slots, and the trainer is notified."""
 
@@ -108,14 +97,12 @@ class WorkersReleased(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class DrafterActivated(CallAnswer):
     """The drafter trains on its slots."""
 
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class DrafterJoined(CallAnswer):
     """The drafter also trains on the slots added to its lease."""
 
@@ -123,21 +110,18 @@ class DrafterJoined(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class JoinFailed(CallAnswer):
     """The trainer failed to use slots added to the drafter's lease."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
 class TrafficWaits(CallAnswer):
     """Callers' requests wait because the drafter holds workers' slots."""
 
     requests: int
 
 
-@dataclass(frozen=True, slots=True)
 class GatePromoted(CallAnswer):
     """A candidate drafter beat the serving drafter and is prepared at the gateway."""
 
@@ -145,7 +129,6 @@ class GatePromoted(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class GateDecided(CallAnswer):
     """The gate made a decision without a new version: kept, refused, frozen, reopened or
     rolled_back.
@@ -156,14 +139,12 @@ class GateDecided(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class Preempted(CallAnswer):
     """The drafter trainer has confirmed a preemption: the slots are free."""
 
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class Detached(CallAnswer):
     """An activation ended: the slots are free."""
 
@@ -171,7 +152,6 @@ class Detached(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class TrainerFailed(CallAnswer):
     """A trainer lost a rank or failed to train."""
 
@@ -179,7 +159,6 @@ class TrainerFailed(CallAnswer):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
 class Deadline(CallAnswer):
     """A wait ended without its event: "activation", "join" or "preempt" of a lease; "rollout",
     "policy", "commit", "evaluate" or "close" of a phase.
@@ -189,7 +168,6 @@ class Deadline(CallAnswer):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class PolicyStepped(CallAnswer):
     """The optimiser step is done; the push continues without slots."""
 
@@ -197,7 +175,6 @@ class PolicyStepped(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class PathsBeyondBound(CallAnswer):
     """The audit found log-probs beyond rounding; paths have the names of PolicyStepped."""
 
@@ -205,7 +182,6 @@ class PathsBeyondBound(CallAnswer):
     details: Details = field(default_factory=dict)  # figures of each path
 
 
-@dataclass(frozen=True, slots=True)
 class PolicyPrepared(CallAnswer):
     """The new policy is prepared at the gateway, and its head at a running drafter trainer."""
 
@@ -213,14 +189,12 @@ class PolicyPrepared(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class Committed(Event):
     """The version set serves."""
 
     versions: VersionSet
 
 
-@dataclass(frozen=True, slots=True)
 class CommitFailed(Event):
     """A part of the version set is missing; the former set serves."""
 
@@ -228,7 +202,6 @@ class CommitFailed(Event):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
 class AcceptanceFell(Event):
     """The serving drafter's live acceptance length is significantly below its predecessor's, or its
     files are damaged.
@@ -238,7 +211,6 @@ class AcceptanceFell(Event):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class EvaluationDone(CallAnswer):
     """An evaluation ended; the value is None if the engine cannot make it."""
 
@@ -247,29 +219,24 @@ class EvaluationDone(CallAnswer):
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointsSaved(CallAnswer):
     """The trainers wrote the run's final checkpoints."""
 
     details: Details = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class StopRequested(Event):
     """An operator ends the run after the running step."""
 
 
-@dataclass(frozen=True, slots=True)
 class Paused(Event):
     """An operator pauses the run after the steps in progress."""
 
 
-@dataclass(frozen=True, slots=True)
 class Continued(Event):
     """An operator continues a paused run."""
 
 
-@dataclass(frozen=True, slots=True)
 class DrafterChosen(Event):
     """An operator selects the serving drafter: a pin lasts until it is removed, a rollback for at
     least one step. Without a version, a pin means the serving drafter and a rollback the former
@@ -280,19 +247,16 @@ class DrafterChosen(Event):
     lasting: bool
 
 
-@dataclass(frozen=True, slots=True)
 class DrafterUnpinned(Event):
     """An operator returns the choice of the drafter to the gate."""
 
 
-@dataclass(frozen=True, slots=True)
 class ProfileChosen(Event):
     """An operator selects the profile of the next policies; "" is none."""
 
     profile: str
 
 
-@dataclass(frozen=True, slots=True)
 class ServiceLost(Event):
     """A call failed because its service is down."""
 
@@ -300,14 +264,12 @@ class ServiceLost(Event):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
 class ServiceBack(Event):
     """The service is up again."""
 
     service: Service
 
 
-@dataclass(frozen=True, slots=True)
 class CallFailed(Event):
     """A call failed permanently."""
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import dataclass_transform
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Frozen:
+    """Base class of frozen dataclasses: each subclass is one, without a decorator."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
 class Schedule(StrEnum):
@@ -47,8 +56,7 @@ configuration key.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RunSettings:
+class RunSettings(Frozen):
     """The machine's settings, journaled with RunStarted so that a replay needs no configuration."""
 
     workers: int = 1

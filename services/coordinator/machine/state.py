@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from paceline.services.coordinator.machine.settings import CommitMode, RunSettings
+from paceline.services.coordinator.machine.settings import CommitMode, Frozen, RunSettings
 from paceline.services.coordinator.machine.slots import (
     WORKER_TRANSITIONS,
     Cause,
@@ -78,8 +78,7 @@ class Evaluation(StrEnum):
     PROBE = "accept_length_probe"
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterPin:
+class DrafterPin(Frozen):
     """An operator's choice: this drafter serves from the next commit on, before any
     promoted one.
     """
@@ -88,16 +87,14 @@ class DrafterPin:
     lasting: bool = True  # until it is taken away; else for one policy, as after a rollback
 
 
-@dataclass(frozen=True, slots=True)
-class Portion:
+class Portion(Frozen):
     """A batch's part of a step's tasks."""
 
     step: int
     groups: int | None = None  # a bit each; None: all
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnStep:
+class DrawnStep(Frozen):
     """The tasks of a step, from StepBegan until all their groups are trained."""
 
     step: int
@@ -119,8 +116,7 @@ class DrawnStep:
         return replace(self, taken=self.taken | groups)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutTrack:
+class RolloutTrack(Frozen):
     """The track that generates."""
 
     phase: Phase = Phase.READY
@@ -142,8 +138,7 @@ class RolloutTrack:
         return tuple(draw for draw in self.draws if not draw.finished)
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerTrack:
+class LearnerTrack(Frozen):
     """The track that trains."""
 
     phase: Phase = Phase.IDLE
@@ -159,8 +154,8 @@ class State:
 
     settings: RunSettings = field(default_factory=RunSettings)
     phase: Phase = Phase.NEW
-    rollouts: RolloutTrack = RolloutTrack()
-    learner: LearnerTrack = LearnerTrack()
+    rollouts: RolloutTrack = field(default_factory=RolloutTrack)
+    learner: LearnerTrack = field(default_factory=LearnerTrack)
     epoch: int = 0  # highest epoch used
     phase_epoch: int = 0  # epoch of the call of EVALUATE, PAUSED or CLOSING
     slots: Row[Slot] = field(default_factory=lambda: slot_row(()))

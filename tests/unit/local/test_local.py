@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from paceline.config import AddressesConfig, RedisConfig, RunConfig, SecurityConfig, ServiceConfig
-from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailable
+from paceline.errors import ConfigError, NotFound, Unavailable
 from paceline.local import healthcheck, ports
 from paceline.local import redis as local_redis
-from paceline.local.launch import Launch, RestartPolicy
+from paceline.local.launch import RestartPolicy
 from paceline.local.ports import free_port, free_ports, require_free, split_address
 from paceline.local.processes import describe_exit, last_lines, last_words
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, resolved
 from paceline.local.services import SERVICES, service, services_of
-from paceline.local.supervisor import in_order, run_launches
+from paceline.local.supervisor import run_launches
 from paceline.local.user_directory import short_directory
 from paceline.services.rollout_gateway.engines import ENGINES
 
@@ -256,13 +256,6 @@ def test_ends_count_against_restarts_within_the_window_alone() -> None:
     policy.ends = deque([time.monotonic() - 61.0] * 3)
     assert policy.note_end()
     assert len(policy.ends) == 1
-
-
-def test_circles_and_missing_services_are_refused() -> None:
-    with pytest.raises(FailedPrecondition, match="circle"):
-        in_order([Launch("a", (), depends_on=("b",)), Launch("b", (), depends_on=("a",))])
-    with pytest.raises(FailedPrecondition, match="not started"):
-        in_order([Launch("a", (), depends_on=("b",))])
 
 
 def test_the_end_of_a_log_and_of_a_process_are_told(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ async def test_a_service_that_loads_for_longer_is_awaited_while_it_makes_progres
     add_progress(server, answer)
     await server.start()
     async with channel(f"127.0.0.1:{port}", OPEN) as peer:
-        peers = SimpleNamespace(unhealthy=unhealthy, all_channels=lambda _: (peer,))
+        peers = SimpleNamespace(unhealthy=unhealthy, channels={Service.POLICY_TRAINER: (peer,)})
         trainer.speak_to(cast(Peers, peers))
         ended = await trainer.awaited()
     await server.stop(0.0)
