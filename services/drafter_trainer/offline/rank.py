@@ -239,15 +239,27 @@ def packed_row(
     masks attention between documents.
     """
     tokens = [torch.from_numpy(one.token_ids) for one in row]
-    lengths = [len(ids) - 1 for ids in tokens]
-    out = policy(
+    lengths, entering = [len(ids) - 1 for ids in tokens], dict[int, torch.Tensor]()
+
+    def kept(layer: int) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entering[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    # transformers' own output of hidden states is empty once FSDP2 has wrapped the layers
+    hooks = [
+        policy.layers[layer].register_forward_pre_hook(kept(layer), with_kwargs=True)
+        for layer in capture.inner
+    ]
+    last = policy(
         input_ids=torch.cat([ids[:-1] for ids in tokens])[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         use_cache=False,
-        output_hidden_states=bool(capture.inner),
-    )
-    entering = [out.hidden_states[layer] for layer in capture.inner]
-    states = torch.cat([*entering, out.last_hidden_state], dim=-1)[0].float()
+    ).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0].float()
     samples = [
         FeatureSample(
             session="",
