@@ -47,10 +47,7 @@ HEADS_LEFT_OUT = Counter(
     "versions whose head was not pushed, because the drafter trainer refused it",
 )
 DEAD_LETTERS = Counter(
-    "paceline.policy.dead_letters",
-    "{entry}",
-    (),
-    "unreadable entries of the trajectories' stream",
+    "paceline.policy.dead_letters", "{entry}", (), "unreadable entries of the trajectories' stream"
 )
 STEPS = Counter("paceline.policy.steps", "{step}", (), "trained RL steps")
 UPDATES = Counter("paceline.policy.updates", "{update}", (), "optimiser updates")

@@ -109,7 +109,6 @@ class RecurrentNet(DraftNet):
         """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
         mean square.
         """
-        assert isinstance(options, RecurrentOptions)
         net, generator = cls(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in net.parameters():
@@ -122,7 +121,6 @@ class RecurrentNet(DraftNet):
         """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
         options'.
         """
-        assert isinstance(options, RecurrentOptions)
         if (name := config.architecture(raw)) not in cls.kind.architectures:
             raise InvalidInput(
                 f"architectures is no {cls.kind.name} drafter",

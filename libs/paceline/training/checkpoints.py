@@ -274,12 +274,7 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tens
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
-        local,
-        mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 

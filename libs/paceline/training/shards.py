@@ -208,10 +208,7 @@ def bytes_in_order(own: memoryview) -> Iterator[memoryview]:
 
 @torch.no_grad()
 def scatter_rows(
-    whole: Tensor | None,
-    dtype: torch.dtype,
-    tensor: Tensor,
-    take: Callable[[Tensor, Tensor], None],
+    whole: Tensor | None, dtype: torch.dtype, tensor: Tensor, take: Callable[[Tensor, Tensor], None]
 ) -> None:
     """Calls `take` with this rank's rows of a sharded tensor, live, and the same rows of rank 0's
     `whole`. `whole` is on the CPU with `dtype`, and None on the other ranks. Collective over the
