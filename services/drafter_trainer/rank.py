@@ -64,7 +64,7 @@ class Rank:
             config, self.learner, self.rows, self.link, candidates
         )
         self.trainer.after_step = self.save_if_due
-        self.trainer.take_in = self.take_in
+        self.trainer.add_slots = self.add_slots
         self._writer = checkpoints.CheckpointWriter(directory / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
         self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
@@ -139,7 +139,7 @@ class Rank:
         if stopped is not None:
             self.link.send(stopped)
 
-    def take_in(self, epoch: int) -> Sequence[int] | None:
+    def add_slots(self, epoch: int) -> Sequence[int] | None:
         """On rank 0, between two micro-batches: the new slots of the lease if slots were added,
         else None.
 
@@ -168,7 +168,7 @@ class Rank:
 
     def _gather(self, slots: Sequence[int]) -> None:
         """Moves the drafter to the ranks on the given slots."""
-        if not self.membership.stays(slots):
+        if not self.membership.is_current(slots):
             self._writer.wait()  # the writing thread uses the group
         self.learner.attach(self.membership.join(slots))
 

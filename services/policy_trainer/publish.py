@@ -213,7 +213,7 @@ def check_same_model(own: Sequence[TensorLayout], served: Sequence[NamedTensor])
         )
 
 
-def take_served(
+def adopt_served(
     tensors: Iterable[tuple[str, Tensor]],
     served: Mapping[str, NamedTensor] | None,
     config: PolicyTrainerConfig,

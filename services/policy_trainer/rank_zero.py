@@ -68,7 +68,7 @@ class RankZero:
         missed = [record for record in records if record.step > progress.step]
         _check_replay(progress.policy_version, missed, found)
         share = self._config.audit.share
-        replays = [batcher.collected_of(self._batcher.take(record), share) for record in missed]
+        replays = [batcher.collected_of(self._batcher.replay(record), share) for record in missed]
         for record in records:
             self._runner.run(self._batcher.settle(record))
             self._runner.run(self._batcher.mark(record))

@@ -199,7 +199,7 @@ class PolicyTrainer:
         # Adapters cannot adopt served weights; the difference counts as one more gap between
         # behaviour and policy.
         if differs and not self.learner.weights.adapted:
-            publish.take_served(self.learner.published(), served, self.config)
+            publish.adopt_served(self.learner.weights.published(), served, self.config)
         self._resumed = not known
         return known
 
@@ -335,5 +335,6 @@ class PolicyTrainer:
     def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Writes the weights as a Hugging Face directory, which any engine serves."""
         trained = checkpoints.read_each_whole(checkpoint, "learner/model", state)
-        weights = self.learner.weights.exported(trained, checkpoint)
-        shards.write_causal_lm(weights, self.learner.shapes(), Path(self.config.model), checkpoint)
+        weights = self.learner.weights
+        exported = weights.exported(trained, checkpoint)
+        shards.write_causal_lm(exported, weights.shapes(), Path(self.config.model), checkpoint)

@@ -49,7 +49,7 @@ class StepParts:
             yield
         self._seconds[name] += time.perf_counter() - started
 
-    def taken(self) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """Seconds by figure; restarts from 0."""
         found = {f"seconds/{name}": value for name, value in self._seconds.items()}
         self._seconds.clear()
@@ -140,7 +140,7 @@ class Learner:
         means = {"loss": _mean(losses), "grad_norm": _mean(norms[:1])}
         finite = {name: value for name, value in means.items() if value is not None}
         return StepFacts(
-            figures={**figures.reduced(), **finite, **self.parts.taken()},
+            figures={**figures.reduced(), **finite, **self.parts.collect()},
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
             skipped_updates=sum(not math.isfinite(norm) for norm in norms),
@@ -307,14 +307,6 @@ class Learner:
                     figures.add_audit(gaps, batch.masks_by_cell(at, lag))
 
     # --- the whole weights ------------------------------------------------------------------------
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the whole weights under their Hugging Face names, sorted."""
-        return self.weights.shapes()
-
-    def published(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, sharded and in fp32, in the order of `shapes`."""
-        return self.weights.published()
 
     def state(self, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Copies of this rank's shards on the CPU: "model" and "optimizer" by trained parameter.
