@@ -332,6 +332,6 @@ def _to_object(delivery: Delivery) -> dict[str, Any]:
     return {"report": asdict(delivery.report), "failed": failed and asdict(failed)}
 
 
-def _from_object(told: Mapping[str, Any]) -> Delivery:
-    failed = told["failed"]
-    return Delivery(PushReport(**told["report"]), Failed(**failed).error() if failed else None)
+def _from_object(plain: Mapping[str, Any]) -> Delivery:
+    failed = plain["failed"]
+    return Delivery(PushReport(**plain["report"]), Failed(**failed).error() if failed else None)

@@ -98,9 +98,9 @@ class PolicyTrainer:
     def started(self) -> None:
         """Reports that the rank accepts commands."""
         if self.zero:
-            self.zero.tell(messages.Started(self.progress))
+            self.zero.send(messages.Started(self.progress))
             for fault in self._damaged:
-                self.zero.tell(Impaired(f"{fault}; the checkpoint before it is loaded"))
+                self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
 
     def handle(self, command: messages.Command) -> None:
         """Runs a command. An error that all ranks raise, or a failure of rank 0 between
@@ -159,7 +159,7 @@ class PolicyTrainer:
             return None
         if command.sender.step == self.progress.step:
             if self.zero:
-                self.zero.tell(messages.Batched(command.command_id, self.progress.batch))
+                self.zero.send(messages.Batched(command.command_id, self.progress.batch))
             return self._published()
         collected = self.zero.collect(command) if self.zero else None
         if not self._advance(command.sender.step, collected, command.sender.carrier):
@@ -295,7 +295,7 @@ class PolicyTrainer:
         self._writer.kept = best.policy_version
         if self.zero:
             path = self._writer.path(best.policy_version)
-            self.zero.tell(Saved(command.command_id, str(path), best.policy_version))
+            self.zero.send(Saved(command.command_id, str(path), best.policy_version))
 
     def settle(self) -> None:
         """Waits for the pending checkpoint, then acknowledges its groups."""

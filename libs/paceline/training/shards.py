@@ -143,7 +143,7 @@ def _take(name: str, target: Tensor, part: Tensor, shape: Sequence[int], tensor:
     """Copies a piece of a whole tensor of that shape into its place."""
     seen, allowed = (tuple(shape), part.dtype), (tuple(tensor.shape), tensor.dtype)
     if seen != allowed:
-        raise DataLoss(f"a checkpoint holds another {name}", seen=seen, allowed=allowed)
+        raise DataLoss(f"{name} of the checkpoint differs", seen=seen, allowed=allowed)
     target.copy_(part)
 
 

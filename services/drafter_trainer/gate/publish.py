@@ -48,14 +48,14 @@ async def push_drafter(
         ) from error
 
     shift = decision.shift
-    said = {ACCEPTANCE: shift.to_json()} if shift is not None else {}
+    measured = {ACCEPTANCE: shift.to_json()} if shift is not None else {}
     tensors = list(decode_safetensors(data).values())
     manifest = build_manifest(
         WEIGHT_TARGET_DRAFTER,
         decision.drafter_version,
         tensors,
         lm_head_hash=decision.lm_head_hash,
-        metadata={"speculator": decision.kind, CONFIG: config, **said},
+        metadata={"speculator": decision.kind, CONFIG: config, **measured},
     )
     deadline_s = patient(push.push_deadline_s(manifest.total_bytes))
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)

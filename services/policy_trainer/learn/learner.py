@@ -186,12 +186,12 @@ class Learner:
         found = torch.zeros(len(batch.owners), device=self.mesh.device_type)
         everything = torch.ones(len(batch.rewards), dtype=torch.bool)
         for micro in self.packer.micro_batches(batch, everything):
-            said = model(micro)
-            if isinstance(said, tuple):
-                said, entropy = said
+            output = model(micro)
+            if isinstance(output, tuple):
+                output, entropy = output
                 if figures is not None:
-                    self._measure(batch, micro, said, entropy, figures)
-            found[micro.tokens] = said
+                    self._measure(batch, micro, output, entropy, figures)
+            found[micro.tokens] = output
         dist.all_reduce(found)
         return found.cpu()
 
@@ -299,9 +299,9 @@ class Learner:
             members = torch.zeros_like(batch.audited).index_fill_(0, batch.owners[drew], True)
             with self.kept.as_of(lag):
                 for micro in self.packer.micro_batches(batch, members):
-                    said, _ = self.model(micro)
+                    logprobs, _ = self.model(micro)
                     at = micro.tokens.cpu()
-                    gaps = said.cpu() - batch.behavior_logprobs[at]
+                    gaps = logprobs.cpu() - batch.behavior_logprobs[at]
                     figures.add_audit(gaps, batch.masks_by_cell(at, lag))
 
     # --- the whole weights ------------------------------------------------------------------------
