@@ -105,7 +105,7 @@ class RecurrentNet(DraftNet):
         self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
 
     @classmethod
-    def fresh(cls, target: config.ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: config.ModelConfig, options: RecurrentOptions, seed: int) -> Self:
         """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
         mean square.
         """
@@ -117,7 +117,9 @@ class RecurrentNet(DraftNet):
         return net
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: config.ModelConfig, options: Config) -> Self:
+    def parse(
+        cls, raw: Mapping[str, Any], target: config.ModelConfig, options: RecurrentOptions
+    ) -> Self:
         """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
         options'.
         """
