@@ -17,9 +17,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
-from paceline.errors import MissingCapability
 from paceline.models.config import parse_config
-from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import model_shapes
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
@@ -83,13 +81,12 @@ def write_random_model(
 NOTHING = np.empty(0, dtype=np.int64)
 
 
-class KnownTokens:
+class KnownTokens(Speculator):
     """Speculator (speculators/base.py) that proposes each next token right with a given
     probability, else wrong.
     """
 
     name = NAME
-    trainable = False
     capture = CaptureSpec(last=False)
 
     def __init__(self, setup: SpeculatorSetup) -> None:
@@ -111,9 +108,6 @@ class KnownTokens:
             wrong = (right + 1) % self._vocab
             self._proposals[prompt] = np.where(draws.random(len(right)) < acceptance, right, wrong)
 
-    def catch_up(self, batch: DraftBatch) -> None:
-        """Keeps nothing per slot."""
-
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """A chain; -1 behind the end of an answer, and for a prompt that is not known."""
         steps = shape.steps
@@ -125,29 +119,6 @@ class KnownTokens:
             drafts[row, : len(found)] = found
         tokens = torch.from_numpy(drafts).to(batch.token_ids.device)
         return Drafts(tokens, torch.ones(tokens.shape, device=tokens.device))
-
-    def ended(self, batch: DraftBatch) -> None:
-        """Learns nothing."""
-
-    def flush(self) -> None:
-        """Learns nothing."""
-
-    def free(self, slot: int) -> None:
-        """Keeps nothing per slot."""
-
-    def move(self, source: int, destination: int, length: int) -> None:
-        """Keeps nothing per slot."""
-
-    def bind(self, target: DecoderWeights) -> None:
-        """Reads no weights."""
-
-    def load_state(self, directory: Path) -> object:
-        """Raises MissingCapability: there is nothing to train."""
-        raise MissingCapability("known tokens have no weights to swap", seen=directory)
-
-    def commit_state(self, state: object) -> None:
-        """Raises MissingCapability: there is nothing to train."""
-        raise MissingCapability("known tokens have no weights to swap")
 
 
 def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:

@@ -202,10 +202,18 @@ class DrafterDriver:
             self._end(lease, error)
 
     async def _started(self) -> None:
-        """Sends the lasting facts to restarted ranks, without heads that have left the spool."""
-        self._facts = {key: fact for key, fact in self._facts.items() if _is_kept(fact)}
-        for fact in self._facts.values():
+        """Sends the lasting facts to restarted ranks."""
+        for fact in self.lasting_facts():
             self.watched.send(fact)
+
+    def lasting_facts(self) -> list[m.NewHead | m.Serving]:
+        """The facts that restarted ranks need; heads that have left the spool are dropped."""
+        self._facts = {
+            key: fact
+            for key, fact in self._facts.items()
+            if isinstance(fact, m.Serving) or Path(fact.path).is_dir()
+        }
+        return [*self._facts.values()]
 
     def _receive(self, message: m.Message) -> None:
         lease = self.lease
@@ -235,7 +243,3 @@ class DrafterDriver:
 
     def _nothing_done(self, lease: Lease) -> m.Stopped:
         return m.Stopped(lease.epoch, "preempted", total_steps=self.standing.total_steps)
-
-
-def _is_kept(fact: m.NewHead | m.Serving) -> bool:
-    return isinstance(fact, m.Serving) or Path(fact.path).is_dir()

@@ -22,7 +22,6 @@ from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsErr
 from paceline.models.config import ModelConfig, architecture, read_config, read_config_json
 from paceline.models.loading import DTYPES, read_tensors
 from paceline.speculators import dflash, eagle, eagle3, lstm, mlp
-from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle3 import Eagle3Net
 from paceline.speculators.kinds import SPECULATORS, find_kind, kind_of_checkpoint
 from paceline.speculators.net import DraftNet, net_of
@@ -85,12 +84,12 @@ def _cast(exported: Exported, dtype: torch.dtype | None) -> Exported:
     return {**config, "torch_dtype": str(stored).removeprefix("torch.")}, tensors
 
 
-def _eagle_sglang(net: EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
+def _eagle_sglang(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     own.setdefault("fc.bias", own["fc.weight"].new_zeros(net.config.hidden_size))
     return {**config, "fc_bias": True}, own
 
 
-def _eagle_vllm(net: EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
+def _eagle_vllm(net: eagle.EagleNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     if bool(own.pop("fc.bias", torch.zeros(1)).any()):
         raise InvalidInput(
             "vLLM's EAGLE has no bias behind fc",

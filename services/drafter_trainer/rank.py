@@ -24,7 +24,7 @@ from paceline.services.drafter_trainer.learn import heads, learner, membership
 from paceline.services.drafter_trainer.rows import feed, store
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
-from paceline.training import checkpoints as states
+from paceline.training import checkpoints
 from paceline.training.process import COLLECTIVE_S, join_ranks
 
 IDLE_S = 1.0
@@ -48,8 +48,8 @@ class Rank:
         self.rows = store.RowStore(config.buffer, config.run.seed, config.micro_batch_bytes)
         self.rows.add_head(heads.load_policy_head(Path(config.model), 0))
         net = learner.initial_net(config, self._target)
-        checkpoints = Path(config.run.dir) / "checkpoints"
-        candidates = Candidates(checkpoints / "drafter-candidates", self._target, [net.kind])
+        directory = Path(config.run.dir) / "checkpoints"
+        candidates = Candidates(directory / "drafter-candidates", self._target, [net.kind])
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, net)
         self._whole = net.twin()
@@ -64,12 +64,12 @@ class Rank:
             config, self.learner, self.rows, self.link, candidates
         )
         self.trainer.after_step = self.save_if_due
-        self.trainer.take_in = self.take_in
-        self._writer = states.CheckpointWriter(checkpoints / "drafter", self._export)
+        self.trainer.add_slots = self.add_slots
+        self._writer = checkpoints.CheckpointWriter(directory / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
         self._damaged: tuple[str, ...] = ()  # checkpoints that could not be loaded
         if config.resume:
-            self._resume(checkpoints / "drafter")
+            self._resume(directory / "drafter")
         self.link.on_command = self.obey
         self._feed = feed.RowFeed(self._open_stream, self._target, self.rows.add)
         self.trainer.lost = lambda: self._feed.dropped
@@ -82,10 +82,12 @@ class Rank:
 
     def _resume(self, directory: Path) -> None:
         """Loads the newest intact checkpoint; an older checkpoint has only learned less."""
-        found = states.find_whole(directory, states.PREFIX, self.membership.members.group)
+        group_of_all = self.membership.members.group
+        found = checkpoints.find_whole(directory, checkpoints.PREFIX, group_of_all)
         self._damaged = found.damaged
         if found.checkpoint is not None:
-            self.trainer.load_state(states.read_checkpoint(found.checkpoint, self.trainer.state()))
+            like = self.trainer.state()
+            self.trainer.load_state(checkpoints.read_checkpoint(found.checkpoint, like))
             self._saved_steps = self.learner.total_steps
 
     def run(self) -> None:
@@ -137,7 +139,7 @@ class Rank:
         if stopped is not None:
             self.link.send(stopped)
 
-    def take_in(self, epoch: int) -> Sequence[int] | None:
+    def add_slots(self, epoch: int) -> Sequence[int] | None:
         """On rank 0, between two micro-batches: the new slots of the lease if slots were added,
         else None.
 
@@ -166,7 +168,7 @@ class Rank:
 
     def _gather(self, slots: Sequence[int]) -> None:
         """Moves the drafter to the ranks on the given slots."""
-        if not self.membership.stays(slots):
+        if not self.membership.is_current(slots):
             self._writer.wait()  # the writing thread uses the group
         self.learner.attach(self.membership.join(slots))
 
@@ -270,7 +272,7 @@ class Rank:
     def _export(self, state: dict[str, Any], directory: Path) -> None:
         """Writes the drafter beside its shards, in the form that engines load."""
         net = self._whole.twin()
-        net.load_tensors(states.read_whole(directory, "learner/model", state))
+        net.load_tensors(checkpoints.read_whole(directory, "learner/model", state))
         net.save(directory / SPECULATOR)
 
 

@@ -120,14 +120,13 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     self._promoter.start(message, context)
                 case m.Judged():
                     yield _gate(message)
-                case PushOutcome(decision, prepared):
-                    yield _pushed(decision, prepared=prepared)
+                case PushOutcome():
+                    yield _pushed(message)
                 case m.Stopped():
                     if self._promoter.push is not None:
                         await asyncio.wait({self._promoter.push}, timeout=PUSH_GRACE_S)
                         if self._promoter.push.done():
-                            outcome = self._promoter.take()
-                            yield _pushed(outcome.decision, prepared=outcome.prepared)
+                            yield _pushed(self._promoter.collect_outcome())
                     yield _detached(message)
                     return
 
@@ -147,7 +146,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if push is not None and push.done() and not news.done():
-                return self._promoter.take()
+                return self._promoter.collect_outcome()
             if not news.done():
                 raise DeadlineExceeded(
                     "training has not begun in time", seen=f"{lease.deadline_s} s"
@@ -193,9 +192,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         """Returns the trainer's progress and its processes."""
         standing = self._ranks.standing
         return pb.GetDrafterStatusResponse(
-            **asdict(standing),
-            active_epoch=self._ranks.epoch,
-            rank_pids=self._ranks.watched.pids,
+            **asdict(standing), active_epoch=self._ranks.epoch, rank_pids=self._ranks.watched.pids
         )
 
     async def SaveDrafterCheckpoint(
@@ -221,9 +218,10 @@ def _checked(slots: Sequence[int]) -> list[int]:
     return sorted(slots)
 
 
-def _pushed(decision: m.Judged, *, prepared: bool) -> pb.ActivateResponse:
+def _pushed(outcome: PushOutcome) -> pb.ActivateResponse:
     """The response for a promotion, after the gateway's answer."""
-    return _gate(decision if prepared else replace(decision, decision="refused"))
+    decision = outcome.decision
+    return _gate(decision if outcome.prepared else replace(decision, decision="refused"))
 
 
 def _gate(message: m.Judged) -> pb.ActivateResponse:

@@ -169,7 +169,7 @@ class DrafterTrainer:
         self.gate = gate.PublishGate(config, learner, rows, candidates)
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
         # between two micro-batches: the new slots if slots were added to the lease, else None
-        self.take_in: Callable[[int], Sequence[int] | None] = lambda epoch: None
+        self.add_slots: Callable[[int], Sequence[int] | None] = lambda epoch: None
         self.checkpoint = (0, 0.0)  # steps of the newest checkpoint, and seconds of its pause
         self.lost: Callable[[], Counter[str]] = Counter  # entries without rows, by reason
 
@@ -191,7 +191,7 @@ class DrafterTrainer:
         self._link.send(m.Attached(command.epoch, self._learner.members.size))
         self._send(untold)
         while (reason := self._stop_reason(activation)) is None:
-            activation.slots = self.take_in(activation.epoch) or activation.slots
+            activation.slots = self.add_slots(activation.epoch) or activation.slots
             self._report(activation)
             # Ready rows are trained on first, since a round of the gate may outlast the lease.
             begins = not activation.first_step_s and not self.gate.frozen

@@ -44,13 +44,10 @@ HEADS_LEFT_OUT = Counter(
     "paceline.policy.heads_left_out",
     "{version}",
     (),
-    "versions whose head was not pushed, because the drafter trainer refused it",
+    "versions whose head was not pushed, because the drafter trainer rejected it",
 )
 DEAD_LETTERS = Counter(
-    "paceline.policy.dead_letters",
-    "{entry}",
-    (),
-    "unreadable entries of the trajectories' stream",
+    "paceline.policy.dead_letters", "{entry}", (), "unreadable entries of the trajectories' stream"
 )
 STEPS = Counter("paceline.policy.steps", "{step}", (), "trained RL steps")
 UPDATES = Counter("paceline.policy.updates", "{update}", (), "optimiser updates")

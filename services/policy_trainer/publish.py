@@ -196,7 +196,7 @@ def check_same_model(own: Sequence[TensorLayout], served: Sequence[NamedTensor])
         )
 
 
-def take_served(
+def adopt_served(
     tensors: Iterable[tuple[str, Tensor]],
     served: Mapping[str, NamedTensor] | None,
     config: PolicyTrainerConfig,
@@ -313,6 +313,6 @@ def _to_object(delivery: Delivery) -> dict[str, Any]:
     return {"report": asdict(delivery.report), "failed": failed and asdict(failed)}
 
 
-def _from_object(told: Mapping[str, Any]) -> Delivery:
-    failed = told["failed"]
-    return Delivery(PushReport(**told["report"]), Failed(**failed).error() if failed else None)
+def _from_object(plain: Mapping[str, Any]) -> Delivery:
+    failed = plain["failed"]
+    return Delivery(PushReport(**plain["report"]), Failed(**failed).error() if failed else None)

@@ -68,7 +68,7 @@ class RankZero:
         missed = [record for record in records if record.step > progress.step]
         _check_replay(progress.policy_version, missed, found)
         share = self._config.audit.share
-        replays = [batcher.collected_of(self._batcher.take(record), share) for record in missed]
+        replays = [batcher.collected_of(self._batcher.replay(record), share) for record in missed]
         for record in records:
             self._runner.run(self._batcher.settle(record))
             self._runner.run(self._batcher.mark(record))
@@ -78,7 +78,7 @@ class RankZero:
         """The batch of a step, after its record is on disk. None after a failure, which is reported
         to the parent.
         """
-        self.tell(messages.Doing(f"collects the groups of step {command.sender.step}", REDIS))
+        self.send(messages.Doing(f"collects the groups of step {command.sender.step}", REDIS))
         wanted = groups.Wanted(
             step=command.sender.step,
             policy_version=command.policy_version,
@@ -91,10 +91,10 @@ class RankZero:
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
-        self.tell(m.Batched(command.command_id, collected.facts))
+        self.send(m.Batched(command.command_id, collected.facts))
         return collected
 
-    def tell(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
         """Sends news to the parent."""
         self._link.send(m.MESSAGES.encode(message))
 
@@ -130,8 +130,8 @@ class RankZero:
         """Reports the step, pushes the version with the other ranks, marks its trajectories
         trained, and reports the push. Collective up to the push.
         """
-        self.tell(m.Stepped(command.command_id, progress))
-        self.tell(messages.Doing(f"pushes p{progress.policy_version}", "gateway"))
+        self.send(m.Stepped(command.command_id, progress))
+        self.send(messages.Doing(f"pushes p{progress.policy_version}", "gateway"))
         try:
             self._push(command, progress, publication)
         except PacelineError as error:
@@ -159,12 +159,12 @@ class RankZero:
         except Unavailable as error:
             self.failed(command_id, error)
             return
-        self.tell(messages.Saved(command_id, str(path), version))
+        self.send(messages.Saved(command_id, str(path), version))
 
     def failed(self, command_id: int, error: PacelineError) -> None:
         """Reports a failed command; the ranks handle the next command."""
         _log.error("command_failed", command=command_id, error=str(error))
-        self.tell(messages.Failed.of(command_id, error))
+        self.send(messages.Failed.of(command_id, error))
 
     def log_step(self, progress: m.Progress) -> None:
         """Logs one line per step."""
@@ -216,7 +216,7 @@ class RankZero:
                 self._runner.run(self._batcher.mark(record))
         name, version = publication.policy.manifest.lm_head_hash, progress.policy_version
         pushed = (report.bytes, report.push_s, name, report.replaced)
-        self.tell(m.Pushed(command.command_id, version, *pushed))
+        self.send(m.Pushed(command.command_id, version, *pushed))
 
 
 def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:

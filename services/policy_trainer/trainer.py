@@ -98,9 +98,9 @@ class PolicyTrainer:
     def started(self) -> None:
         """Reports that the rank accepts commands."""
         if self.zero:
-            self.zero.tell(messages.Started(self.progress))
+            self.zero.send(messages.Started(self.progress))
             for fault in self._damaged:
-                self.zero.tell(Impaired(f"{fault}; the checkpoint before it is loaded"))
+                self.zero.send(Impaired(f"{fault}; the checkpoint before it is loaded"))
 
     def handle(self, command: messages.Command) -> None:
         """Runs a command. An error that all ranks raise, or a failure of rank 0 between
@@ -159,7 +159,7 @@ class PolicyTrainer:
             return None
         if command.sender.step == self.progress.step:
             if self.zero:
-                self.zero.tell(messages.Batched(command.command_id, self.progress.batch))
+                self.zero.send(messages.Batched(command.command_id, self.progress.batch))
             return self._published()
         collected = self.zero.collect(command) if self.zero else None
         if not self._advance(command.sender.step, collected, command.sender.carrier):
@@ -199,7 +199,7 @@ class PolicyTrainer:
         # Adapters cannot adopt served weights; the difference counts as one more gap between
         # behaviour and policy.
         if differs and not self.learner.weights.adapted:
-            publish.take_served(self.learner.published(), served, self.config)
+            publish.adopt_served(self.learner.weights.published(), served, self.config)
         self._resumed = not known
         return known
 
@@ -295,7 +295,7 @@ class PolicyTrainer:
         self._writer.kept = best.policy_version
         if self.zero:
             path = self._writer.path(best.policy_version)
-            self.zero.tell(Saved(command.command_id, str(path), best.policy_version))
+            self.zero.send(Saved(command.command_id, str(path), best.policy_version))
 
     def settle(self) -> None:
         """Waits for the pending checkpoint, then acknowledges its groups."""
@@ -335,5 +335,6 @@ class PolicyTrainer:
     def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Writes the weights as a Hugging Face directory, which any engine serves."""
         trained = checkpoints.read_each_whole(checkpoint, "learner/model", state)
-        weights = self.learner.weights.exported(trained, checkpoint)
-        shards.write_causal_lm(weights, self.learner.shapes(), Path(self.config.model), checkpoint)
+        weights = self.learner.weights
+        exported = weights.exported(trained, checkpoint)
+        shards.write_causal_lm(exported, weights.shapes(), Path(self.config.model), checkpoint)

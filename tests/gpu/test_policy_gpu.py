@@ -61,8 +61,8 @@ def test_three_steps_go_where_the_cpu_goes(tmp_path: Path, mesh: DeviceMesh, way
             other.memory.leave()
             assert torch.cuda.memory_allocated() < held / 2
             other.memory.enter()
-    wanted = whole(one.published())
-    for name, weight in whole(other.published()).items():
+    wanted = whole(one.weights.published())
+    for name, weight in whole(other.weights.published()).items():
         assert torch.allclose(weight, wanted[name], atol=4e-3), name  # of three steps of 1e-3
 
 
@@ -74,7 +74,7 @@ def test_offload_gives_the_device_the_bytes_of_weights_and_moments(
     save_random(tmp_path / "model", "llama", num_hidden_layers=4, **HEADS, **large)
     one = learner(tmp_path / "model", mesh, offload=True)
     one.step(make_batch(trajectories(vocabulary=512), 4))
-    kept = 3 * 4 * sum(shape.numel() for shape in one.shapes().values())
+    kept = 3 * 4 * sum(shape.numel() for shape in one.weights.shapes().values())
     give_back_cached()
     allocated, in_use = device_bytes()
     assert allocated >= kept

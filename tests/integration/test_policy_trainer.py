@@ -10,6 +10,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -37,6 +38,11 @@ from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.ranks.group import RankGroup
+from paceline.ranks.messages import Save, Saved
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.messages import MESSAGES
+from paceline.services.policy_trainer.server import RANK_GRACE_S
 from paceline.streams import Ledger, LedgerCount, RedisStream, encode_trajectory, run_key
 from paceline.telemetry import names
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
@@ -112,11 +118,27 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(
     )
 
 
-async def test_ranks_write_their_last_spans_before_they_end(world: World, tmp_path: Path) -> None:
-    await world.start(**{"telemetry.spans_dir": tmp_path / "spans"})
-    await world.append(0, 0)
-    await world.step(0, 0)
-    await world.stop()  # the last checkpoint ends less than a flush interval before the ranks
+async def test_a_rank_writes_its_last_spans_before_it_ends(
+    tmp_path: Path, model_dir: Path, redis_url: str, run_id: str
+) -> None:
+    config = PolicyTrainerConfig.model_validate(
+        {
+            "run": {"id": run_id, "dir": str(tmp_path / "run")},
+            "redis": {"durable_url": redis_url},
+            "telemetry": {"spans_dir": str(tmp_path / "spans")},
+            "model": str(model_dir),
+        }
+    )
+    imports = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    group = RankGroup("late_flush_rank", 1, 1, tmp_path, {"PYTHONPATH": imports}, config=config)
+    async with group:
+        await group.start(patient(90))
+        group.send(MESSAGES.encode(Save(1)))
+        saved = False
+        while not saved:
+            _, message = await group.receive(patient(60))
+            saved = isinstance(MESSAGES.decode(message), Saved)
+        await group.stop(patient(RANK_GRACE_S))
     spans = [json.loads(line) for file in (tmp_path / "spans").iterdir() for line in file.open()]
     assert names.POLICY_CHECKPOINT in {span["name"] for span in spans}
 

@@ -47,7 +47,7 @@ def trained(run: Path, mesh: DeviceMesh, adapter_rank: int) -> Path:
         }
     )
     trainer = PolicyTrainer(config, build_learner(config, mesh), None)
-    vocabulary = int(trainer.learner.shapes()["model.embed_tokens.weight"][0])
+    vocabulary = int(trainer.learner.weights.shapes()["model.embed_tokens.weight"][0])
     for _ in range(2):
         trainer.learner.step(make_batch(trajectories(vocabulary=vocabulary), 4))
     trainer.progress = Progress(policy_version=2, step=1)

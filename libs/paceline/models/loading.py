@@ -5,7 +5,7 @@ Names and shapes are Hugging Face's. Errors are raised before any request is acc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -92,11 +92,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor name of a checkpoint, with its shape."""
-    return _shapes(model_records(config))
-
-
-def _shapes(records: Iterable[ServedTensor]) -> dict[str, tuple[int, ...]]:
-    return {part.name: part.shape for one in records for part in one.parts}
+    return {part.name: part.shape for one in model_records(config) for part in one.parts}
 
 
 def check_tensors(

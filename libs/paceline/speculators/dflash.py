@@ -183,13 +183,12 @@ class DflashNet(layer_net.LayerNet):
         layer_net.reset_weights(self, seed)
 
     @classmethod
-    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: ModelConfig, options: DflashOptions, seed: int) -> Self:
         """See DraftNet.fresh.
 
         Raises ConfigError for a target with too few layers or without a requested layer,
         InvalidInput for a MASK outside its embedding.
         """
-        assert isinstance(options, DflashOptions)
         mask = options.mask_token_id
         mask = default_mask(target) if mask is None else mask
         check_mask(mask, target)
@@ -204,13 +203,12 @@ class DflashNet(layer_net.LayerNet):
         return cls(shape, options, seed=seed)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: DflashOptions) -> Self:
         """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
         options'.
 
         Raises InvalidInput for another block size than the checkpoint was trained for.
         """
-        assert isinstance(options, DflashOptions)
         shape = parse_dflash(raw, target)
         asked = options.block_size
         if "block_size" in options.model_fields_set and asked != shape.block_size:

@@ -83,17 +83,15 @@ class EagleNet(layer_net.LayerNet):
         self.reset(seed)
 
     @classmethod
-    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: ModelConfig, options: EagleOptions, seed: int) -> Self:
         """See DraftNet.fresh."""
-        assert isinstance(options, EagleOptions)
         return cls(target, options, seed=seed)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: EagleOptions) -> Self:
         """See DraftNet.parse; `fc_bias` is the checkpoint's, and its layer may differ from the
         target's in heads and widths.
         """
-        assert isinstance(options, EagleOptions)
         name, allowed = architecture(raw), ARCHITECTURES[target.family]
         if name != allowed:
             raise InvalidInput(

@@ -158,18 +158,16 @@ class Eagle3Net(layer_net.LayerNet):
         layer_net.reset_weights(self, seed)
 
     @classmethod
-    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: ModelConfig, options: Eagle3Options, seed: int) -> Self:
         """See DraftNet.fresh; it drafts all tokens until `choose_tokens`. Raises ConfigError for a
         target with too few layers.
         """
-        assert isinstance(options, Eagle3Options)
         inner = inner_layers(target.num_layers, options.inner_layers)
         return cls(layer_net.drafter_shape(target, "llama", 1), inner, options, seed=seed)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Eagle3Options) -> Self:
         """See DraftNet.parse; shape, inner states and vocabulary are the checkpoint's."""
-        assert isinstance(options, Eagle3Options)
         config, inner, size = parse_eagle3(raw, target)
         own = {"norm_before_residual": bool(raw.get("norm_before_residual", False))}
         return cls(config, inner, options.model_copy(update=own), draft_vocab_size=size)

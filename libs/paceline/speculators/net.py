@@ -61,8 +61,8 @@ class DraftNet(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def fresh(cls, target: config.ModelConfig, options: Config, seed: int) -> Self:
-        """An untrained network for a target."""
+    def fresh(cls, target: config.ModelConfig, options: Any, seed: int) -> Self:
+        """An untrained network for a target; `options` are of the class Options."""
 
     @classmethod
     def read_options(cls, raw: Mapping[str, Any]) -> Config:
@@ -80,7 +80,7 @@ class DraftNet(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def parse(cls, raw: Mapping[str, Any], target: config.ModelConfig, options: Config) -> Self:
+    def parse(cls, raw: Mapping[str, Any], target: config.ModelConfig, options: Any) -> Self:
         """A network of the shape in a checkpoint's config.json, without its weights.
 
         Raises InvalidInput naming the key that does not match the target.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -155,19 +155,22 @@ class NetDrafter(Speculator, ABC, Generic[Net]):
         advance: Callable[[int, Tensor], Tensor],
     ) -> Drafts:
         """A chain of the most likely tokens, or of drawn tokens, from the logits of the first
-        draft.
+        draft. It ends at the first draft that no sequence reaches with `shape.floor` or more.
 
         `advance`: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
         """
 
-        def drafts() -> Iterator[tuple[Tensor, Tensor]]:
-            token, share = self._chosen(batch, logits, 0)
-            yield token, share
-            for step in range(1, shape.steps):
-                token, share = self._chosen(batch, advance(step, token), step)
-                yield token, share
-
-        return chained(drafts(), shape)
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for step in range(shape.steps):
+            if step:
+                logits = advance(step, tokens[-1])
+            token, share = self._chosen(batch, logits, step)
+            tokens.append(token)
+            scores.append(scores[-1] * share if scores else share)
+            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
+                break
+        return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
 
     def _chosen(self, batch: DraftBatch, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Token ids [B] and their shares of probability [B] from logits [B, draft ids]."""
@@ -177,21 +180,6 @@ class NetDrafter(Speculator, ABC, Generic[Net]):
         logits = self._over_tokens(logits)
         token = batch.sampler(logits, step)
         return token, torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
-
-
-def chained(drafts: Iterable[tuple[Tensor, Tensor]], shape: DraftShape) -> Drafts:
-    """A chain of token ids [B] and their probabilities [B]; it ends at the first draft that no
-    sequence reaches with `shape.floor` or more.
-    """
-    tokens: list[Tensor] = []
-    scores: list[Tensor] = []
-    for token, share in drafts:
-        tokens.append(token)
-        scores.append(scores[-1] * share if scores else share)
-        if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
-            break
-
-    return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
 
 
 def logprobs(logits: Tensor) -> Tensor:

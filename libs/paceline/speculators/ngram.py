@@ -5,7 +5,7 @@ Prompt lookup (Saxena 2023), suffix decoding (Oliaro et al. 2024, arXiv 2411.049
 RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts. Contexts are the
 last 16, 8, 4 or 2 tokens in the answers to this prompt, earlier and running ones, and the last 6, 4
 or 2 tokens in all sequences. The longest matching context proposes. From four tokens on, the
-prompt's own contexts take precedence. Both tables are bounded (answers.py).
+prompt's own contexts take precedence. Both tables are bounded (ngram_answers.py).
 """
 
 from __future__ import annotations

@@ -105,11 +105,10 @@ class RecurrentNet(DraftNet):
         self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
 
     @classmethod
-    def fresh(cls, target: config.ModelConfig, options: Config, seed: int) -> Self:
+    def fresh(cls, target: config.ModelConfig, options: RecurrentOptions, seed: int) -> Self:
         """See DraftNet.fresh; matrices are normal(0, spread), and norms only divide by the root
         mean square.
         """
-        assert isinstance(options, RecurrentOptions)
         net, generator = cls(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in net.parameters():
@@ -118,11 +117,12 @@ class RecurrentNet(DraftNet):
         return net
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], target: config.ModelConfig, options: Config) -> Self:
+    def parse(
+        cls, raw: Mapping[str, Any], target: config.ModelConfig, options: RecurrentOptions
+    ) -> Self:
         """See DraftNet.parse; the shape is the checkpoint's, the learning settings are the
         options'.
         """
-        assert isinstance(options, RecurrentOptions)
         if (name := config.architecture(raw)) not in cls.kind.architectures:
             raise InvalidInput(
                 f"architectures is no {cls.kind.name} drafter",

@@ -113,15 +113,15 @@ class CheckpointWriter:
     def _write(self, state: dict[str, Any], number: int, writing: dist.ProcessGroup | None) -> None:
         began, fresh = time.perf_counter(), self._directory / f".{number}.tmp"
         rank = dist.get_rank()
-        told = {"file": f"{SHARDS}/rank-{rank}.safetensors", "hash": "", "failure": ""}
+        own = {"file": f"{SHARDS}/rank-{rank}.safetensors", "hash": "", "failure": ""}
         try:
             (fresh / SHARDS).mkdir(parents=True, exist_ok=True)
             tensors = dict(tensors_of(state))
-            told["hash"] = write_shard(fresh / told["file"], tensors, rank=rank, wrote=self._moves)
+            own["hash"] = write_shard(fresh / own["file"], tensors, rank=rank, wrote=self._moves)
         except OSError as error:
-            told["failure"] = _cause(error)
+            own["failure"] = _cause(error)
         try:
-            written = [told] if writing is None else from_all_ranks(told, writing)
+            written = [own] if writing is None else from_all_ranks(own, writing)
             self._failure = next((one["failure"] for one in written if one["failure"]), None)
             if rank == 0 and self._failure is None:
                 hashes = {one["file"]: one["hash"] for one in written}
@@ -274,12 +274,7 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tens
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
-        local,
-        mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 

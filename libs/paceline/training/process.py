@@ -62,10 +62,10 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     sizes = [torch.empty(1, dtype=torch.int64) for _ in ranks]
     dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
     most = max(map(int, sizes))
-    told = [torch.empty(most, dtype=torch.uint8) for _ in ranks]
+    gathered = [torch.empty(most, dtype=torch.uint8) for _ in ranks]
     padded = np.frombuffer(own.ljust(most), dtype=np.uint8).copy()
-    dist.all_gather(told, torch.from_numpy(padded), group=group)
-    return [json.loads(one.numpy().tobytes()) for one in told]  # JSON ignores trailing spaces
+    dist.all_gather(gathered, torch.from_numpy(padded), group=group)
+    return [json.loads(one.numpy().tobytes()) for one in gathered]  # JSON ignores trailing spaces
 
 
 def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:

@@ -143,7 +143,7 @@ def _take(name: str, target: Tensor, part: Tensor, shape: Sequence[int], tensor:
     """Copies a piece of a whole tensor of that shape into its place."""
     seen, allowed = (tuple(shape), part.dtype), (tuple(tensor.shape), tensor.dtype)
     if seen != allowed:
-        raise DataLoss(f"a checkpoint holds another {name}", seen=seen, allowed=allowed)
+        raise DataLoss(f"{name} of the checkpoint differs", seen=seen, allowed=allowed)
     target.copy_(part)
 
 
@@ -208,10 +208,7 @@ def bytes_in_order(own: memoryview) -> Iterator[memoryview]:
 
 @torch.no_grad()
 def scatter_rows(
-    whole: Tensor | None,
-    dtype: torch.dtype,
-    tensor: Tensor,
-    take: Callable[[Tensor, Tensor], None],
+    whole: Tensor | None, dtype: torch.dtype, tensor: Tensor, take: Callable[[Tensor, Tensor], None]
 ) -> None:
     """Calls `take` with this rank's rows of a sharded tensor, live, and the same rows of rank 0's
     `whole`. `whole` is on the CPU with `dtype`, and None on the other ranks. Collective over the

@@ -182,8 +182,8 @@ class MeasuredCosts:
         self._config = config
         self._measured: Sequence[RoundCosts] = ()
 
-    def take(self, measured: Sequence[RoundCosts]) -> None:
-        """Takes the engine's measurements; an empty list changes nothing."""
+    def update(self, measured: Sequence[RoundCosts]) -> None:
+        """Replaces the engine's measurements; an empty list changes nothing."""
         self._measured = measured or self._measured
 
     def size_groups(self, kinds: Collection[str]) -> tuple[dict[str, list[SizeGroup]], bool]:

@@ -66,7 +66,7 @@ class PublishGate:
     def begin(self, command: m.Activate) -> list[m.Judged]:
         """Starts an activation; returns the decisions since the last one."""
         self.on_serving(command.drafter_version)
-        self.costs.take(command.round_costs)
+        self.costs.update(command.round_costs)
         self._hurry.rolled_out(command.accept_lengths)
         self._handed_over = False
         untold, self._untold = self._untold, []

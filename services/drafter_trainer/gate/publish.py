@@ -48,14 +48,14 @@ async def push_drafter(
         ) from error
 
     shift = decision.shift
-    said = {ACCEPTANCE: shift.to_json()} if shift is not None else {}
+    measured = {ACCEPTANCE: shift.to_json()} if shift is not None else {}
     tensors = list(decode_safetensors(data).values())
     manifest = build_manifest(
         WEIGHT_TARGET_DRAFTER,
         decision.drafter_version,
         tensors,
         lm_head_hash=decision.lm_head_hash,
-        metadata={"speculator": decision.kind, CONFIG: config, **said},
+        metadata={"speculator": decision.kind, CONFIG: config, **measured},
     )
     deadline_s = patient(push.push_deadline_s(manifest.total_bytes))
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
@@ -80,7 +80,8 @@ class Promoter:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._waiting: Judged | None = None
-        self.push: asyncio.Task[PushOutcome] | None = None  # in progress, or done and not yet taken
+        # in progress, or done and not yet collected
+        self.push: asyncio.Task[PushOutcome] | None = None
 
     def start(self, decision: Judged, context: CommandContext) -> None:
         """Pushes a promoted drafter."""
@@ -92,7 +93,7 @@ class Promoter:
         if self._waiting is not None and self.push is None:
             self.start(self._waiting, context)
 
-    def take(self) -> PushOutcome:
+    def collect_outcome(self) -> PushOutcome:
         """The result of `push`, which must be done."""
         assert self.push is not None
         outcome = self.push.result()
@@ -111,10 +112,12 @@ class Promoter:
         try:
             report = await push_drafter(self._channel, decision, context)
         except WORTH_ANOTHER_TRY as error:
-            log.warning("promoted drafter not taken yet", drafter_version=version, error=str(error))
+            log.warning(
+                "the promoted drafter is not delivered", drafter_version=version, error=str(error)
+            )
             return PushOutcome(decision, prepared=False, again=True)
         except errors.PacelineError as error:
-            log.error("promoted drafter refused", drafter_version=version, error=str(error))
+            log.error("the promoted drafter is rejected", drafter_version=version, error=str(error))
             return PushOutcome(decision, prepared=False)
         log.info(
             "drafter prepared", drafter_version=version, bytes=report.bytes, seconds=report.push_s

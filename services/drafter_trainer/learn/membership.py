@@ -101,7 +101,7 @@ class Membership:
             dist.broadcast(word, 0)
         return bool(word)
 
-    def stays(self, slots: Sequence[int]) -> bool:
+    def is_current(self, slots: Sequence[int]) -> bool:
         """Whether `join` would change nothing."""
         return self._places(slots[: dist.get_world_size()]) == self.members.devices
 

@@ -116,7 +116,7 @@ async def follow(config: OfflineConfig) -> int:
     )
 
     def stop() -> None:
-        _print("saving; the same command goes on from there")
+        _print("saving; the same command resumes")
         group.signal(signal.SIGTERM)
 
     async with group:

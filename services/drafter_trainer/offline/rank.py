@@ -37,7 +37,7 @@ from paceline.speculators.packed import PackedRow
 from paceline.training import checkpoints, packing, shards
 from paceline.training.process import COLLECTIVE_S, from_all_ranks, join_ranks
 
-Tell = Callable[[dict[str, Any]], None]
+Report = Callable[[dict[str, Any]], None]
 FAREWELL_S = 10.0
 OPEN_ROWS = 32
 DRAFTS = 5
@@ -53,9 +53,9 @@ class OfflineRun:
         net: DraftNet,
         lm: Any,
         samples: Sequence[data.Example],
-        tell: Tell,
+        report: Report,
     ) -> None:
-        self._config, self._tell, self._file = config, tell, config.out / "log.jsonl"
+        self._config, self._report, self._file = config, report, config.out / "log.jsonl"
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._members = membership.on_cpu(self._world)
         self._capture, self._head = net.capture, heads.load_policy_head(config.model, 0)
@@ -129,7 +129,7 @@ class OfflineRun:
 
     def _log(self, kind: str, **figures: Any) -> None:
         """Sends figures of the present step to the parent and, on rank 0, to the log."""
-        self._tell({"kind": kind, "step": self.step, **figures})
+        self._report({"kind": kind, "step": self.step, **figures})
         if self._rank == 0:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self.step, kind: figures}) + "\n")
@@ -166,7 +166,7 @@ class OfflineRun:
     def _save(self) -> None:
         """Starts a checkpoint of this step."""
         self._writer.write(self._state(), self.step, self._members.writing)
-        self._tell({"kind": "saved", "step": self.step})
+        self._report({"kind": "saved", "step": self.step})
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
         """Writes the whole drafter from the shards in `directory` to OUT/checkpoint/speculator."""
@@ -185,7 +185,7 @@ class OfflineRun:
                 self._config.out / "states", checkpoints.PREFIX, self._members.group
             )
             for fault in found.damaged:
-                self._tell({"kind": "damaged", "fault": fault})
+                self._report({"kind": "damaged", "fault": fault})
             if found.checkpoint is not None:
                 self._load(found.checkpoint)
         elif self._rank == 0:
@@ -210,7 +210,7 @@ class OfflineRun:
                     allowed=seen.get(key),
                 )
         self._learner.load_state(checkpoints.read_checkpoint(checkpoint, self._state())["learner"])
-        self._tell({"kind": "resumed", "step": self.step})
+        self._report({"kind": "resumed", "step": self.step})
 
 
 def rows_of(
@@ -239,15 +239,27 @@ def packed_row(
     masks attention between documents.
     """
     tokens = [torch.from_numpy(one.token_ids) for one in row]
-    lengths = [len(ids) - 1 for ids in tokens]
-    out = policy(
+    lengths, entering = [len(ids) - 1 for ids in tokens], dict[int, torch.Tensor]()
+
+    def kept(layer: int) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entering[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    # transformers' own output of hidden states is empty once FSDP2 has wrapped the layers
+    hooks = [
+        policy.layers[layer].register_forward_pre_hook(kept(layer), with_kwargs=True)
+        for layer in capture.inner
+    ]
+    last = policy(
         input_ids=torch.cat([ids[:-1] for ids in tokens])[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         use_cache=False,
-        output_hidden_states=bool(capture.inner),
-    )
-    entering = [out.hidden_states[layer] for layer in capture.inner]
-    states = torch.cat([*entering, out.last_hidden_state], dim=-1)[0].float()
+    ).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    states = torch.cat([*(entering[layer] for layer in capture.inner), last], dim=-1)[0].float()
     samples = [
         FeatureSample(
             session="",
@@ -289,7 +301,7 @@ def usable(samples: Sequence[data.Example], limit: int) -> list[data.Example]:
     return kept
 
 
-def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bool:
+def train(config: OfflineConfig, report: Report, stopping: Callable[[], bool]) -> bool:
     """Trains the whole run on this rank; returns whether it reached its end. Collective: the ranks
     need a gloo process group.
 
@@ -307,12 +319,12 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     lm = shards.load_causal_lm(config.model, DTYPES[config.dtype])
     limit = min(config.row_tokens, target.max_position_embeddings)
     kept = usable(samples, limit)
-    tell({"kind": "data", "sequences": len(kept), "left out": len(samples) - len(kept)})
+    report({"kind": "data", "sequences": len(kept), "left out": len(samples) - len(kept)})
     choose = getattr(net, "choose_tokens", None)
     if choose is not None and config.start is None:  # a reduced vocabulary
         drafted = np.concatenate([one.token_ids[2:][one.mask[2:]] for one in kept])
         choose(torch.from_numpy(np.bincount(drafted, minlength=target.vocab_size)))
-    return OfflineRun(config, net, lm, kept, tell).run(stopping)
+    return OfflineRun(config, net, lm, kept, report).run(stopping)
 
 
 def main() -> None:
@@ -322,15 +334,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.__setitem__(0, True))
     join_ranks("cpu", COLLECTIVE_S, threads=config.threads_per_rank, seed=config.seed)
 
-    def tell(message: dict[str, Any]) -> None:
+    def report(message: dict[str, Any]) -> None:
         if link.rank == 0:
             link.send(json.dumps(message).encode())
 
     link.ready()
     try:
-        tell({"kind": "done", "whole": train(config, tell, lambda: stop[0])})
+        report({"kind": "done", "whole": train(config, report, lambda: stop[0])})
     except PacelineError as error:
-        tell({"kind": "error", "text": str(error)})
+        report({"kind": "error", "text": str(error)})
 
     link.receive(FAREWELL_S)  # waits until the parent has read the last message
     link.close()

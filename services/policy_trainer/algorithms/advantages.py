@@ -74,9 +74,7 @@ def without_variance(rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"]) ->
     return (size.isfinite() & (high - low <= ALIKE * size))[groups]
 
 
-def normalized(
-    advantages: Float[Tensor, " T"],
-) -> Float[Tensor, " T"]:
+def normalized(advantages: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """(A - mean) / (std + EPS) over all tokens of the batch, REINFORCE++ (arXiv 2501.03262, section
     3.2). Zeros if there is nothing to compare.
     """

@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.services.policy_trainer import algorithm_settings
-from paceline.services.policy_trainer.algorithm_settings import PpoConfig, ReinforceConfig
 from paceline.services.policy_trainer.algorithms import advantages, base
 from paceline.services.policy_trainer.algorithms.advantages import group_relative, leave_one_out
 from paceline.services.policy_trainer.algorithms.losses import (
@@ -161,7 +160,7 @@ class Ppo(Clipped):
     surrogate (arXiv 1707.06347). A trajectory's reward is at its last token.
     """
 
-    settings: PpoConfig
+    settings: algorithm_settings.PpoConfig
 
     def needs(self) -> base.Needs:
         """Adds the critic's values."""
@@ -190,7 +189,7 @@ class ReinforcePlusPlus(Clipped):
     2501.03262, eq. 5). With the baseline, r is first compared within its group (section 3.3).
     """
 
-    settings: ReinforceConfig
+    settings: algorithm_settings.ReinforceConfig
 
     def advantages(self, batch: base.SessionBatch) -> Float[Tensor, " T"]:
         """Advantages; 0 if all tokens of the batch would have the same."""

@@ -86,7 +86,7 @@ class Batcher:
 
         return held_groups.close(wanted, self._held, self._max_staleness, self._keeps)
 
-    def take(self, record: StepRecord) -> held_groups.Batch:
+    def replay(self, record: StepRecord) -> held_groups.Batch:
         """The batch of a recorded step again. Raises DataLoss when an entry is missing."""
         missing = [entry for entry in record.trained if entry not in self._held]
         if missing:

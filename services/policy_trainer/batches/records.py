@@ -92,7 +92,7 @@ def read_best(directory: Path) -> Best | None:
         found = json.loads(text)
         return Best(int(found["policy_version"]), float(found["evaluation"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise DataLoss(f"{file} does not say which checkpoint is best", seen=text[:80]) from error
+        raise DataLoss(f"{file} does not name the best checkpoint", seen=text[:80]) from error
 
 
 def write_best(directory: Path, best: Best) -> None:

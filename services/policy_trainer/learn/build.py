@@ -74,10 +74,7 @@ def shard(
         start.fill(unit, names, mesh.device_type)
         unit.to(mesh.device_type)  # tensors that are in no file, such as buffers
         fully_shard(
-            unit,
-            mesh=mesh,
-            reshard_after_forward=config.reshard_after_forward,
-            mp_policy=precision,
+            unit, mesh=mesh, reshard_after_forward=config.reshard_after_forward, mp_policy=precision
         )
         read += new
         on_load(read, whole)

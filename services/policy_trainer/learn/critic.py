@@ -32,15 +32,11 @@ class Critic:
         self._settings = settings
         self._packer = minibatches.Packer(config, mesh, pair_cost(model))
         self._updates = 0
+        self.warmup_steps = settings.critic_warmup_steps  # first steps that train it alone
         optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
         self.optimizer = NamedOptimizer(
             dict(model.named_parameters()), optimizer, moments=optimizer.moments
         )
-
-    @property
-    def warmup_steps(self) -> int:
-        """Number of first steps that train the critic alone."""
-        return self._settings.critic_warmup_steps
 
     def update(
         self,

@@ -22,12 +22,10 @@ from paceline.services.policy_trainer.algorithms import base, build_algorithm
 from paceline.services.policy_trainer.algorithms.losses import divergence
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn import memory, minibatches, weights
 from paceline.services.policy_trainer.learn.critic import Critic
-from paceline.services.policy_trainer.learn.memory import DeviceMemory, KeptWeights
-from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, pair_cost
 from paceline.services.policy_trainer.learn.objective import Figures, PolicyObjective
-from paceline.services.policy_trainer.learn.weights import PolicyWeights
 from paceline.services.policy_trainer.messages import StepFacts
 from paceline.telemetry import names, span
 from paceline.training.optimizer import NamedOptimizer
@@ -49,7 +47,7 @@ class StepParts:
             yield
         self._seconds[name] += time.perf_counter() - started
 
-    def taken(self) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """Seconds by figure; restarts from 0."""
         found = {f"seconds/{name}": value for name, value in self._seconds.items()}
         self._seconds.clear()
@@ -84,7 +82,7 @@ class Learner:
         self.critic = critic
         self.algorithm: base.Algorithm = build_algorithm(config.algorithm)
         self.objective = PolicyObjective(config.algorithm, self.algorithm)
-        self.packer = Packer(config, mesh, pair_cost(model))
+        self.packer = minibatches.Packer(config, mesh, pair_cost(model))
         self.parts = StepParts()
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
@@ -94,15 +92,15 @@ class Learner:
         for one in (model, reference, critic.model if critic else None):
             for layer in one.layers() if isinstance(one, PolicyModel | ValueModel) else ():
                 layer.register_forward_hook(self._note_layer)
-        self.weights = PolicyWeights(config, model)
+        self.weights = weights.PolicyWeights(config, model)
         audited = config.audit.kept_versions if config.audit.share else 0
         versions = min(audited, config.max_staleness or 0)
-        self.kept = KeptWeights(model, self.weights.trained, versions)
+        self.kept = memory.KeptWeights(model, self.weights.trained, versions)
         settings = config.optimizer
         self.optimizer = NamedOptimizer(self.weights.trained, settings, moments=settings.moments)
         optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
         models = [model, reference, critic.model if critic else None]
-        self.memory = DeviceMemory([one for one in models if one is not None], optimizers)
+        self.memory = memory.DeviceMemory([one for one in models if one is not None], optimizers)
 
     def _note_layer(self, layer: nn.Module, given: Any, made: Any) -> None:
         self.on_layer()
@@ -128,7 +126,7 @@ class Learner:
             known = replace(known, advantages=torch.zeros_like(known.advantages))
         losses, norms = [], []
         for _ in range(self.config.algorithm.passes):
-            for part in mini_batches(batch, self.config):
+            for part in minibatches.mini_batches(batch, self.config):
                 loss, norm = self._update(batch, part, known, figures)
                 losses.append(loss)
                 norms.append(norm)
@@ -140,7 +138,7 @@ class Learner:
         means = {"loss": _mean(losses), "grad_norm": _mean(norms[:1])}
         finite = {name: value for name, value in means.items() if value is not None}
         return StepFacts(
-            figures={**figures.reduced(), **finite, **self.parts.taken()},
+            figures={**figures.reduced(), **finite, **self.parts.collect()},
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
             skipped_updates=sum(not math.isfinite(norm) for norm in norms),
@@ -188,19 +186,19 @@ class Learner:
         found = torch.zeros(len(batch.owners), device=self.mesh.device_type)
         everything = torch.ones(len(batch.rewards), dtype=torch.bool)
         for micro in self.packer.micro_batches(batch, everything):
-            said = model(micro)
-            if isinstance(said, tuple):
-                said, entropy = said
+            output = model(micro)
+            if isinstance(output, tuple):
+                output, entropy = output
                 if figures is not None:
-                    self._measure(batch, micro, said, entropy, figures)
-            found[micro.tokens] = said
+                    self._measure(batch, micro, output, entropy, figures)
+            found[micro.tokens] = output
         dist.all_reduce(found)
         return found.cpu()
 
     # --- one update -------------------------------------------------------------------------------
 
     def _update(
-        self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
+        self, batch: TrainBatch, part: minibatches.MiniBatch, known: StepStart, figures: Figures
     ) -> tuple[float, float]:
         """Loss and gradient norm before clipping. The norm is NaN if the loss is not finite. Both
         are 0 if nothing carries gradient.
@@ -232,7 +230,7 @@ class Learner:
             self._measure(batch, micro, policy, entropy, figures)
 
     def _accumulate(
-        self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
+        self, batch: TrainBatch, part: minibatches.MiniBatch, known: StepStart, figures: Figures
     ) -> float:
         """Accumulates gradients of the mini-batch's loss; returns that loss, equal on all ranks."""
 
@@ -301,20 +299,12 @@ class Learner:
             members = torch.zeros_like(batch.audited).index_fill_(0, batch.owners[drew], True)
             with self.kept.as_of(lag):
                 for micro in self.packer.micro_batches(batch, members):
-                    said, _ = self.model(micro)
+                    logprobs, _ = self.model(micro)
                     at = micro.tokens.cpu()
-                    gaps = said.cpu() - batch.behavior_logprobs[at]
+                    gaps = logprobs.cpu() - batch.behavior_logprobs[at]
                     figures.add_audit(gaps, batch.masks_by_cell(at, lag))
 
     # --- the whole weights ------------------------------------------------------------------------
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the whole weights under their Hugging Face names, sorted."""
-        return self.weights.shapes()
-
-    def published(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, sharded and in fp32, in the order of `shapes`."""
-        return self.weights.published()
 
     def state(self, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Copies of this rank's shards on the CPU: "model" and "optimizer" by trained parameter.

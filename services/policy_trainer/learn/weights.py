@@ -92,8 +92,8 @@ class StartPolicy(nn.Module):
     def forward(self, micro: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """As PolicyModel.forward."""
         with _silent(self._policy[0]):
-            said: tuple[Tensor, Tensor] = self._policy[0](micro)
-        return said
+            scores: tuple[Tensor, Tensor] = self._policy[0](micro)
+        return scores
 
 
 def write_adapters(

@@ -105,7 +105,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(world: Path) -> None:
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
     assert process.wait(timeout=patient(60)) == 130, rest
-    assert "the same command goes on from there" in rest
+    assert "the same command resumes" in rest
     saved = load_file(world / "out/checkpoint/speculator/model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
     told = in_process(world, True, out=world / "out", steps=100_000)

@@ -21,7 +21,7 @@ from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner, form_mesh
 from paceline.services.policy_trainer.learn.learner import Learner
-from paceline.services.policy_trainer.publish import Publisher, publication_of, take_served
+from paceline.services.policy_trainer.publish import Publisher, adopt_served, publication_of
 from paceline.tensors import NamedTensor
 from paceline.training import shards
 from paceline.training.checkpoints import CheckpointWriter, read_each_whole
@@ -50,7 +50,9 @@ def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
     shards.PIECE_BYTES = PIECE
     learner = stepped(model, out, given)
     with Held() as published:
-        publication = publication_of(1, learner.published(), learner.shapes(), learner.config)
+        publication = publication_of(
+            1, learner.weights.published(), learner.weights.shapes(), learner.config
+        )
     alone = dist.get_world_size() == 1
     rank = dist.get_rank()
     exported = Held()
@@ -58,12 +60,12 @@ def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
     def export(state: dict[str, object], checkpoint: Path) -> None:
         with exported:
             weights = read_each_whole(checkpoint, "learner/model", state)
-            write_causal_lm(weights, learner.shapes(), model, checkpoint)
+            write_causal_lm(weights, learner.weights.shapes(), model, checkpoint)
 
     writer = CheckpointWriter(out / "checkpoints", export)
     writer.write({"learner": learner.state()}, 1, None if alone else dist.new_group())
     writer.wait()
-    full = whole(learner.published())
+    full = whole(learner.weights.published())
     held = from_all_ranks([published.most, exported.most])
     for one in publication.policy.tensors:
         (out / f"{one.name}.{rank}").write_bytes(one.view)
@@ -85,14 +87,16 @@ def pushing(model: Path, out: Path, given: Mapping[str, object], spoil: Mapping[
     learner = build_learner(config, form_mesh(config))
     publisher, told = Publisher(config, asyncio.Runner()), []
     for version in (1, 2, 3):
-        for name, weight in learner.published():
+        for name, weight in learner.weights.published():
             rows = local_of(weight).flatten(1) if weight.ndim > 1 else local_of(weight)
             if version > 1 and name in MOVED:
                 rows[..., ::64] *= 1.25
             if version == 3 and dist.get_rank() == spoil["rank"]:
                 rows[...] = float("nan")
         try:
-            publication = publication_of(version, learner.published(), learner.shapes(), config)
+            publication = publication_of(
+                version, learner.weights.published(), learner.weights.shapes(), config
+            )
             context = CommandContext(run_id="local", step=version, epoch=3)
             told.append(asdict(publisher.push(publication, context)))
         except WeightsError as error:
@@ -120,7 +124,7 @@ def adapted(model: Path, out: Path, dtype: str) -> None:
     for part, one in (("policy", publication.policy), ("head", publication.head)):
         for tensor in one.tensors:
             (out / f"{part}.{tensor.name}.{dist.get_rank()}").write_bytes(tensor.view)
-    full = whole(learner.published())
+    full = whole(learner.weights.published())
     if dist.get_rank() == 0:
         for part, one in (("policy", publication.policy), ("head", publication.head)):
             (out / f"{part}.manifest").write_bytes(one.manifest.SerializeToString())
@@ -133,7 +137,7 @@ def taking(model: Path, out: Path, dtype: str) -> None:
     """Takes what serves where its bits differ; rank 0 writes own weights, those, and the taken."""
     shards.PIECE_BYTES = PIECE
     learner = stepped(model, out, {"publish_dtype": dtype})
-    own = {name: one.clone() for name, one in whole(learner.published()).items()}
+    own = {name: one.clone() for name, one in whole(learner.weights.published()).items()}
     served = {name: one.to(getattr(torch, dtype), copy=True) for name, one in own.items()}
     for one in served.values():
         one[-1] *= 1.25
@@ -148,8 +152,8 @@ def taking(model: Path, out: Path, dtype: str) -> None:
         )
         for name, one in served.items()
     }
-    take_served(learner.published(), there if own_rank else None, learner.config)
-    taken = whole(learner.published())
+    adopt_served(learner.weights.published(), there if own_rank else None, learner.config)
+    taken = whole(learner.weights.published())
     if own_rank:
         for name, tensors in (("own", own), ("served", served), ("taken", taken)):
             save_file(tensors, out / f"{name}.safetensors")
@@ -160,7 +164,7 @@ def taking(model: Path, out: Path, dtype: str) -> None:
 def without_room(model: Path, out: Path) -> None:
     """The disk of the last rank is full: no rank waits for another."""
     learner = stepped(model, out, {})
-    before = {name: local_of(one).clone() for name, one in learner.published()}
+    before = {name: local_of(one).clone() for name, one in learner.weights.published()}
 
     def full(nbytes: int, directory: Path) -> memoryview:
         raise ResourceExhausted("no room", seen=nbytes)
@@ -168,6 +172,8 @@ def without_room(model: Path, out: Path) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         publish.mapped_file = full
     with pytest.raises(ResourceExhausted, match="no room"):
-        publication_of(1, learner.published(), learner.shapes(), learner.config)
-    assert all(torch.equal(local_of(one), before[name]) for name, one in learner.published())
+        publication_of(1, learner.weights.published(), learner.weights.shapes(), learner.config)
+    assert all(
+        torch.equal(local_of(one), before[name]) for name, one in learner.weights.published()
+    )
     dist.destroy_process_group()

@@ -167,7 +167,7 @@ def five_steps(
             made = [replace(t, reward=r) for t, r in zip(trajectories(), rewards, strict=True)]
             facts = learner.step(make_batch(made, 4), step)
             losses += [facts.figures[one] for one in COMPARED]
-        weights = whole(learner.published())
+        weights = whole(learner.weights.published())
         everything |= {f"{name}.{key}": value for key, value in weights.items()}
         everything[f"{name}.losses"] = torch.tensor(losses, dtype=torch.float64)
     if dist.get_rank() == 0:

@@ -49,8 +49,9 @@ def main(kind: str, out: Path) -> None:
     learner.load_state(learner.state())
     weights = learner.snapshot().state_dict()
     moments = {
-        f"exp_avg.{n}": whole_of(one["exp_avg"])
-        for n, one in learner.state()["optimizer"]["state"].items()
+        key.replace("exp_avg/", "exp_avg."): whole_of(one)
+        for key, one in learner.state().items()
+        if key.startswith("exp_avg/")
     }
     if rank == 0:
         save_file({**weights, **moments}, out)

@@ -167,7 +167,7 @@ def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> Non
     configured = {n: pytest.approx(1 + 0.15 * n) for n in (1, 2, 3, 4)}
     assert table.size_groups(["lstm"]) == ({"lstm": [SizeGroup(1.0, configured)]}, False)
     costs = {"eagle:3_1_4": 1.5, "eagle:2_4_8": 9.0, "eagle:9_1_10": 2.0, "eagle:1_1_2": 0.0}
-    table.take(
+    table.update(
         [
             RoundCosts(1, 0.2, costs, 1.25),
             RoundCosts(5, 0.3, {"ngram:3_1_4": 1.1}, 1.1),
@@ -179,7 +179,7 @@ def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> Non
     both, measured = table.size_groups(["eagle", "lstm"])
     assert measured
     assert both["lstm"] == [SizeGroup(1.0, {2: 1.5}, 1.0)], "where both are measured"
-    table.take([])
+    table.update([])
     assert table.size_groups(["eagle"])[1], "nothing new leaves what is known"
     found, measured = table.size_groups(["eagle", "mlp"])
     assert (found["eagle"][0].costs[2], measured) == (pytest.approx(1.3), False), (

@@ -47,8 +47,8 @@ async def test_restarted_ranks_are_sent_only_heads_that_are_still_spooled(tmp_pa
     spool = Spool(tmp_path / "spool")
     paths = {version: spooled(spool, version) for version in (1, 2, 3)}
     for version, path in paths.items():
-        await driver.tell(m.NewHead(version, str(path)))
-    await driver.tell(m.Serving(3, 0))
+        await driver.send_fact(m.NewHead(version, str(path)))
+    await driver.send_fact(m.Serving(3, 0))
     spool.discard(WEIGHT_TARGET_POLICY_HEAD, 1)
     kept = [m.NewHead(version, str(paths[version])) for version in (2, 3)]
     assert driver.lasting_facts() == [*kept, m.Serving(3, 0)]

@@ -475,13 +475,13 @@ async def test_entries_stay_until_a_checkpoint_and_a_restart_replays_exactly_the
 
     again = Batcher(bench.stream, bench.notes, max_staleness=0, max_pending=100)
     await again.open()
-    assert again.take(batch.record).trajectories == batch.trajectories
+    assert again.replay(batch.record).trajectories == batch.trajectories
     await again.settle(batch.record)
     await again.release(batch.record)
     assert bench.notes.trained == {"a-0-3/0": 3, "a-1-3/0": 3}
     assert (await bench.stream.depth()).entries == 1
     with pytest.raises(DataLoss, match="step 3"):
-        again.take(batch.record)
+        again.replay(batch.record)
 
 
 async def test_no_more_than_the_bound_is_held_for_later_steps() -> None:

@@ -112,7 +112,7 @@ def test_log_probs_and_gradients_are_those_of_weights_with_the_product_added(
     for name, parameter in learner.optimizer.parameters.items():
         found, wanted = local_of(parameter.grad), given[f"trained.{name}"].grad
         assert (found.double() - wanted).norm() < 1e-4 * wanted.norm(), name
-    for name, weight in learner.published():
+    for name, weight in learner.weights.published():
         assert torch.allclose(local_of(weight).double(), weights[name], atol=1e-6), name
 
 
@@ -121,10 +121,10 @@ def test_adapters_begin_as_nothing_and_leave_every_other_weight(
 ) -> None:
     learner = built(model_dir, tmp_path, mesh, targets=["q_proj", "down_proj"])
     start = LlamaForCausalLM.from_pretrained(model_dir).state_dict()
-    for name, weight in whole(learner.published()).items():
+    for name, weight in whole(learner.weights.published()).items():
         assert torch.equal(weight, start[name]), name
     learner.step(batch())
-    for name, weight in whole(learner.published()).items():
+    for name, weight in whole(learner.weights.published()).items():
         change = weight - start[name]
         if "q_proj" in name or "down_proj" in name:
             assert torch.linalg.matrix_rank(change.double(), rtol=1e-4) == RANK, name
@@ -166,8 +166,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_adapters_alone_bit_for_bit(
     PolicyTrainer(resumed.config, resumed, None).resume()
     figures = [one.step(batch(1)).figures["loss"] for one in (learner, resumed)]
     assert figures[0] == figures[1]
-    expected = whole(learner.published())
-    for name, weight in whole(resumed.published()).items():
+    expected = whole(learner.weights.published())
+    for name, weight in whole(resumed.weights.published()).items():
         assert torch.equal(weight, expected[name]), name
 
 
@@ -189,7 +189,7 @@ def test_the_export_is_served_as_a_model_and_the_adapter_by_peft(
     learner.step(batch())
     directory = saved(learner, tmp_path)
     exported = LlamaForCausalLM.from_pretrained(directory)
-    for name, weight in whole(learner.published()).items():
+    for name, weight in whole(learner.weights.published()).items():
         assert torch.allclose(exported.state_dict()[name], weight, atol=1e-6), name
     start = LlamaForCausalLM.from_pretrained(model_dir)
     adapted = PeftModel.from_pretrained(start, directory / "adapter").eval()

@@ -151,7 +151,7 @@ def test_tokens_of_an_earlier_version_are_scored_in_its_weights_while_these_are_
     one = build_learner(config, mesh)
     sampled = sample(engine(models[0]))
     one.step(make_batch(sampled, 0, 1.0))
-    before = {name: weight.full_tensor().clone() for name, weight in one.published()}  # type: ignore[attr-defined]
+    before = {name: weight.full_tensor().clone() for name, weight in one.weights.published()}  # type: ignore[attr-defined]
     facts = one.step(make_batch(sampled, 1, 1.0))
     tokens = sum(sum(trajectory.loss_mask) for trajectory in sampled)
     assert sum(cell.tokens for cell in facts.cells.values()) == tokens
@@ -160,8 +160,8 @@ def test_tokens_of_an_earlier_version_are_scored_in_its_weights_while_these_are_
     # Scoring in other weights leaves no trace in the step.
     other = build_learner(config.model_copy(update={"audit": AuditConfig(share=0.0)}), mesh)
     other.step(make_batch(sampled, 0))
-    assert all(torch.equal(w.full_tensor(), before[name]) for name, w in other.published())  # type: ignore[attr-defined]
+    assert all(torch.equal(w.full_tensor(), before[name]) for name, w in other.weights.published())  # type: ignore[attr-defined]
     other.step(make_batch(sampled, 1))
-    trained = dict(one.published())
-    for name, weight in other.published():
+    trained = dict(one.weights.published())
+    for name, weight in other.weights.published():
         assert torch.equal(weight.full_tensor(), trained[name].full_tensor()), name  # type: ignore[attr-defined]

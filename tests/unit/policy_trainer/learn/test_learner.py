@@ -114,7 +114,7 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
         path.name for path in directory.iterdir()
     }
     served = LlamaForCausalLM.from_pretrained(directory).state_dict()
-    for name, weight in whole(first.published()).items():
+    for name, weight in whole(first.weights.published()).items():
         assert torch.equal(served[name], weight), name
 
     resumed = learner(model_dir, mesh)
@@ -123,8 +123,8 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
     assert resuming.progress == dataclasses.replace(writing.progress, checkpoint_version=2)
     resumed.step(batch(2))
     resumed.step(batch(3))
-    expected = whole(straight.published())
-    for name, weight in whole(resumed.published()).items():
+    expected = whole(straight.weights.published())
+    for name, weight in whole(resumed.weights.published()).items():
         assert torch.equal(weight, expected[name]), name
 
 
@@ -260,9 +260,10 @@ def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
         assert [float(group["lr"]) for group in one.optimizer._groups()] == pytest.approx([rate])
     assert first.figures["clip_fraction"] == 0.0
     assert 0.1 < second.figures["clip_fraction"] < 0.5
-    weights = whole(once.published())
+    weights = whole(once.weights.published())
     assert any(
-        not torch.equal(weight, weights[name]) for name, weight in whole(twice.published()).items()
+        not torch.equal(weight, weights[name])
+        for name, weight in whole(twice.weights.published()).items()
     )
 
 
@@ -270,11 +271,12 @@ def test_a_batch_without_advantage_leaves_the_weights_alone_and_is_measured_all_
     model_dir: Path, mesh: DeviceMesh
 ) -> None:
     still, moving = learner(model_dir, mesh), learner(model_dir, mesh)
-    before = whole(still.published())
+    before = whole(still.weights.published())
     figures = still.step(make_batch(rewarded([0.3] * 24), 4))
     assert (figures.figures["loss"], figures.figures["grad_norm"]) == (0.0, 0.0)
     assert all(
-        torch.equal(weight, before[name]) for name, weight in whole(still.published()).items()
+        torch.equal(weight, before[name])
+        for name, weight in whole(still.weights.published()).items()
     )
     measured = moving.step(batch(0))
     assert figures.figures["entropy"] == pytest.approx(measured.figures["entropy"], rel=1e-6)
@@ -363,7 +365,7 @@ def test_mini_batches_passes_divergence_entropy_and_weights_step_as_the_plain_tr
     assert statistics.fmean(plain.clipped) > 0.1, "the test needs clips"
     start = PlainTrainer(model_dir, 1e-3, 3, 0.5).lm.state_dict()
     expected = plain.lm.state_dict()
-    for name, weight in whole(one.published()).items():
+    for name, weight in whole(one.weights.published()).items():
         moved = (expected[name] - start[name]).norm()
         assert (weight.double() - expected[name]).norm() < 2e-3 * moved, name
 
@@ -436,7 +438,7 @@ def test_rows_micro_batches_and_chunks_change_nothing(
         }
         one = build_learner(PolicyTrainerConfig.model_validate(given), mesh)
         figures = [one.step(make_batch(trained, 4)) for _ in range(2)]
-        return whole(one.published()), figures[-1].figures["loss"]
+        return whole(one.weights.published()), figures[-1].figures["loss"]
 
     made = rewarded(torch.randn(24, generator=torch.Generator().manual_seed(1)).tolist())
     expected, loss = stepped(made)
@@ -456,15 +458,18 @@ def test_a_critic_learns_what_is_earned_and_its_first_steps_leave_the_policy_alo
     algorithm = PpoConfig(critic_lr=3e-3, critic_warmup_steps=12, value_clip=0.0)
     config = PolicyTrainerConfig(model=str(model_dir), algorithm=algorithm)
     one = build_learner(config, mesh)
-    before = whole(one.published())
+    before = whole(one.weights.published())
     made = make_batch(rewarded([1.0 if i < 12 else -1.0 for i in range(24)]), 4)
     errors = [one.step(made, step).figures["value_error"] for step in range(12)]
     assert errors[0] == pytest.approx(1.0), "a critic begins with values of 0"
     assert errors[-1] < 0.8 * errors[0]
-    assert all(torch.equal(weight, before[name]) for name, weight in whole(one.published()).items())
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in whole(one.weights.published()).items()
+    )
     one.step(made, 12)
     assert any(
-        not torch.equal(weight, before[name]) for name, weight in whole(one.published()).items()
+        not torch.equal(weight, before[name])
+        for name, weight in whole(one.weights.published()).items()
     )
 
 
@@ -499,7 +504,7 @@ def test_an_update_whose_numbers_are_not_finite_is_not_taken_and_the_next_one_is
 ) -> None:
     capped = GrpoConfig(correction=CorrectionConfig(weight="token"))
     one, other = (learner(model_dir, mesh, algorithm=capped) for _ in range(2))
-    before = whole(one.published())
+    before = whole(one.weights.published())
     broken = batch(0)
     getattr(broken, part)[-1] = value
     figures = one.step(broken)
@@ -507,10 +512,12 @@ def test_an_update_whose_numbers_are_not_finite_is_not_taken_and_the_next_one_is
     assert "grad_norm" not in figures.figures
     assert "loss" not in figures.figures, "no number stands for one that is not there"
     assert all(map(math.isfinite, figures.figures.values()))
-    assert all(torch.equal(weight, before[name]) for name, weight in whole(one.published()).items())
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in whole(one.weights.published()).items()
+    )
     assert one.step(batch(1)).skipped_updates == other.step(batch(1)).skipped_updates == 0
-    expected = whole(other.published())
-    for name, weight in whole(one.published()).items():
+    expected = whole(other.weights.published())
+    for name, weight in whole(one.weights.published()).items():
         assert torch.equal(weight, expected[name]), name
 
 
@@ -518,7 +525,7 @@ def test_a_gradient_that_is_not_finite_is_not_taken_where_the_loss_is(
     model_dir: Path, mesh: DeviceMesh
 ) -> None:
     one = learner(model_dir, mesh)
-    before = whole(one.published())
+    before = whole(one.weights.published())
     one.model.lm.model.norm.register_full_backward_hook(
         lambda module, inwards, outwards: tuple(gradient * math.inf for gradient in inwards)
     )
@@ -526,7 +533,9 @@ def test_a_gradient_that_is_not_finite_is_not_taken_where_the_loss_is(
     assert figures.skipped_updates == 1
     assert "grad_norm" not in figures.figures
     assert figures.figures["loss"] != 0.0
-    assert all(torch.equal(weight, before[name]) for name, weight in whole(one.published()).items())
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in whole(one.weights.published()).items()
+    )
 
 
 def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:

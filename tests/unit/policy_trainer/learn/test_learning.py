@@ -102,7 +102,7 @@ def learned(
     learner = build_learner(config, mesh)
     sampler = LlamaForCausalLM.from_pretrained(model)
     draw = torch.Generator().manual_seed(seed)
-    versions = [whole(learner.published())]
+    versions = [whole(learner.weights.published())]
     rewards = []
     for step in range(STEPS):
         version = max(0, step - lag)
@@ -110,7 +110,7 @@ def learned(
         batch = sampled(sampler, step, version, draw)
         rewards.append(sum(one.reward or 0.0 for one in batch) / len(batch))
         learner.step(make_batch(batch, step), step)
-        versions.append(whole(learner.published()))
+        versions.append(whole(learner.weights.published()))
     return sum(rewards[-5:]) / 5
 
 
