@@ -201,7 +201,8 @@ class LocalWorkers:
             self._directory = Path(
                 tempfile.mkdtemp(prefix="w-", dir=user_directory.socket_directory())
             )
-        ring, config = None, self._config
+        ring: RowRing | None = None
+        config = self._config
         if self._layout is not None:
             ring = RowRing.create(RING_ROWS, self._layout.width * self._value_bytes)
         cores: tuple[int, ...] = ()
@@ -237,7 +238,7 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     kind = engines.find_engine(engine.kind)
     spec: type[Config] = import_object(kind.settings)
     if config.features.layers and "capture_inner" not in spec.model_fields:
-        message = "gateway.features.layers is unavailable with this engine"
+        message = "this engine does not support gateway.features.layers"
         raise ConfigError(message, seen=engine.kind, allowed="embedded")
     section = getattr(engine, engine.kind, None)
     values = {
