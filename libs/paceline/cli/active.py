@@ -206,7 +206,11 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         line(f"paused{when}; to continue: paceline resume")
     if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
         line(drafter_line(snapshot.drafters))
-    console.print(_slots_table(snapshot.slots))
+    for slots in snapshot.slots:
+        last = slots.first + slots.count - 1
+        numbers = f"slot {last}" if slots.count == 1 else f"slots {slots.first}-{last}"
+        states = enum_word(pb.Holder, slots.holder), enum_word(pb.WorkerState, slots.worker_state)
+        line(f"{numbers}: held by {states[0]} in epoch {slots.epoch}, worker {states[1]}")
     for part in progress.parts[1:]:  # the first part is shown above
         if counts := _counts_text(part):
             line(f"{part.name}: {counts}")
@@ -276,16 +280,3 @@ def _counts_text(part: Part) -> str:
     """The counts that are not zero, as text."""
     named = sorted((name.replace("_", " "), count) for name, count in part.counts.items() if count)
     return ", ".join(f"{name} {count:,}" for name, count in named)
-
-
-def _slots_table(ranges: Iterable[pb.SlotRange]) -> Table:
-    slots = Table("slots", "holder", "epoch", "worker")
-    for some in ranges:
-        last = some.first + some.count - 1
-        slots.add_row(
-            str(last) if some.count == 1 else f"{some.first}-{last}",
-            enum_word(pb.Holder, some.holder),
-            str(some.epoch),
-            enum_word(pb.WorkerState, some.worker_state),
-        )
-    return slots
