@@ -177,7 +177,7 @@ def prometheus_page() -> bytes:
 
 def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerProvider | None:
     """Logs to stderr, and to an OTLP endpoint if there is one."""
-    if not _otlp_wanted("LOGS"):
+    if not _endpoint("LOGS"):
         log.configure_log(service, config.log_level, config.log_json)
         return None
     from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
@@ -195,7 +195,7 @@ def _traces(
     service: str, config: TelemetryConfig, resource: Resource
 ) -> SdkTracerProvider | UnexportedSpans:
     """Spans for a directory and an endpoint; without either, spans with ids only."""
-    if not config.spans_dir and not _otlp_wanted("TRACES"):
+    if not config.spans_dir and not _endpoint("TRACES"):
         return UnexportedSpans(_note_end)
 
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -224,7 +224,7 @@ def _traces(
         path = Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl"
         provider.add_span_processor(span_file_processor(path, service))
 
-    if _otlp_wanted("TRACES"):
+    if _endpoint("TRACES"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -247,7 +247,7 @@ def _metrics(resource: Resource) -> MeterProvider:
     from prometheus_client import CollectorRegistry
 
     readers: list[MetricReader] = []
-    if _otlp_wanted("METRICS"):
+    if _endpoint("METRICS"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         exporter = OTLPMetricExporter(channel_options=_channel_options("METRICS"))
@@ -256,12 +256,8 @@ def _metrics(resource: Resource) -> MeterProvider:
     _Running.registry = CollectorRegistry()
     readers.append(PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry))
     # Exemplars are kept only for an endpoint: the Prometheus page cannot show them.
-    examples = None if _otlp_wanted("METRICS") else AlwaysOffExemplarFilter()
+    examples = None if _endpoint("METRICS") else AlwaysOffExemplarFilter()
     return MeterProvider(metric_readers=readers, resource=resource, exemplar_filter=examples)
-
-
-def _otlp_wanted(signal: str) -> bool:
-    return bool(_endpoint(signal))
 
 
 def _endpoint(signal: str) -> str:
