@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.processes import keep_files_private
 
-LOCAL = "local"
+LOCAL: Final = "local"
 LauncherKind = Literal["local", "ray"]
 
 
