@@ -11,7 +11,7 @@ from rich.console import Console
 
 import paceline
 from paceline.addresses import loopback
-from paceline.cli import command, files, operate
+from paceline.cli import command, commands
 from paceline.errors import NotFound
 from paceline.local.hub import model_directory
 from paceline.local.services import SERVICES
@@ -209,12 +209,10 @@ def doctor(
     command.run_to_exit(check_machine(files, given, out, as_json=as_json))
 
 
-for _command in operate.COMMANDS:
-    app.command()(_command)
-for _drafter_command in operate.DRAFTER_COMMANDS:
-    drafter.command()(_drafter_command)
-for _name, _work in files.COMMANDS.items():
-    app.command(_name)(_work)
+for _command in commands.COMMANDS:
+    app.command("eval" if _command is commands.evaluate_model else None)(_command)
+for _command in commands.DRAFTER_COMMANDS:
+    drafter.command()(_command)
 
 
 @app.command(context_settings=REST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -162,19 +163,19 @@ def _existing_run(out: Path, run_id: str) -> RunFiles:
 
 
 def _new_run(out: Path, seed: int) -> RunFiles:
-    number = 1
-    while True:
+    """The files of a run with the lowest free number, in a new directory."""
+    for number in itertools.count(1):
         files = RunFiles(f"demo-{seed}-{number}", out / f"demo-{seed}-{number}")
         try:
             files.directory.mkdir(parents=True)
         except FileExistsError:
-            number += 1
             continue
         except OSError as error:
             raise ConfigError(
                 f"the run's directory cannot be made: {error.strerror}", seen=files.directory
             ) from error
-        return files
+        break
+    return files
 
 
 def _variant(options: DemoOptions) -> load.Tree:
