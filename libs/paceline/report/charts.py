@@ -202,7 +202,8 @@ def _thinned(points: Sequence[T]) -> Sequence[T]:
 def _line(series: Series, frame: Frame) -> str:
     """A path, and a dot for each point of a series with dots, gaps or few points."""
     measured = sum(math.isfinite(y) for _, y in series.points)
-    marked = series.dots or measured < max(_LEAST_OF_A_LINE, len(series.points))
+    few = measured < max(_LEAST_OF_A_LINE, len(series.points))
+    marked = series.dots or (few and not series.faint)
     points = [(x, y, frame.x(x), frame.y(y)) for x, y in _thinned(series.points)]
     path, gap = "", True
     # A line through two measurements would suggest values between them.
