@@ -42,7 +42,7 @@ def loaded_by(module: str) -> set[str]:
 
 def test_the_command_line_loads_nothing_that_its_help_does_not_need() -> None:
     loaded = loaded_by("paceline.cli.main")
-    assert {"paceline.cli.files", "typer"} <= loaded
+    assert {"paceline.cli.commands", "typer"} <= loaded
     heavy = {"asyncio", "grpc", "httpx", "importlib.metadata", "numpy", "psutil", "pydantic"}
     assert not loaded & {*heavy, "redis", "torch", "zmq", "paceline.config", "paceline.v1"}
 

@@ -43,7 +43,7 @@ def coordinator_at(connection: grpc.aio.Channel) -> Any:
 
 
 @contextmanager
-def coordinator_answers(coordinator: Coordinator) -> Iterator[None]:
+def require_reply(coordinator: Coordinator) -> Iterator[None]:
     """Raises Unavailable with the address if a call in the block gets no reply."""
     try:
         with rpc_errors():
@@ -53,7 +53,7 @@ def coordinator_answers(coordinator: Coordinator) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def asked(
+async def call_coordinator(
     coordinator: Coordinator, method: str, request: object
 ) -> AsyncIterator[tuple[Any, Any]]:
     """Yields a stub of the coordinator and its reply to a first request.
@@ -62,7 +62,7 @@ async def asked(
     """
     async with coordinator.channel() as connection:
         stub = coordinator_at(connection)
-        with coordinator_answers(coordinator):
+        with require_reply(coordinator):
             answer = await getattr(stub, method)(request, timeout=DEADLINE_S)
         yield stub, answer
 

@@ -17,7 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.access import DEADLINE_S, Coordinator, asked, coordinator_answers, coordinator_at
+from paceline.cli.access import (
+    DEADLINE_S,
+    Coordinator,
+    call_coordinator,
+    coordinator_at,
+    require_reply,
+)
 from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
 from paceline.config import ServiceConfig
@@ -40,7 +46,7 @@ Ends = Callable[[pb.GetSnapshotResponse], tuple[str, int] | None]
 """Checks a snapshot: None to wait on, or the text to print and the exit status."""
 
 
-def over(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
+def find_end(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
     """Ends the wait if the run has ended: status 0, or 1 if it failed."""
     if snapshot.phase == "failed":
         return f"[bold red]the run failed:[/] {escape(snapshot.failure)}", 1
@@ -90,7 +96,7 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
     it: no run goes on, the version is not kept, another one is pinned.
     """
     method = type(request).__name__.removesuffix("Request")
-    async with asked(coordinator, method, request) as (_, answer):
+    async with call_coordinator(coordinator, method, request) as (_, answer):
         console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
     if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
         console.print(
@@ -105,7 +111,7 @@ async def choose_profile(coordinator: Coordinator, profile: str, console: Consol
     also for a profile that the run may not change to.
     """
     request = pb.ChooseProfileRequest(profile=profile)
-    async with asked(coordinator, "ChooseProfile", request) as (_, answer):
+    async with call_coordinator(coordinator, "ChooseProfile", request) as (_, answer):
         serving, following = (one or "no profile" for one in (answer.serving.profile, answer.next))
         line = f"p{answer.serving.policy} serves under {serving}"
         if following != serving:
@@ -134,25 +140,25 @@ async def pause_run(coordinator: Coordinator, console: Console) -> int:
     Raises Unavailable when no coordinator answers, FailedPrecondition when no run is active or all
     its steps have begun. A cancelled caller stops waiting; the run pauses nevertheless.
     """
-    async with asked(coordinator, "PauseRun", pb.PauseRunRequest()) as (stub, answer):
+    async with call_coordinator(coordinator, "PauseRun", pb.PauseRunRequest()) as (stub, answer):
         console.print(f"the run pauses after {answer.steps} steps", highlight=False)
         left = "the coordinator has left; the next one of the run pauses it", 1
-        return await wait_until(stub, console, _rests, left, "the run still pauses")
+        return await wait_until(stub, console, _find_pause, left, "the run still pauses")
 
 
 async def resume_run(coordinator: Coordinator, console: Console) -> int:
     """Prints whether the run had been paused; 0. Raises as `pause_run` does."""
-    async with asked(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
-        told = "the run continues" if answer.was_paused else "the run was not paused and continues"
-        console.print(told, highlight=False)
+    async with call_coordinator(coordinator, "ResumeRun", pb.ResumeRunRequest()) as (_, answer):
+        text = "the run continues" if answer.was_paused else "the run was not paused and continues"
+        console.print(text, highlight=False)
         return 0
 
 
-def _rests(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
+def _find_pause(snapshot: pb.GetSnapshotResponse) -> tuple[str, int] | None:
     if snapshot.phase == "paused":
-        told = f"the run is paused after {snapshot.step} steps, of {snapshot.total_steps}"
-        return f"{told}; to continue: paceline resume", 0
-    if (ended := over(snapshot)) is not None:
+        text = f"the run is paused after {snapshot.step} steps, of {snapshot.total_steps}"
+        return f"{text}; to continue: paceline resume", 0
+    if (ended := find_end(snapshot)) is not None:
         return ended[0], 1
     return None if snapshot.paused else ("the run is not paused any more", 1)
 
@@ -163,10 +169,10 @@ async def stop_run(coordinator: Coordinator, console: Console) -> int:
     Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
     is over. A cancelled caller stops waiting; the run ends nevertheless.
     """
-    async with asked(coordinator, "StopRun", pb.StopRunRequest()) as (stub, answer):
+    async with call_coordinator(coordinator, "StopRun", pb.StopRunRequest()) as (stub, answer):
         console.print(f"the run ends with {answer.total_steps} steps", highlight=False)
         left = "the coordinator has left", 0
-        return await wait_until(stub, console, over, left, "the run still ends")
+        return await wait_until(stub, console, find_end, left, "the run still ends")
 
 
 EXIT_ALARM = 1
@@ -194,7 +200,7 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         console.print(text, highlight=False, soft_wrap=True)
 
     async with coordinator.channel() as connection:
-        with coordinator_answers(coordinator):
+        with require_reply(coordinator):
             snapshot, progress = await read_overview(connection)
     console.print(
         f"run [bold]{escape(snapshot.run_id)}[/]  step {snapshot.step} of {snapshot.total_steps}  "
@@ -206,7 +212,11 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         line(f"paused{when}; to continue: paceline resume")
     if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
         line(drafter_line(snapshot.drafters))
-    console.print(_slots_table(snapshot.slots))
+    for slots in snapshot.slots:
+        last = slots.first + slots.count - 1
+        numbers = f"slot {last}" if slots.count == 1 else f"slots {slots.first}-{last}"
+        states = enum_word(pb.Holder, slots.holder), enum_word(pb.WorkerState, slots.worker_state)
+        line(f"{numbers}: held by {states[0]} in epoch {slots.epoch}, worker {states[1]}")
     for part in progress.parts[1:]:  # the first part is shown above
         if counts := _counts_text(part):
             line(f"{part.name}: {counts}")
@@ -231,7 +241,7 @@ async def check_run(coordinator: Coordinator, console: Console, *, as_json: bool
     Raises Unavailable if no coordinator responds.
     """
     async with coordinator.channel() as connection:
-        with coordinator_answers(coordinator):
+        with require_reply(coordinator):
             progress = await ask_progress(connection, _ANSWER_S)
     if as_json:
         print(json.dumps(MessageToDict(progress, preserving_proto_field_name=True), indent=2))
@@ -276,16 +286,3 @@ def _counts_text(part: Part) -> str:
     """The counts that are not zero, as text."""
     named = sorted((name.replace("_", " "), count) for name, count in part.counts.items() if count)
     return ", ".join(f"{name} {count:,}" for name, count in named)
-
-
-def _slots_table(ranges: Iterable[pb.SlotRange]) -> Table:
-    slots = Table("slots", "holder", "epoch", "worker")
-    for some in ranges:
-        last = some.first + some.count - 1
-        slots.add_row(
-            str(last) if some.count == 1 else f"{some.first}-{last}",
-            enum_word(pb.Holder, some.holder),
-            str(some.epoch),
-            enum_word(pb.WorkerState, some.worker_state),
-        )
-    return slots

@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,25 +19,20 @@ from typer.core import TyperGroup
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.processes import keep_files_private
 
-LOCAL, RAY = "local", "ray"
-LAUNCHERS = (LOCAL, RAY)
+LOCAL: Final = "local"
+LauncherKind = Literal["local", "ray"]
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """The launcher of a run's processes."""
 
-    kind: str = LOCAL
+    kind: LauncherKind = LOCAL
     address: str | None = None  # of a Ray cluster; None: a new cluster on this machine
 
-    @classmethod
-    def of(cls, kind: str, address: str | None) -> Launcher:
-        """The launcher that the command line selects. Raises ConfigError."""
-        if kind not in LAUNCHERS:
-            raise ConfigError("no such launcher", seen=kind, allowed=", ".join(LAUNCHERS))
-        if address is not None and kind != RAY:
-            raise ConfigError("--address is a Ray cluster's; add --launcher ray", seen=address)
-        return cls(kind, address)
+    def __post_init__(self) -> None:
+        if self.address is not None and self.kind == LOCAL:
+            raise ConfigError("--address is a Ray cluster's; add --launcher ray", seen=self.address)
 
     @property
     def words(self) -> list[str]:
@@ -68,18 +63,17 @@ CoordinatorAddress = Annotated[
     typer.Option(help="address of the coordinator; default: from the settings"),
 ]
 LineFormat = Annotated[
-    str | None,
+    Literal["text", "json"] | None,
     typer.Option(
         "--lines",
-        metavar="text|json",
         help="form of the output: text lines or JSON objects; default: text on a terminal, else "
         "JSON",
         show_default=False,
     ),
 ]
 
-LauncherKind = Annotated[
-    str, typer.Option("--launcher", help=f"launcher of the processes: {' | '.join(LAUNCHERS)}")
+LauncherOption = Annotated[
+    LauncherKind, typer.Option("--launcher", help="launcher of the processes")
 ]
 ClusterAddress = Annotated[
     str | None,
@@ -114,10 +108,8 @@ def print_object(kind: str, **facts: Any) -> None:
 def begin(lines: str | None, phase: str) -> bool:
     """Prints the first phase, before any slow import or lookup.
 
-    Returns whether the output is JSON. Raises ConfigError for an unknown format of lines.
+    Returns whether the output is JSON.
     """
-    if lines not in (None, "text", "json"):
-        raise ConfigError("no such format of lines", seen=lines, allowed="text, json")
     as_json = lines == "json" or (lines is None and not sys.stdout.isatty())
     if as_json:
         print_object("phase", phase=phase)

@@ -37,27 +37,35 @@ from paceline.local.user_directory import socket_directory, user_directory
 from paceline.report.machine import machine_in_words
 from paceline.streams.connection import shown
 
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
-_EXEMPT = ("no_grpc_proxy", "no_proxy")
+_LOWER = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+_PROXIES = (*_LOWER, *map(str.upper, _LOWER))
+_EXEMPT = ("no_grpc_proxy", "NO_GRPC_PROXY", "no_proxy", "NO_PROXY")
 
 
 def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.environ) -> Finding:
     """A finding; it warns if gRPC or HTTP between this run's services would pass through a
     proxy.
     """
-    named = _set(environment, _PROXIES)
+    named, exempt = (
+        {name: environment[name] for name in names if environment.get(name)}
+        for names in (_PROXIES, _EXEMPT)
+    )
     if not named:
         return Finding("proxies", "ok", "the environment names none")
-    exempt = _set(environment, _EXEMPT)
     seen = ", ".join(f"{name}={shown(value)}" for name, value in named.items())
     seen += ": for other hosts, such as the Hub; not for loopback and unix sockets"
     seen += "".join(f"; {name}={value}" for name, value in exempt.items())
+
+    def is_exempt(address: str) -> bool:
+        host = address.rpartition(":")[0].strip("[]")
+        return any(proxy_bypass_environment(host, {"no": hosts}) for hosts in exempt.values())
+
     addresses = config.addresses.model_dump(exclude={"events"})  # ZeroMQ uses no proxy
     through = [
         f"addresses.{name}={address}"
         for name, value in addresses.items()
         for address in ((value,) if isinstance(value, str) else value)
-        if proxied(address) and not any(_exempts(hosts, address) for hosts in exempt.values())
+        if proxied(address) and not is_exempt(address)
     ]
     if not through:
         return Finding("proxies", "ok", seen)
@@ -67,17 +75,6 @@ def look_at_proxies(config: ServiceConfig, environment: Mapping[str, str] = os.e
         f"{seen}; the proxy is asked for {', '.join(through)}",
         "name these hosts in no_proxy, unless the proxy leads to them",
     )
-
-
-def _set(environment: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    """The variables that are set, in lower or upper case."""
-    spelled = (spelling for name in names for spelling in (name, name.upper()))
-    return {name: environment[name] for name in spelled if environment.get(name)}
-
-
-def _exempts(hosts: str, address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return bool(proxy_bypass_environment(host, {"no": hosts}))
 
 
 OPEN_FILES = 4096
@@ -96,7 +93,9 @@ async def findings(
     yield look_at_proxies(config)
     yield _disk(Path(config.run.dir))
     yield _open_files()
-    yield looked_at("memory", lambda: _memory(files, overrides))
+    yield looked_at(
+        "memory", lambda: "; ".join(plan_run(files, overrides).lines).removeprefix("memory: ")
+    )
     for spec in services_of(len(config.addresses.gateways)):
         try:
             launch = launch_of(spec, config, ())
@@ -137,10 +136,6 @@ def _disk(directory: Path) -> Finding:
     if lack:
         return Finding("disk", "fail", lack, "make room, or set run.dir to another disk")
     return Finding("disk", "ok", f"{shutil.disk_usage(there).free >> 20:,} MiB free at {there}")
-
-
-def _memory(files: Sequence[Path], overrides: Sequence[str]) -> str:
-    return "; ".join(plan_run(files, overrides).lines).removeprefix("memory: ")
 
 
 def _open_files() -> Finding:

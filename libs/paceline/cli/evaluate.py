@@ -42,7 +42,7 @@ async def evaluate(
 ) -> int:
     """Starts a gateway for the evaluation and prints the figures.
 
-    `model`: an absolute path. `request`: the call of the gateway without its tasks; every sample has its own seed.
+    `model`: an absolute path. `request`: the call of the gateway without its tasks.
     `overrides`: settings of the gateway. Raises ConfigError if settings cannot work. Raises
     Unavailable with the end of the log if the gateway does not start.
     """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 import paceline
 from paceline.addresses import loopback
-from paceline.cli import command, files, operate
+from paceline.cli import command, commands
 from paceline.errors import NotFound
 from paceline.local.hub import model_directory
 from paceline.local.services import SERVICES
@@ -37,18 +37,6 @@ app.add_typer(drafter, name="drafter")
 SERVICE_NAMES = [spec.command_name for spec in SERVICES if spec.address_key]
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that passes its whole line, including --help, to a module."""
-
-TOOLS = {
-    "train": (
-        "paceline.services.drafter_trainer.offline",
-        "Train a drafter offline from conversations, for a warm start.",
-    ),
-    "export": (
-        "paceline.services.drafter_trainer.export",
-        "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint.",
-    ),
-}
-"""Command of `paceline drafter` -> module that parses the rest of the line, and its help."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -132,14 +120,14 @@ def up(
     overrides: command.Overrides = None,
     config: command.ConfigFiles = None,
     no_token: command.NoToken = False,
-    launcher: command.LauncherKind = command.LOCAL,
+    launcher: command.LauncherOption = command.LOCAL,
     address: command.ClusterAddress = None,
     lines: command.LineFormat = None,
 ) -> None:
     """Run Redis and all services from one TOML, then write a report; Ctrl-C stops them all."""
     read = ", ".join(map(str, config or [])) or "its settings"
     as_json = command.begin(lines, f"starting a run: reading {read}")
-    chosen = command.Launcher.of(launcher, address)
+    chosen = command.Launcher(launcher, address)
     from paceline.cli.play import run_up
 
     settings = command.settings_of(overrides, no_token)
@@ -154,7 +142,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 80,
     seed: Annotated[int, typer.Option(help="seed of tasks and samples")] = 0,
     engine: Annotated[
-        str, typer.Option(help="embedded | sglang (after make setup-sglang)")
+        Literal["embedded", "sglang"], typer.Option(help="sglang: after make setup-sglang")
     ] = "embedded",
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="decode without a drafter")
@@ -170,7 +158,7 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
     no_token: command.NoToken = False,
-    launcher: command.LauncherKind = command.LOCAL,
+    launcher: command.LauncherOption = command.LOCAL,
     address: command.ClusterAddress = None,
     lines: command.LineFormat = None,
 ) -> None:
@@ -178,7 +166,7 @@ def demo(
     as_json = command.begin(
         lines, f"starting {resume or 'a run of the demo'}, whose files are in {out}"
     )
-    chosen = command.Launcher.of(launcher, address)
+    chosen = command.Launcher(launcher, address)
     from paceline.cli.play import run_demo
     from paceline.cli.run_files import DemoOptions
 
@@ -221,12 +209,10 @@ def doctor(
     command.run_to_exit(check_machine(files, given, out, as_json=as_json))
 
 
-for _command in operate.COMMANDS:
-    app.command()(_command)
-for _drafter_command in operate.DRAFTER_COMMANDS:
-    drafter.command()(_drafter_command)
-for _name, _work in files.COMMANDS.items():
-    app.command(_name)(_work)
+for _command in commands.COMMANDS:
+    app.command("eval" if _command is commands.evaluate_model else None)(_command)
+for _command in commands.DRAFTER_COMMANDS:
+    drafter.command()(_command)
 
 
 @app.command(context_settings=REST)
@@ -244,14 +230,16 @@ def bench(context: typer.Context) -> None:
     command.become("benchmarks", *context.args)
 
 
-def _add_tool(name: str, module: str, help_text: str) -> None:
-    @drafter.command(name, help=help_text, context_settings=REST)
-    def run_tool(context: typer.Context) -> None:
-        command.become(module, *context.args)
+@drafter.command(context_settings=REST)
+def train(context: typer.Context) -> None:
+    """Train a drafter offline from conversations, for a warm start."""
+    command.become("paceline.services.drafter_trainer.offline", *context.args)
 
 
-for _name, _tool in TOOLS.items():
-    _add_tool(_name, *_tool)
+@drafter.command(context_settings=REST)
+def export(context: typer.Context) -> None:
+    """Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint."""
+    command.become("paceline.services.drafter_trainer.export", *context.args)
 
 
 if __name__ == "__main__":

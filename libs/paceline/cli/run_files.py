@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import paceline
 from paceline.addresses import loopback
@@ -25,16 +25,6 @@ in a wheel.
 _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"push_head": False}}
 """Without drafter training, no trainer commits heads, so the policy trainer pushes none."""
 
-_ENGINES: dict[str, load.Tree] = {
-    "embedded": {},
-    "sglang": {"speculation": {"arms": []}},
-}
-"""Settings of `gateway` by engine.
-
-An SGLang engine serves one speculator. So it cannot add an n-gram arm to EAGLE, and uses its
-default arms.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
@@ -42,7 +32,7 @@ class DemoOptions:
 
     steps: int = 80  # RL steps, numbered from 0 to steps - 1
     seed: int = 0
-    engine: str = "embedded"
+    engine: str = "embedded"  # or "sglang"
     speculation: bool = True
     frozen_drafter: Path | None = None
     config: Path | None = None  # replaces examples/demo/demo.toml
@@ -144,15 +134,17 @@ def configure_run(files: RunFiles, options: DemoOptions) -> None:
     else:
         root = repository_root()
         tree = _rooted(load.read_tables(options.config or root / EXAMPLES / "demo.toml"), root)
-        load.merge(tree, _engine(options))
         load.merge(tree, _variant(options))
         load.merge(tree, {"run": {"seed": options.seed}})
-
-    load.merge(tree, _placement(files))
-    load.merge(tree, {"coordinator": {"steps": options.steps}})
-    load.merge(tree, _workers(tree))
-    for override in options.overrides:
-        load.merge(tree, parse_override(override))
+    cores = usable_cores()
+    workers = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0)) or cores
+    for part in (
+        _placement(files),
+        {"coordinator": {"steps": options.steps}},
+        {"gateway": {"engine": {"workers": min(workers, cores)}}},
+        *map(parse_override, options.overrides),
+    ):
+        load.merge(tree, part)
     load.write_tables(files.config, tree)
 
 
@@ -171,58 +163,46 @@ def _existing_run(out: Path, run_id: str) -> RunFiles:
 
 
 def _new_run(out: Path, seed: int) -> RunFiles:
-    number = 1
-    while True:
+    """The files of a run with the lowest free number, in a new directory."""
+    for number in itertools.count(1):
         files = RunFiles(f"demo-{seed}-{number}", out / f"demo-{seed}-{number}")
         try:
             files.directory.mkdir(parents=True)
         except FileExistsError:
-            number += 1
             continue
         except OSError as error:
             raise ConfigError(
                 f"the run's directory cannot be made: {error.strerror}", seen=files.directory
             ) from error
-        return files
-
-
-def _engine(options: DemoOptions) -> load.Tree:
-    """The engine's settings. Raises ConfigError for an engine that cannot run the demo."""
-    if options.engine not in _ENGINES:
-        raise ConfigError(
-            "this engine does not run the demo", seen=options.engine, allowed=", ".join(_ENGINES)
-        )
-    return {"gateway": {"engine": {"kind": options.engine}, **_ENGINES[options.engine]}}
+        break
+    return files
 
 
 def _variant(options: DemoOptions) -> load.Tree:
-    if not options.speculation and options.frozen_drafter is not None:
-        raise ConfigError(
-            "--no-speculation and --frozen-drafter exclude each other", seen=options.frozen_drafter
-        )
-
-    if not options.speculation:
-        gateway = {"drafter": "off", "speculation": {"arms": ["off"]}}
-        return {"gateway": gateway, **_UNTRAINED}
-    if options.frozen_drafter is not None:
-        drafter = options.frozen_drafter.absolute()
-        if not (drafter / "config.json").is_file():
+    """Settings of the engine and of its drafter."""
+    tree: load.Tree = {"gateway": {"engine": {"kind": options.engine}}}
+    if options.engine == "sglang":
+        # It serves one speculator. So it cannot add an n-gram arm to EAGLE, and uses its default
+        # arms.
+        load.merge(tree, {"gateway": {"speculation": {"arms": []}}})
+    frozen = options.frozen_drafter and options.frozen_drafter.absolute()
+    if frozen is not None:
+        if not options.speculation:
+            raise ConfigError(
+                "--no-speculation and --frozen-drafter exclude each other", seen=frozen
+            )
+        if not (frozen / "config.json").is_file():
             raise ConfigError(
                 "--frozen-drafter is not a drafter checkpoint",
-                seen=drafter,
+                seen=frozen,
                 allowed="a directory with config.json",
             )
-        served = {"drafter": str(drafter)}
-        return {"gateway": served, "drafter_trainer": served, **_UNTRAINED}
-
-    return {}
-
-
-def _workers(tree: load.Tree) -> load.Tree:
-    """Limits engine workers to the number of cores."""
-    cores = usable_cores()
-    wanted = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0))
-    return {"gateway": {"engine": {"workers": min(wanted or cores, cores)}}}
+        served = {"drafter": str(frozen)}
+        load.merge(tree, {"gateway": served, "drafter_trainer": served, **_UNTRAINED})
+    elif not options.speculation:
+        gateway = {"drafter": "off", "speculation": {"arms": ["off"]}}
+        load.merge(tree, {"gateway": gateway, **_UNTRAINED})
+    return tree
 
 
 def _placement(files: RunFiles) -> load.Tree:
@@ -285,18 +265,11 @@ def found_models(
     Raises as `model_directory`.
     """
     tree = merged(files, overrides)
-    found: dict[str, Path] = {}
-    for section in SECTIONS:
-        model = _model(tree.get(section))
-        if model and model not in found and is_hub_id(model):
-            found[model] = model_directory(model, say)
-    return [
-        f"{section}.model={found[model]}"
-        for section in SECTIONS
-        if (model := _model(tree.get(section))) in found
-    ]
-
-
-def _model(section: Any) -> str:
-    model = section.get("model") if isinstance(section, dict) else None
-    return model if isinstance(model, str) else ""
+    sections = {name: tree.get(name) for name in SECTIONS}
+    models = {
+        name: str(section.get("model", "")) if isinstance(section, dict) else ""
+        for name, section in sections.items()
+    }
+    hub_ids = dict.fromkeys(model for model in models.values() if is_hub_id(model))
+    found = {model: model_directory(model, say) for model in hub_ids}
+    return [f"{name}.model={found[model]}" for name, model in models.items() if model in found]

@@ -39,7 +39,7 @@ class RunState:
     finished: bool = False
     away: tuple[str, ...] = ()  # unreachable services
 
-    def take_fact(self, fact: pb.Fact) -> None:
+    def apply_fact(self, fact: pb.Fact) -> None:
         """Applies a fact."""
         if fact.HasField("step_began"):
             self.phase, self.failure, self.finished = "rollout", "", False
@@ -50,12 +50,12 @@ class RunState:
         if fact.HasField("services_away"):
             self._away(fact.services_away.services)
         if fact.HasField("step_finished"):
-            self.take_record(fact.step_finished.record)
+            self.apply_record(fact.step_finished.record)
         if fact.HasField("run_finished"):
             self.finished, self.failure = True, fact.run_finished.failure
             self.phase = "failed" if self.failure else "finished"
 
-    def take_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
+    def apply_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
         """Applies a snapshot after a gap."""
         if snapshot.phase == "new":  # its coordinator has not read its settings yet
             return
@@ -65,9 +65,9 @@ class RunState:
         for slots in snapshot.slots:
             self._slots(slots)
         if snapshot.last_step.step_s:
-            self.take_record(snapshot.last_step)
+            self.apply_record(snapshot.last_step)
 
-    def take_record(self, record: pb.StepRecord) -> None:
+    def apply_record(self, record: pb.StepRecord) -> None:
         """Applies a finished step once: its record is repeated when an evaluation is added."""
         if record.step < self.complete or record.step in self.ahead:
             return
@@ -103,13 +103,13 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
                     snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
                     while page := await _steps_after(stub, state.complete):
                         for record in page:
-                            state.take_record(record)
+                            state.apply_record(record)
             except PacelineError:
                 return  # It restarts or has ended; retried with a later fact.
             finally:
                 asked_s = time.monotonic()
             behind = False
-            state.take_snapshot(snapshot)
+            state.apply_snapshot(snapshot)
 
         events, curve_key = config.addresses.events, config.security.curve_key
         check_events(events, config.security)
@@ -118,7 +118,7 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
             # The next coordinator resumes a failed run.
             while not state.finished or state.failure:
                 try:
-                    state.take_fact(await facts.next(_QUIET_S))
+                    state.apply_fact(await facts.next(_QUIET_S))
                 except DeadlineExceeded:
                     behind = True
                 if behind and time.monotonic() - asked_s >= _ASK_AGAIN_S:

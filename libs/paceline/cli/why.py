@@ -22,12 +22,13 @@ def show_why(run: str, step: int | None, console: Console) -> None:
     found = explain(run_files.files_of(config).spans, step)
     console.print(found.cause, highlight=False, markup=False)
     table = Table("edge", "span")
-    for name in ("s", "share", f"median of {found.peers}", "more"):
+    beside = (f"median of {found.peers}", "more") if found.peers else ()
+    for name in ("s", "share", *beside):
         table.add_column(name, justify="right")
     for part in found.parts:
         if part.seconds >= _LEAST_SHARE * found.seconds:
-            beside = ("", "") if part.median_s is None else (part.median_s, f"{part.more_s:+.3f}")
-            cells = (part.seconds, f"{part.seconds / found.seconds:.1%}", *beside)
-            shown = (f"{one:.3f}" if isinstance(one, float) else one for one in cells)
-            table.add_row(part.edge, part.name, *shown)
+            cells = [f"{part.seconds:.3f}", f"{part.seconds / found.seconds:.1%}"]
+            if part.median_s is not None:
+                cells += [f"{part.median_s:.3f}", f"{part.more_s:+.3f}"]
+            table.add_row(part.edge, part.name, *cells)
     console.print(table)

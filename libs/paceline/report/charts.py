@@ -200,20 +200,22 @@ def _thinned(points: Sequence[T]) -> Sequence[T]:
 
 
 def _line(series: Series, frame: Frame) -> str:
-    """A path, and a dot for each point of a series with dots or with few points."""
+    """A path, and a dot for each point of a series with dots, gaps or few points."""
     measured = sum(math.isfinite(y) for _, y in series.points)
+    few = measured < max(_LEAST_OF_A_LINE, len(series.points))
+    marked = series.dots or (few and not series.faint)
     points = [(x, y, frame.x(x), frame.y(y)) for x, y in _thinned(series.points)]
     path, gap = "", True
     # A line through two measurements would suggest values between them.
     for _, y, left, top in points if measured >= _LEAST_OF_A_LINE else ():
-        if math.isfinite(y):  # h0 makes a visible end of a measurement between two gaps
-            path += f"M{left:.1f} {top:.1f}h0" if gap else f"L{left:.1f} {top:.1f}"
+        if math.isfinite(y):
+            path += f"{'M' if gap else 'L'}{left:.1f} {top:.1f}"
         gap = not math.isfinite(y)
     dots = [
         f'<circle class="dot {series.color}" cx="{left:.1f}" cy="{top:.1f}" r="3">'
         f"<title>{escape(series.name)} at {number(x)}: {number(y)}</title></circle>"
         for x, y, left, top in points
-        if math.isfinite(y) and (series.dots or measured < _LEAST_OF_A_LINE)
+        if marked and math.isfinite(y)
     ]
     faint = " faint" if series.faint else ""
     return f'<path class="line {series.color}{faint}" d="{path}"/>' + "".join(dots)

@@ -48,7 +48,8 @@ class Chart(NamedTuple):
         if self.stacked:
             return charts.stacked_columns(series, y_label=self.title)
         if self.smooth:
-            raw = [replace(one, faint=True) for one in series if not one.dots]
+            lines = [one for one in series if not one.dots]
+            raw = [replace(one, name=f"{one.name} of a step", faint=True) for one in lines]
             series = raw + [one if one.dots else _smoothed(one) for one in series]
         marks = _swaps(history.records) if self.swaps else ()
         return charts.line_chart(

@@ -139,14 +139,13 @@ def _timelines(history: journal.RunHistory) -> list[tuple[str, str]]:
         name, color = _HOLDERS.get(one.holder, (one.holder, "c5"))
         title = f"slot {one.slot}: {name}, {charts.duration(one.seconds)}, step {one.step + 1}"
         bars.append(charts.Bar(one.slot, one.start_s, one.end_s, color, title))
-    spans = [("Whole run", history.intervals[0].start_s, history.ended_s)]
+    spans = [("Whole run", (history.intervals[0].start_s, history.ended_s))]
     if windows := _chosen_windows(history):
         first, last = windows[0], windows[-1]
-        spans.append((f"Steps {first.step + 1} to {last.step + 1}", first.start_s, last.end_s))
+        ends = first.start_s, last.end_s
+        spans.append((f"Steps {first.step + 1} to {last.step + 1}", ends))
     rows = [f"slot {i}" for i in range(history.slots)]
-    return [
-        (title, charts.timeline(rows, bars, *ends, f"slots: {title}")) for title, *ends in spans
-    ]
+    return [(title, charts.timeline(rows, bars, *ends, title)) for title, ends in spans]
 
 
 def _chosen_windows(history: journal.RunHistory) -> Sequence[slots.StepWindow]:

@@ -33,7 +33,7 @@ PAUSED = "paused"
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DrafterDecision:
     """A decision of the drafter's gate."""
 
     step: int  # of the decision
@@ -62,7 +62,9 @@ class RunHistory:
     first_steps_s: list[float] = field(default_factory=list)
     # of the drafter's gate, by kind of decision
     decisions: Counter[str] = field(default_factory=Counter)
-    gate: deque[Decision] = field(default_factory=lambda: deque(maxlen=_DECISIONS))  # in order
+    gate: deque[DrafterDecision] = field(
+        default_factory=lambda: deque(maxlen=_DECISIONS)
+    )  # in order
     beyond: dict[str, dict[str, float]] = field(default_factory=dict)
     """Paths named by the audit, in order, and the audit's figures of each; "step" is its time."""
 
@@ -83,11 +85,8 @@ class RunHistory:
 
 def widest_pass(names: Iterable[str]) -> str:
     """Among names of evaluations, pass@k with the largest k; empty without any."""
-    return max((one for one in names if one.startswith(PASSED_AT)), key=_samples, default="")
-
-
-def _samples(name: str) -> int:
-    return int(name.removeprefix(PASSED_AT))
+    passed = (one for one in names if one.startswith(PASSED_AT))
+    return max(passed, key=lambda one: int(one.removeprefix(PASSED_AT)), default="")
 
 
 async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
@@ -95,13 +94,11 @@ async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
 
     Raises Unavailable, and DataLoss if the journal has a gap.
     """
-    count = 0
-    temporary = path.with_suffix(".tmp")
+    count, temporary = 0, path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         async for line in journal_lines(client, run_id):
             file.write(line + b"\n")
             count += 1
-
     temporary.replace(path)
     return count
 
@@ -133,68 +130,59 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_history(path: Path) -> RunHistory:
     """The run of a copied journal. Raises DataLoss when it has no entry or an undecodable one."""
-    reader, entries = _Reader(), list(read_entries(path))
-    for entry in entries:
-        reader.take(entry)
-    run = reader.run
-    if not run.began_s:
+    entries, run = list(read_entries(path)), RunHistory()
+    if not entries:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)
-    run.records = [reader.records[step] for step in sorted(reader.records)]
-    run.intervals, run.windows = slot_intervals(entries), step_windows(entries)
-    return run
-
-
-class _Reader:
-    """Adds the entries of a journal to a history."""
-
-    def __init__(self) -> None:
-        self.run = RunHistory()
-        self.records: dict[int, StepRecord] = {}  # by step
-        self._counted: set[str] = set()  # repeatable items already counted
-
-    def take(self, entry: Mapping[str, Any]) -> None:
-        """Processes the next entry."""
-        run = self.run
+    records: dict[int, StepRecord] = {}
+    counted: set[str] = set()  # repeatable items already counted
+    run.began_s = float(entries[0]["at_s"])
+    for entry in entries:
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
-        run.began_s = run.began_s or at_s
         if event == "Resumed" or run.phase == PAUSED:
             run.away_s += at_s - run.ended_s
         run.ended_s, run.phase = at_s, str(entry["phase"])
         if entry.get("record"):
             record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
-            self.records[record.step] = record
-        if event in ("RunStarted", "Committed"):
+            records[record.step] = record
+        if event == "EvaluationDone" and data.get("value") is not None:
+            _add_evaluation(run, records.get(int(entry["step"]) - 1), int(entry["step"]), data)
+        elif event in ("Detached", "GatePromoted", "GateDecided"):
+            if (text := json.dumps([event, data])) not in counted:
+                counted.add(text)
+                _add_drafter_event(run, event, int(entry["step"]), data)
+        elif event in ("RunStarted", "Committed"):
             versions = versions_from_proto(ParseDict(data["versions"], pb.VersionSet()))
             if run.served[-1:] != [versions]:
                 run.served.append(versions)
-        elif event == "EvaluationDone" and data.get("value") is not None:
-            more = data.get("details", {}).get("figures") or {}
-            for kind, value in {str(data["kind"]): data["value"], **more}.items():
-                self._evaluated(int(entry["step"]), kind, float(value))
-        elif event in ("Detached", "GatePromoted", "GateDecided"):
-            self._count(event, data, int(entry["step"]))
         elif event == "PathsBeyondBound":
-            for path in data["paths"]:
-                figures = data.get("details", {}).get(path) or {}
-                run.beyond.setdefault(path, {"step": int(entry["step"]), **figures})
+            for name in data["paths"]:
+                figures = data.get("details", {}).get(name) or {}
+                run.beyond.setdefault(name, {"step": int(entry["step"]), **figures})
+    run.records = [records[step] for step in sorted(records)]
+    run.intervals, run.windows = slot_intervals(entries), step_windows(entries)
+    return run
 
-    def _evaluated(self, steps: int, kind: str, value: float) -> None:
-        self.run.evaluations.setdefault(kind, {})[steps] = value
-        if steps - 1 in self.records:  # the step before the evaluation
-            self.records[steps - 1].evaluations[kind] = value
 
-    def _count(self, event: str, data: Mapping[str, Any], step: int) -> None:
-        if (text := json.dumps([event, data])) in self._counted:
-            return
-        self._counted.add(text)
-        run = self.run
-        if event == "Detached":
-            details = data.get("details", {})
-            run.drafter_tokens += int(details.get("tokens", 0))
-            if seconds := float(details.get("first_step_s", 0.0)):  # 0 without a step
-                run.first_steps_s.append(seconds)
-        else:
-            decision, details = str(data.get("decision", "promoted")), data.get("details", {})
-            run.decisions[decision] += 1
-            version = int(data.get("drafter_version", 0))
-            run.gate.append(Decision(step, decision, version, details))
+def _add_evaluation(
+    run: RunHistory, before: StepRecord | None, steps: int, data: Mapping[str, Any]
+) -> None:
+    """Adds an evaluation to the run, and to the record of the step before it."""
+    more = data.get("details", {}).get("figures") or {}
+    for kind, value in {str(data["kind"]): data["value"], **more}.items():
+        run.evaluations.setdefault(kind, {})[steps] = float(value)
+        if before is not None:
+            before.evaluations[kind] = float(value)
+
+
+def _add_drafter_event(run: RunHistory, event: str, step: int, data: Mapping[str, Any]) -> None:
+    """Adds the end of a lease of the drafter, or a decision of its gate."""
+    details = data.get("details", {})
+    if event == "Detached":
+        run.drafter_tokens += int(details.get("tokens", 0))
+        if seconds := float(details.get("first_step_s", 0.0)):  # 0 without a step
+            run.first_steps_s.append(seconds)
+        return
+    decision = str(data.get("decision", "promoted"))
+    run.decisions[decision] += 1
+    version = int(data.get("drafter_version", 0))
+    run.gate.append(DrafterDecision(step, decision, version, details))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from paceline.report.charts import duration, number
 from paceline.report.figures import AUDIT_GAP
-from paceline.report.journal import Decision, RunHistory
+from paceline.report.journal import DrafterDecision, RunHistory
 from paceline.report.spans import Edge
 
 _VERSIONS, _DECISIONS = 12, 20
@@ -85,14 +85,14 @@ def _has(record: Any, names: Sequence[str]) -> bool:
     return all(name in record.policy for name in names) and record.policy[names[0]] > 0
 
 
-def gate_table(decisions: Iterable[Decision]) -> Table:
+def gate_table(decisions: Iterable[DrafterDecision]) -> Table:
     """The newest decisions, newest first: candidate against serving drafter."""
     heads = ("step", "decision", "drafter", "kind", "accepted length", "speed-up", "noise")
     rows = [_decided(one) for one in list(decisions)[-_DECISIONS:][::-1]]
     return Table((*heads, "positions", "its steps"), 4, rows, "the gate has not judged any drafter")
 
 
-def _decided(one: Decision) -> Sequence[object]:
+def _decided(one: DrafterDecision) -> Sequence[object]:
     of = one.figures
 
     def compared(name: str) -> str:

@@ -34,7 +34,7 @@ _SLOWER = 1.1
 Spent = Counter[tuple[str, str]]
 
 
-class Part(NamedTuple):
+class PathPart(NamedTuple):
     """Time on the critical path in one kind of span."""
 
     edge: str  # the surrounding call or stream: "coordinator → gateway RolloutService.RunTasks"
@@ -56,7 +56,7 @@ class Explanation:
     seconds: float
     median_s: float | None  # of the compared steps; None without any
     peers: int  # number of compared steps
-    parts: Sequence[Part]  # longest first
+    parts: Sequence[PathPart]  # longest first
 
     @property
     def cause(self) -> str:
@@ -108,7 +108,7 @@ def _compared(step: int, path: Spent, peers: Sequence[Spent]) -> Explanation:
         return median(values) / 1e9 if peers else None
 
     parts = [
-        Part(*key, spent_ns / 1e9, median_s(one[key] for one in peers))
+        PathPart(*key, spent_ns / 1e9, median_s(one[key] for one in peers))
         for key, spent_ns in path.most_common()
     ]
     whole = median_s(one.total() for one in peers)

@@ -69,14 +69,9 @@ def _ended(threads: Sequence[Thread], limit_s: float) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-_SEVERITY = {
-    "debug": SeverityNumber.DEBUG,
-    "info": SeverityNumber.INFO,
-    "warning": SeverityNumber.WARN,
-    "error": SeverityNumber.ERROR,
-    "critical": SeverityNumber.FATAL,
-}
-_SAID_ELSEWHERE = frozenset(
+_SEVERITY = {"warning": "WARN", "critical": "FATAL"}
+"""OpenTelemetry's names of levels, where they differ from structlog's."""
+_SENT_ELSEWHERE = frozenset(
     ("event", "timestamp", "level", "service", "trace_id", "span_id", "exc_info")
 )
 OWN = "opentelemetry"
@@ -103,12 +98,12 @@ def exporting(provider: LoggerProvider) -> Processor:
         attributes = {
             key: value if isinstance(value, str | bool | int | float) else str(value)
             for key, value in event.items()
-            if key not in _SAID_ELSEWHERE and not key.startswith("_")
+            if key not in _SENT_ELSEWHERE and not key.startswith("_")
         }
         logger.emit(
             body=str(event.get("event", "")),
             severity_text=level,
-            severity_number=_SEVERITY.get(level, SeverityNumber.INFO),
+            severity_number=SeverityNumber[_SEVERITY.get(level, level.upper())],
             attributes=attributes,
             exception=_exception(event.get("exc_info")),
         )
@@ -117,13 +112,12 @@ def exporting(provider: LoggerProvider) -> Processor:
     return export
 
 
-def _exception(told: Any) -> BaseException | None:
+def _exception(info: Any) -> BaseException | None:
     """The exception in structlog's and logging's value of `exc_info`."""
-    if isinstance(told, BaseException):
-        return told
-    if isinstance(told, tuple):
-        return told[1] if isinstance(told[1], BaseException) else None
-    return sys.exc_info()[1] if told else None
+    found = info[1] if isinstance(info, tuple) else info
+    if found and not isinstance(found, BaseException):
+        found = sys.exc_info()[1]
+    return found or None
 
 
 _QUEUE_SPANS, _BATCH_SPANS, _INTERVAL_MS = 16_384, 512, 500.0

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import (
-    Link,
     NonRecordingSpan,
+    NoOpTracer,
     Span,
     SpanContext,
-    SpanKind,
     TraceFlags,
     Tracer,
     TracerProvider,
     get_current_span,
-    use_span,
 )
-from opentelemetry.util.types import Attributes
 
 from paceline.addresses import proxied
 from paceline.config.shared import TelemetryConfig
@@ -61,33 +57,20 @@ class UnexportedSpans(TracerProvider):
     def __init__(self, ended: Ended) -> None:
         self._ended = ended
 
-    def get_tracer(
-        self,
-        instrumenting_module_name: str,
-        instrumenting_library_version: str | None = None,
-        schema_url: str | None = None,
-        attributes: Attributes = None,
-    ) -> Tracer:
+    def get_tracer(self, *args: Any, **named: Any) -> Tracer:
+        """A tracer of this process; its names are not kept."""
         return _Tracer(self._ended)
 
     def shutdown(self) -> None:
         """Has no effect, since nothing is queued."""
 
 
-class _Tracer(Tracer):
+class _Tracer(NoOpTracer):
     def __init__(self, ended: Ended) -> None:
         self._ended = ended
 
     def start_span(
-        self,
-        name: str,
-        context: Context | None = None,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes = None,
-        links: Sequence[Link] | None = None,
-        start_time: int | None = None,
-        record_exception: bool = True,
-        set_status_on_exception: bool = True,
+        self, name: str, context: Context | None = None, *args: Any, **more: Any
     ) -> Span:
         parent = get_current_span(context).get_span_context()
         if parent.is_valid:  # the parent's sampling decision holds for its spans here
@@ -96,22 +79,6 @@ class _Tracer(Tracer):
         else:
             found = SpanContext(new_trace_id(), new_span_id(), False, _SAMPLED)
         return _Span(found, name, self._ended)
-
-    @contextmanager
-    def start_as_current_span(  # type: ignore[override]  # returns what it keeps private
-        self,
-        name: str,
-        context: Context | None = None,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes = None,
-        links: Sequence[Link] | None = None,
-        start_time: int | None = None,
-        record_exception: bool = True,
-        set_status_on_exception: bool = True,
-        end_on_exit: bool = True,
-    ) -> Iterator[Span]:
-        with use_span(self.start_span(name, context), end_on_exit=end_on_exit) as opened:
-            yield opened
 
 
 class _Span(NonRecordingSpan):
@@ -210,7 +177,7 @@ def prometheus_page() -> bytes:
 
 def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerProvider | None:
     """Logs to stderr, and to an OTLP endpoint if there is one."""
-    if not _otlp_wanted("LOGS"):
+    if not _endpoint("LOGS"):
         log.configure_log(service, config.log_level, config.log_json)
         return None
     from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
@@ -228,7 +195,7 @@ def _traces(
     service: str, config: TelemetryConfig, resource: Resource
 ) -> SdkTracerProvider | UnexportedSpans:
     """Spans for a directory and an endpoint; without either, spans with ids only."""
-    if not config.spans_dir and not _otlp_wanted("TRACES"):
+    if not config.spans_dir and not _endpoint("TRACES"):
         return UnexportedSpans(_note_end)
 
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -257,7 +224,7 @@ def _traces(
         path = Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl"
         provider.add_span_processor(span_file_processor(path, service))
 
-    if _otlp_wanted("TRACES"):
+    if _endpoint("TRACES"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -280,7 +247,7 @@ def _metrics(resource: Resource) -> MeterProvider:
     from prometheus_client import CollectorRegistry
 
     readers: list[MetricReader] = []
-    if _otlp_wanted("METRICS"):
+    if _endpoint("METRICS"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         exporter = OTLPMetricExporter(channel_options=_channel_options("METRICS"))
@@ -289,12 +256,8 @@ def _metrics(resource: Resource) -> MeterProvider:
     _Running.registry = CollectorRegistry()
     readers.append(PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry))
     # Exemplars are kept only for an endpoint: the Prometheus page cannot show them.
-    examples = None if _otlp_wanted("METRICS") else AlwaysOffExemplarFilter()
+    examples = None if _endpoint("METRICS") else AlwaysOffExemplarFilter()
     return MeterProvider(metric_readers=readers, resource=resource, exemplar_filter=examples)
-
-
-def _otlp_wanted(signal: str) -> bool:
-    return bool(_endpoint(signal))
 
 
 def _endpoint(signal: str) -> str:

@@ -77,8 +77,8 @@ def test_up_without_settings_says_what_to_do() -> None:
 def test_a_format_of_lines_that_is_none_is_refused(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--lines", "xml"])
     assert done.exit_code == 2
-    assert "xml" in done.output
-    assert "text, json" in done.output
+    assert "'xml' is not one of 'text'" in done.output
+    assert "'json'" in done.output
 
 
 def recorded(folder: Path, steps: int) -> Path:

@@ -53,8 +53,8 @@ def shown(*, terminal: bool, width: int = 110) -> str:
         view.show_services(ServiceConfig())
         view.show_event(ChildEvent("gateway", "started", 2))
         for step in (0, 2, 1):
-            view.state.take_fact(finished(step))
-        view.state.take_fact(slot_fact(0, pb.HOLDER_DRAFTER))
+            view.state.apply_fact(finished(step))
+        view.state.apply_fact(slot_fact(0, pb.HOLDER_DRAFTER))
         view.show_event(ChildEvent("gateway", "died", 2, "was killed by SIGKILL"))
         view.show_event(ChildEvent("gateway", "impaired", 2, "engine worker [1] died"))
         view.show_event(ChildEvent("gateway", "recovered", 2, "engine worker [1]"))
@@ -115,8 +115,8 @@ def test_services_that_are_away_are_named_once_with_what_the_run_does() -> None:
     view = RunView("demo-0-1", 10, Console(width=110, file=output))
     with view:
         for services in (["drafter_trainer"], ["drafter_trainer"], ["gateway"], []):
-            view.state.take_fact(pb.Fact(services_away=pb.ServicesAway(services=services)))
-        view.state.take_snapshot(pb.GetSnapshotResponse(phase="rollout", away=["drafter_trainer"]))
+            view.state.apply_fact(pb.Fact(services_away=pb.ServicesAway(services=services)))
+        view.state.apply_snapshot(pb.GetSnapshotResponse(phase="rollout", away=["drafter_trainer"]))
     assert output.getvalue().splitlines() == [
         "away: drafter_trainer; the run goes on without it",
         "away: gateway; the run waits",
@@ -139,8 +139,8 @@ def test_a_program_gets_an_object_a_line_on_standard_output(
         view.show_start(Path("/runs/demo-0-1"), ["policy_trainer: 1 of 24 GiB"])
         view.show_event(ChildEvent("redis", "healthy", 1))
         view.show_services(ServiceConfig())
-        view.state.take_fact(finished(0))
-        view.state.take_fact(pb.Fact(services_away=pb.ServicesAway(services=["gateway"])))
+        view.state.apply_fact(finished(0))
+        view.state.apply_fact(pb.Fact(services_away=pb.ServicesAway(services=["gateway"])))
         view.show_phase("writing the report")
         view.show_line("a line [in brackets]")
         view.show("failed", "[red]no memory[/]", message="no memory")

@@ -83,7 +83,7 @@ def test_a_browser_gets_the_state_and_the_number_of_the_drawing(page: LivePage) 
     before = client.get("/state").json()
     assert (before["drawings"], before["slots"], before["away"]) == (0, {}, [])
     page.drawings += 1
-    page.state.take_fact(
+    page.state.apply_fact(
         pb.Fact(
             context=CommandContext(step=1),
             slots=[pb.SlotRange(first=0, count=2, holder=pb.HOLDER_POLICY)],

@@ -84,21 +84,21 @@ def test_a_step_is_told_once_and_a_missed_one_closes_the_gap() -> None:
     told: list[int] = []
     state = RunState(RUN, 10, lambda one: told.append(one.step))
     for step in (1, 1, 0, 3, 0, 1):
-        state.take_record(record(step))
+        state.apply_record(record(step))
     assert (told, state.complete, state.ahead) == ([1, 0, 3], 2, {3})
 
 
 def test_a_run_that_has_not_begun_says_nothing_about_its_length() -> None:
     state = RunState(RUN, 10, lambda _: None)
-    state.take_snapshot(pb.GetSnapshotResponse(phase="new", total_steps=1))
+    state.apply_snapshot(pb.GetSnapshotResponse(phase="new", total_steps=1))
     assert (state.total_steps, state.phase) == (10, "starting")
-    state.take_snapshot(pb.GetSnapshotResponse(phase="evaluate", total_steps=12))
+    state.apply_snapshot(pb.GetSnapshotResponse(phase="evaluate", total_steps=12))
     assert (state.total_steps, state.phase) == (12, "evaluate")
 
 
 def test_a_run_that_comes_to_rest_is_shown_as_paused_until_it_goes_on() -> None:
     state = RunState(RUN, 9, lambda record: None)
-    state.take_fact(pb.Fact(slots=[pb.SlotRange(first=0, count=2, holder=pb.HOLDER_POLICY)]))
+    state.apply_fact(pb.Fact(slots=[pb.SlotRange(first=0, count=2, holder=pb.HOLDER_POLICY)]))
     rests = [pb.SlotRange(first=0, count=2, holder=pb.HOLDER_ENGINE)]
     phases = []
     for fact in (
@@ -107,16 +107,16 @@ def test_a_run_that_comes_to_rest_is_shown_as_paused_until_it_goes_on() -> None:
         pb.Fact(paused=False),
         pb.Fact(step_began=pb.StepBegan(samples=8)),
     ):
-        state.take_fact(fact)
+        state.apply_fact(fact)
         phases.append(state.phase)
     assert phases == ["paused", "paused", "ready", "rollout"]
 
 
 def test_a_failed_run_that_begins_again_is_not_failed() -> None:
     state = RunState(RUN, 10, lambda _: None)
-    state.take_fact(pb.Fact(run_finished=pb.RunFinished(failure="the gateway kept failing")))
+    state.apply_fact(pb.Fact(run_finished=pb.RunFinished(failure="the gateway kept failing")))
     assert (state.finished, state.phase) == (True, "failed")
-    state.take_fact(pb.Fact(context=CommandContext(step=4), step_began=pb.StepBegan(samples=8)))
+    state.apply_fact(pb.Fact(context=CommandContext(step=4), step_began=pb.StepBegan(samples=8)))
     assert (state.finished, state.failure, state.phase) == (False, "", "rollout")
 
 

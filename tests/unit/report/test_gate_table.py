@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.report.journal import Decision
+from paceline.report.journal import DrafterDecision
 from paceline.report.tables import gate_table
 
 FIGURES = {
@@ -16,13 +16,13 @@ FIGURES = {
 
 
 def test_the_newest_decision_stands_first_with_candidate_against_serving() -> None:
-    decisions = [Decision(n, "kept", n, FIGURES) for n in range(30)]
-    decisions.append(Decision(30, "promoted", 31, FIGURES))
+    decisions = [DrafterDecision(n, "kept", n, FIGURES) for n in range(30)]
+    decisions.append(DrafterDecision(30, "promoted", 31, FIGURES))
     table = gate_table(decisions)
     assert table.rows[0][:5] == (31, "promoted", "d31", "eagle", "2.50 : 2.25")
     assert len(table.rows) == 20
 
 
 def test_a_decision_without_figures_has_dashes() -> None:
-    assert "– : –" in gate_table([Decision(0, "refused", 1, {})]).rows[0]
+    assert "– : –" in gate_table([DrafterDecision(0, "refused", 1, {})]).rows[0]
     assert "not judged" in gate_table([]).empty

@@ -68,3 +68,11 @@ def test_every_series_is_told_at_its_step() -> None:
     two = [Series(name, [(1.0, y), (2.0, y)], "c0") for name, y in (("a", 1.0), ("b<", 2.0))]
     chart = line_chart(two, y_label="y")
     assert "<title>RL step 2\na: 1\nb&lt;: 2</title>" in chart
+
+
+def test_the_values_behind_a_smooth_line_are_told_apart_and_have_no_dots() -> None:
+    records = [StepRecord(step=n, response_tokens=100 * n, rollout_s=1.0) for n in (1, 2)]
+    drawn = drawing(records, "Rollout speed")
+    assert "RL step 3\ntokens/s of a step: 200\ntokens/s: 150" in drawn
+    assert drawn.count("<circle") == 2
+    assert re.findall("</i>([^<]*)</span>", drawn) == ["tokens/s"]

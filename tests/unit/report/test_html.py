@@ -127,7 +127,10 @@ def test_a_line_spans_its_frame_and_breaks_at_a_gap() -> None:
     )
     path = re.search(r'class="line c0" d="([^"]+)"', drawn)
     assert path is not None
-    assert path.group(1) == "M46.0 176.0h0L213.3 10.0M548.0 93.0h0"
+    assert path.group(1) == "M46.0 176.0L213.3 10.0M548.0 93.0"
+    assert '<circle class="dot c0" cx="548.0" cy="93.0"' in drawn, (
+        "a measurement between two gaps would not be seen otherwise"
+    )
 
 
 def test_columns_add_up_to_the_height_of_the_whole() -> None:

@@ -1,23 +1,126 @@
-"""Defines the commands on a run's files and before a run: report, page, why, eval, init."""
+"""Defines the commands on runs, on a run's files and before a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from paceline.cli import command
+from paceline.cli.command import ConfigFiles, CoordinatorAddress
 from paceline.errors import InvalidInput
 from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
 
+if TYPE_CHECKING:
+    from paceline.cli.access import Coordinator
+    from paceline.cli.active import Request
+
 _TASK_PARTS = ("prompt", "answer", "task_id", "system")
+Run = Annotated[
+    str | None,
+    typer.Argument(help="the run, by directory, id or the coordinator's host:port"),
+]
 
 
-def report(run: command.RunPlace = None, config: command.ConfigFiles = None) -> None:
+def status(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Show the state of a run: phase, slots, versions, the last step."""
+    from paceline.cli.active import show_status
+
+    command.run_to_exit(show_status(_coordinator(address, config, run), Console()))
+
+
+def stop(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """End a run after the running step, and wait for it; Ctrl-C only ends the wait."""
+    from paceline.cli.active import stop_run
+
+    command.run_to_exit(stop_run(_coordinator(address, config, run), Console()))
+
+
+def pause(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Pause a run after the steps in progress, and wait for it; agents then get all workers."""
+    from paceline.cli.active import pause_run
+
+    command.run_to_exit(pause_run(_coordinator(address, config, run), Console()))
+
+
+def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Continue a paused run."""
+    from paceline.cli.active import resume_run
+
+    command.run_to_exit(resume_run(_coordinator(address, config, run), Console()))
+
+
+def rollback(
+    version: Annotated[
+        int | None,
+        typer.Argument(min=0, help="drafter to serve; default: the former drafter"),
+    ] = None,
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Serve the former drafter again, from the next commit and for at least one step."""
+    from paceline.v1.coordinator_pb2 import RollBackRequest
+
+    request = RollBackRequest(drafter_version=version)
+    _choose(request, address, config)
+
+
+def pin(
+    version: Annotated[
+        int | None, typer.Argument(min=0, help="drafter to pin; default: the serving drafter")
+    ] = None,
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Pin the serving drafter: promoted drafters wait until it is unpinned."""
+    from paceline.v1.coordinator_pb2 import PinDrafterRequest
+
+    _choose(PinDrafterRequest(drafter_version=version), address, config)
+
+
+def unpin(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Remove the pin, and withdraw a pending rollback."""
+    from paceline.v1.coordinator_pb2 import UnpinDrafterRequest
+
+    _choose(UnpinDrafterRequest(), address, config)
+
+
+def use_profile(
+    profile: Annotated[str, typer.Argument(help="one of coordinator.profiles, or none")],
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Round the policy to a profile (int8, fp8 ...), from the next policy."""
+    from paceline.cli.active import choose_profile
+
+    name = "" if profile == "none" else profile
+    command.run_to_exit(choose_profile(_coordinator(address, config), name, Console()))
+
+
+def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
+    from paceline.cli.active import choose_drafter
+
+    command.run_to_exit(choose_drafter(_coordinator(address, config), request, Console()))
+
+
+def _coordinator(
+    address: str | None, config: list[Path] | None, run: str | None = None
+) -> Coordinator:
+    from paceline.cli.access import coordinator_of, find_coordinator
+
+    files = list(config or [])
+    if run is None:
+        return coordinator_of(files, address)
+    if address is not None:
+        raise InvalidInput("RUN and --address name two places", seen=address, allowed=run)
+    return find_coordinator(run, files)
+
+
+def report(run: command.RunPlace = None, config: ConfigFiles = None) -> None:
     """Write summary and report of a run at any time."""
     from paceline.cli.report import report_run
 
@@ -26,7 +129,7 @@ def report(run: command.RunPlace = None, config: command.ConfigFiles = None) -> 
 
 def page(
     run: command.RunPlace = None,
-    config: command.ConfigFiles = None,
+    config: ConfigFiles = None,
     port: Annotated[int, typer.Option(min=0, help="port on loopback; 0: any free port")] = 0,
 ) -> None:
     """Serve a live page about a run to browsers on this machine."""
@@ -137,10 +240,7 @@ def init(
     shown.print(f"wrote {out}; run it with: paceline up --config {out}", highlight=False)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "report": report,
-    "page": page,
-    "why": why,
-    "eval": evaluate_model,
-    "init": init,
-}
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(status, stop, pause, resume, use_profile, report, page, why, evaluate_model, init),
+)
+DRAFTER_COMMANDS: tuple[Callable[..., None], ...] = (rollback, pin, unpin)
