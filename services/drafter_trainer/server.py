@@ -282,5 +282,5 @@ async def _tell_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
     """After a restart, sends the spooled heads and the last serving set to the ranks."""
     for target, version in sorted(spool.spooled()):
         await ranks.tell(m.NewHead(version, str(spool.path(target, version))))
-    if spool.serving is not None:
-        await ranks.tell(m.Serving(spool.serving.policy, spool.serving.drafter))
+    if spool.sets.serving is not None:
+        await ranks.tell(m.Serving(spool.sets.serving.policy, spool.sets.serving.drafter))

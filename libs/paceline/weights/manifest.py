@@ -77,7 +77,7 @@ def unchecked_manifest(
         tensors=_specs(layouts),
         total_bytes=sum(layout.nbytes for layout in layouts),
     )
-    check_manifest(manifest, max_bytes=manifest.total_bytes)
+    check_manifest(manifest)
     return manifest
 
 
@@ -126,7 +126,7 @@ def not_finite(name: str) -> WeightsError:
     )
 
 
-def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
+def check_manifest(manifest: Manifest) -> None:
     """Raises InvalidInput unless the manifest is acceptable: known names, offsets without gap or
     overlap, documents that are JSON objects of at most MAX_DOCUMENT_BYTES.
     """
@@ -145,10 +145,8 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
             "chunk_bytes is out of range", seen=manifest.chunk_bytes, allowed=allowed
         )
 
-    if not 0 < manifest.total_bytes <= max_bytes:
-        raise InvalidInput(
-            "total_bytes is out of range", seen=manifest.total_bytes, allowed=f"1 to {max_bytes}"
-        )
+    if not manifest.total_bytes:
+        raise InvalidInput("a version has no bytes", seen=0, allowed="1 or more")
 
     _check_tensors(manifest)
     _check_delta(manifest)
@@ -278,7 +276,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         manifest = json_format.Parse(path.read_bytes(), Manifest())
-        check_manifest(manifest, max_bytes=manifest.total_bytes)
+        check_manifest(manifest)
     except (OSError, ValueError, json_format.ParseError, InvalidInput) as error:
         raise DataLoss(f"{path} is not a manifest", seen=str(error)[:120]) from error
     return manifest

@@ -14,13 +14,7 @@ from torch import Tensor
 
 from paceline.errors import PacelineError, WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.models.in_place import (
-    ServedModel,
-    StagedWeights,
-    beside,
-    check_staged,
-    written_over,
-)
+from paceline.models.in_place import ServedModel, StagedWeights, beside, serve_staged
 from paceline.services.rollout_gateway.engines.embedded import drafters, speculative
 from paceline.services.rollout_gateway.engines.requests.control import PreparedVersions
 from paceline.telemetry import get_logger
@@ -117,9 +111,8 @@ class EngineWeights:
         self._model, self._directory = replace(self._model, profile=new.profile), new.path
 
     def _written_over(self, new: StagedWeights) -> DecoderWeights:
-        check_staged(self._policy, new)
         try:
-            policy = written_over(self._policy, new)
+            policy = serve_staged(self._policy, new)
             self._speculation.bind(policy)
         except BaseException as interrupted:
             self._restore(interrupted)
