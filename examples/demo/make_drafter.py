@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from paceline.services.rollout_gateway.engines.embedded.build import build_embed
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.tasks import Task, TaskCursor, read_tasks
+from paceline.tasks import Task, draw_tasks, read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
 
 HERE = Path(__file__).parent
@@ -70,7 +71,7 @@ def write_answers(options: argparse.Namespace, tokenizer: Tokenizer, path: Path)
     """As many answers as asked for, to tasks in the order of a run's, as `drafter train` reads
     them.
     """
-    tasks = TaskCursor(read_tasks(options.tasks), options.seed).draw(options.answers)
+    tasks = list(islice(draw_tasks(read_tasks(options.tasks), options.seed), options.answers))
     engine = build_engine(options, "off")
     with path.open("w", encoding="utf-8") as file:
         for request, chunk in answers(engine, tokenizer, tasks, seed=options.seed):

@@ -326,27 +326,3 @@ def test_a_document_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path, doc
         "model.safetensors",
         "manifest.json",
     }
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        ("[" * 60_000, "not JSON"),
-        ("[]", "no JSON object"),
-        ('"x"', "no JSON object"),
-        ('{"a": "' + "x" * (64 << 10) + '"}', "too long"),
-    ],
-)
-def test_a_config_that_no_reader_could_use_is_refused(
-    config: str, named: str, tmp_path: Path
-) -> None:
-    array = np.ones(4, dtype=np.float32)
-    with pytest.raises(InvalidInput, match=named):
-        build_manifest(D, 1, [from_numpy("w", array)], metadata={"config": config})
-    manifest, data = version(D, 1, 4)
-    manifest.metadata["config"] = config
-    with pytest.raises(InvalidInput, match=named):
-        Spool(tmp_path).write(manifest, data)
-    assert not names(tmp_path)
