@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.simulation.lengths import Recorded
-from paceline.tasks import TaskCursor, read_tasks
+from paceline.tasks import draw_tasks, read_tasks
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 SPEC_VARIABLE = "PACELINE_BENCH_POLICY"
@@ -74,7 +75,7 @@ def demo_samples(
     model, found = demo_folder() / policy, []
     tokenizer, lm = AutoTokenizer.from_pretrained(model), load_causal_lm(model, torch.float32)
     torch.manual_seed(7)
-    for task in TaskCursor(read_tasks(demo_folder() / "tasks_train.jsonl"), 0).draw(groups):
+    for task in islice(draw_tasks(read_tasks(demo_folder() / "tasks_train.jsonl"), 0), groups):
         prompt = tokenizer(task.prompt, return_tensors="pt").input_ids
         drawn = lm.generate(
             prompt.repeat(SIBLINGS, 1),

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEn
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
-from paceline.tasks import Task, TaskCursor, read_tasks
+from paceline.tasks import Task, draw_tasks, read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
 
 HERE = Path(__file__).parent
@@ -68,7 +69,7 @@ def answers(
 
 def write_answers(options: argparse.Namespace, tokenizer: Tokenizer, path: Path) -> None:
     """`count` answers to tasks in the order of a run, in the format of `drafter train`."""
-    tasks = TaskCursor(read_tasks(options.tasks), options.seed).draw(options.answers)
+    tasks = list(islice(draw_tasks(read_tasks(options.tasks), options.seed), options.answers))
     engine = build_engine(options, "off")
     with path.open("w", encoding="utf-8") as file:
         for request, chunk in answers(engine, tokenizer, tasks, seed=options.seed):

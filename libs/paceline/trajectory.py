@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cache
 from itertools import zip_longest
 from numbers import Real
 from operator import attrgetter
@@ -146,15 +147,10 @@ def runs(kind: type[Any], spans: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         yield first, end
 
 
-_ABOUT: dict[type[Any], Callable[[Any], Any]] = {}
-
-
+@cache
 def _about(kind: type[Any]) -> Callable[[Any], Any]:
     """The getter of a span's fields other than its position."""
-    if kind not in _ABOUT:
-        names = [one.name for one in fields(kind) if one.name not in ("start", "end")]
-        _ABOUT[kind] = attrgetter(*names)
-    return _ABOUT[kind]
+    return attrgetter(*(one.name for one in fields(kind) if one.name not in ("start", "end")))
 
 
 def added(one: Any, other: Any) -> Any:

@@ -275,5 +275,5 @@ async def _send_spooled(spool: Spool, ranks: driver.DrafterDriver) -> None:
     """After a restart, sends the spooled heads and the last serving set to the ranks."""
     for target, version in sorted(spool.spooled()):
         await ranks.send_fact(m.NewHead(version, str(spool.path(target, version))))
-    if spool.serving is not None:
-        await ranks.send_fact(m.Serving(spool.serving.policy, spool.serving.drafter))
+    if spool.sets.serving is not None:
+        await ranks.send_fact(m.Serving(spool.sets.serving.policy, spool.sets.serving.drafter))

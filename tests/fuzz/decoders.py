@@ -161,7 +161,7 @@ def weight_delta(raw: bytes) -> object:
 
 
 def manifest(found: wpb.Manifest) -> object:
-    check_manifest(found, max_bytes=1 << 20)
+    check_manifest(found)
     return layouts(found)
 
 

@@ -61,7 +61,7 @@ async def test_a_set_that_all_gateways_have_serves_at_all(pair: list[Receiver]) 
     for one in pair:
         await one.push(P, 2)
     assert await committed(pair) == [events.Committed(0.0, NEW)]
-    assert [one.spool.serving for one in pair] == [NEW, NEW]
+    assert [one.spool.sets.serving for one in pair] == [NEW, NEW]
 
 
 async def test_a_set_that_the_second_gateway_refuses_serves_at_none(pair: list[Receiver]) -> None:
@@ -70,7 +70,7 @@ async def test_a_set_that_the_second_gateway_refuses_serves_at_none(pair: list[R
     assert isinstance(failed, events.CommitFailed)
     assert "policy version is not prepared" in failed.message
     assert served(pair) == [[NEW, FORMER], []]
-    assert [one.spool.serving for one in pair] == [FORMER, FORMER]
+    assert [one.spool.sets.serving for one in pair] == [FORMER, FORMER]
     await pair[1].push(P, 2)
     assert await committed(pair) == [events.Committed(0.0, NEW)]
 

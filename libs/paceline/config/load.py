@@ -17,14 +17,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import SecretStr, ValidationError
 
-from paceline.config.shared import (
-    SERVICE_SECTIONS,
-    SHARED_SECTIONS,
-    Config,
-    child_configs,
-    known_keys,
-    walk_fields,
-)
+from paceline.config import shared
+from paceline.config.shared import Config
 from paceline.errors import ConfigError
 from paceline.whole_files import write_whole
 
@@ -40,11 +34,11 @@ def print_config(config: Config, section: str) -> str:
     `section` is the header of the service's own keys. Settings without a value (None) appear as
     comments, because TOML has no null.
     """
-    shared = [name for name in SHARED_SECTIONS if name in type(config).model_fields]
+    sections = [name for name in shared.SHARED_SECTIONS if name in type(config).model_fields]
     lines: list[str] = []
-    for name in shared:
+    for name in sections:
         lines += _table(name, getattr(config, name))
-    lines += _table(section, config, skip=shared)
+    lines += _table(section, config, skip=sections)
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -208,7 +202,7 @@ def load_config(
 
 def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
     document = read_tables(path)
-    sections = dict.fromkeys((*SHARED_SECTIONS, *SERVICE_SECTIONS, section))
+    sections = dict.fromkeys((*shared.SHARED_SECTIONS, *shared.SERVICE_SECTIONS, section))
     values: Tree = {}
     for name, content in document.items():
         if name not in sections:
@@ -221,7 +215,7 @@ def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
             raise ConfigError(
                 f"{path}: {name} is a section, not a value", seen=content, allowed=f"[{name}]"
             )
-        if name in SHARED_SECTIONS and name in cls.model_fields:
+        if name in shared.SHARED_SECTIONS and name in cls.model_fields:
             merge(values, {name: content})
 
     merge(values, document.get(section, {}))
@@ -236,7 +230,7 @@ def _override_source(text: str, cls: type[Config], section: str) -> _Source | No
             "an override is key=value with a dotted key", seen=text, allowed="e.g. run.seed=1"
         )
     head, _, rest = key.partition(".")
-    if head not in cls.model_fields and rest and head in (section, *SERVICE_SECTIONS):
+    if head not in cls.model_fields and rest and head in (section, *shared.SERVICE_SECTIONS):
         if head != section:
             return None
         key = rest
@@ -245,7 +239,7 @@ def _override_source(text: str, cls: type[Config], section: str) -> _Source | No
 
 
 def _annotation(cls: type[Config], key: str) -> Any:
-    return next((annotation for known, annotation in walk_fields(cls) if known == key), None)
+    return next((annotation for known, annotation in shared.walk_fields(cls) if known == key), None)
 
 
 def _wants_text(annotation: Any) -> bool:
@@ -289,7 +283,7 @@ def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _refuse_unknown(cls: type[Config], source: _Source, section: str) -> None:
     for key in _unknown((cls,), source.values):
-        keys = known_keys(cls)
+        keys = shared.known_keys(cls)
         near = _nearest(key, keys) or _nearest(key.rpartition(".")[2], keys)
         raise ConfigError(f"{source.name}: {section} has no setting {key}{near}", seen=key)
 
@@ -304,7 +298,9 @@ def _unknown(
             yield prefix + key
             continue
         children = [
-            child for cls in holders for child in child_configs(cls.model_fields[key].annotation)
+            child
+            for cls in holders
+            for child in shared.child_configs(cls.model_fields[key].annotation)
         ]
         if children and isinstance(value, dict):
             yield from _unknown(children, value, f"{prefix}{key}.")

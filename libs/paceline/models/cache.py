@@ -80,10 +80,6 @@ class StaticCache:
         moved = layers.index_select(1, self.cells(slots, sources).view(-1))
         layers.index_copy_(1, self.cells(slots, destinations).view(-1), moved)
 
-    def move(self, source: int, destination: int, length: int) -> None:
-        """As `copy`, for the first `length` tokens."""
-        self.copy(source, destination, 0, length)
-
 
 def cache_rows(slots: Sequence[int]) -> slice | Tensor:
     """Slots as a slice if they are adjacent, so that the cache is read without a copy; else int64

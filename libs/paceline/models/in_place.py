@@ -24,27 +24,16 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ResourceExhausted, WeightsError
+from paceline.models import loading
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Matrix
-from paceline.models.loading import (
-    assembled,
-    build_weights,
-    built_of,
-    checked_model,
-    hash_head,
-    stored_head,
-)
 from paceline.models.profiles import PROFILES, Profile, check_profile
 from paceline.models.quantised import QuantisedMatrix, as_matrix
 from paceline.models.records import ServedTensor, model_records
 
 ALIGNED = 64
 """Alignment in bytes of each tensor in the file."""
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of storages by name: a place, or for a rounded matrix `<place>.values` and
-`<place>.scales`.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +46,6 @@ class StagedWeights:
     head_hash: str
     path: Path
     """Directory from which it was read."""
-
-    @property
-    def layout(self) -> Layout:
-        """Required layout of the target storages."""
-        return layout_of(self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +82,7 @@ class ServedModel:
 
         Raises InvalidInput, DataLoss, WeightsError or ConfigError.
         """
-        return build_weights(
+        return loading.build_weights(
             self.config,
             read_version(path, self.start),
             dtype=self.dtype,
@@ -122,7 +106,7 @@ class ServedModel:
                     allowed=", ".join(part.name for part in record.parts),
                 )
             if there:
-                matrix = built_of(record, tensors, self.dtype, self.device, self.profile)
+                matrix = loading.built_of(record, tensors, self.dtype, self.device, self.profile)
                 yield from storages_of({record.place: matrix})
 
     def staged(self, path: Path) -> StagedWeights:
@@ -131,41 +115,25 @@ class ServedModel:
 
         Raises as `load`, and ResourceExhausted if the disk is full.
         """
-        named = checked_model(self.config, read_version(path, self.start))
+        named = loading.checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
             tensors = _written(file, self.built(named))
-        return StagedWeights(self.profile, tensors, hash_head(stored_head(named)), path)
+        return StagedWeights(
+            self.profile, tensors, loading.hash_head(loading.stored_head(named)), path
+        )
 
     def restore(self, weights: DecoderWeights, path: Path) -> None:
         """Reads the serving version into its storages again. Raises as `load`."""
         found = storages(weights)
-        for name, tensor in self.built(checked_model(self.config, read_version(path, self.start))):
+        for name, tensor in self.built(
+            loading.checked_model(self.config, read_version(path, self.start))
+        ):
             overwrite(found[name], tensor)
 
 
 def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
-    """The weights with a version's numbers in the present storages. Raises as `check_staged`,
-    before any change.
-    """
-    check_staged(weights, staged)
-    return written_over(weights, staged)
-
-
-def check_staged(weights: DecoderWeights, staged: StagedWeights) -> None:
-    """Raises WeightsError if a version has the layout of another model or profile, or if a scale is
-    not finite.
-    """
-    check_layout(layout_of(storages(weights)), staged.layout)
-    for name, tensor in staged.tensors.items():
-        if name.endswith(".scales") and not torch.isfinite(tensor).all():
-            wrong = tensor[~torch.isfinite(tensor)]
-            raise WeightsError(
-                f"{name}: {len(wrong)} are not finite", seen=float(wrong[0]), allowed="finite"
-            )
-
-
-def written_over(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
-    """The weights after copying each tensor of a checked version.
+    """The weights after copying each tensor of a version, staged for the same model and profile,
+    into the present storages.
 
     If a copy raises, earlier tensors are new and later tensors are old.
     """
@@ -194,7 +162,7 @@ def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
             built[place] = as_matrix(staged.profile, own, scales)
         elif kind != "scales":
             built[name] = own
-    return assembled(weights.config, built, weights.rotation, staged.head_hash)
+    return loading.assembled(weights.config, built, weights.rotation, staged.head_hash)
 
 
 def storages(weights: DecoderWeights) -> dict[str, Tensor]:
@@ -219,22 +187,6 @@ def storages_of(parts: Mapping[str, Matrix]) -> Iterator[tuple[str, Tensor]]:
             yield f"{place}.scales", part.scales
         else:
             yield place, part
-
-
-def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Dtypes and shapes of tensors."""
-    return {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
-
-
-def check_layout(serving: Layout, staged: Layout) -> None:
-    """Raises WeightsError if a version does not fit into the serving storages."""
-    for name, wanted in staged.items():
-        if serving.get(name) != wanted:
-            raise WeightsError(
-                f"{name} is laid out for another model or profile",
-                seen=wanted,
-                allowed=serving.get(name, f"one of the {len(serving)} names that are served"),
-            )
 
 
 def _unnamed_file(directory: Path) -> IO[bytes]:

@@ -40,9 +40,10 @@ class Health(HealthServicer):  # type: ignore[misc]
         self._serving[name] = serving
         self._wake()
 
-    def known(self, name: str) -> bool:
-        """Whether a flag was ever set for that name."""
-        return name in self._serving
+    @property
+    def names(self) -> list[str]:
+        """The services with a flag."""
+        return [*self._serving]
 
     def close(self) -> None:
         """Sets all flags to not serving; watchers receive that and end."""
@@ -146,7 +147,6 @@ class Server:
         self._address = address
         self._credentials = server_credentials(security)
         self._health = Health()
-        self._names: list[str] = []
         self.caps: dict[str, int] = {}
         """Bytes of a request at most, by "/service/method"; MESSAGE_CAP where none is named."""
         self._server = grpc.aio.server(
@@ -162,7 +162,8 @@ class Server:
         (servicer, grpc server).
         """
         add_fn(servicer, self._server)
-        self._names.append(full_service_name)
+        if full_service_name not in self._health.names:
+            self._health.set(full_service_name, True)
 
     async def start(self) -> int:
         """Listen; returns the port. Services whose flag nobody set serve from now on.
@@ -170,12 +171,9 @@ class Server:
         Raises ConfigError when the address cannot be bound.
         """
         add_HealthServicer_to_server(self._health, self._server)
-        names = (*dict.fromkeys(self._names), "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        names = (*self._health.names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         port = self._bind()
-        for name in self._names:
-            if not self._health.known(name):
-                self._health.set(name, True)
         await self._server.start()
         return port
 
@@ -184,7 +182,7 @@ class Server:
         flags.
         """
         if name == OVERALL:
-            for each in self._names:
+            for each in self._health.names:
                 self._health.set(each, serving)
         else:
             self._health.set(name, serving)

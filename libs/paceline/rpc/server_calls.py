@@ -14,24 +14,11 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 from opentelemetry.trace import Span
 
+from paceline import errors, telemetry
 from paceline.config import SecurityConfig
-from paceline.errors import (
-    DeadlineExceeded,
-    InternalError,
-    InvalidInput,
-    MissingCapability,
-    PacelineError,
-)
 from paceline.rpc.security import check_token
 from paceline.rpc.status import MALFORMED, REFUSALS, code_of, error_from_rpc, status_of
-from paceline.telemetry import (
-    current_trace_id,
-    extract_metadata,
-    get_logger,
-    mark_failed,
-    names,
-    span,
-)
+from paceline.telemetry import names
 from paceline.telemetry.metrics import Counter
 
 REFUSED = Counter(
@@ -53,7 +40,7 @@ _HEAR_S, _HEAR_BYTES = 1.0, 64 << 20
 """Seconds and bytes for which the rest of a refused stream is read."""
 _Parser = Callable[[Any], Any]
 _Around = Callable[[Any], AbstractAsyncContextManager[None]]
-_log = get_logger("rpc")
+_log = telemetry.get_logger("rpc")
 
 
 class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -137,7 +124,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except TimeoutError as error:
             if not cap.expired():
                 raise
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 "the call came without a deadline and ran into the server's own",
                 allowed=f"{self._unary_cap_s} s",
             ) from error
@@ -147,10 +134,10 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         metadata = tuple(call.invocation_metadata or ())
         service, _, method = call.method.lstrip("/").partition("/")
         facts = {names.RPC_SYSTEM: "grpc", names.RPC_SERVICE: service, names.RPC_METHOD: method}
-        parent = extract_metadata(metadata)
+        parent = telemetry.extract_metadata(metadata)
         failed: Status | None = None
         title = names.rpc_span(service, method)
-        with span(title, facts, kind="server", parent=parent) as opened:
+        with telemetry.span(title, facts, kind="server", parent=parent) as opened:
             try:
                 check_token(self._security, call.method, metadata)
                 yield
@@ -164,7 +151,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 if known.reason in REFUSALS:
                     REFUSED.record(reason=known.reason)
                 _record(opened, code_of(known))
-                mark_failed(opened, known)
+                telemetry.mark_failed(opened, known)
                 failed = status_of(known)
             else:
                 _record(opened, grpc.StatusCode.OK)
@@ -178,7 +165,7 @@ async def _told(context: Any) -> AsyncIterator[None]:
     """Wraps a public call without a trace; only its refusal is reported."""
     try:
         yield
-    except InvalidInput as error:
+    except errors.InvalidInput as error:
         await context.abort_with_status(rpc_status.to_status(status_of(error)))
 
 
@@ -187,7 +174,7 @@ def _parsed(deserialize: _Parser | None, cap: int | None, raw: bytes) -> Any:
     or too many bytes.
     """
     if cap is not None and len(raw) > cap:
-        raise InvalidInput(
+        raise errors.InvalidInput(
             "the request is too large",
             reason="BODY_TOO_LARGE",
             seen=f"{len(raw)} bytes",
@@ -198,7 +185,7 @@ def _parsed(deserialize: _Parser | None, cap: int | None, raw: bytes) -> Any:
     try:
         return deserialize(raw)
     except DecodeError as error:
-        raise InvalidInput(
+        raise errors.InvalidInput(
             "the request is not the message that this method takes",
             reason=MALFORMED,
             seen=f"{len(raw)} bytes: {error}",
@@ -221,7 +208,7 @@ async def _heard_out(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
     """
     try:
         return await answer
-    except PacelineError:
+    except errors.PacelineError:
         with suppress(TimeoutError):
             async with asyncio.timeout(_HEAR_S):
                 heard = 0
@@ -232,26 +219,26 @@ async def _heard_out(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
         raise
 
 
-def _known(error: Exception, method: str) -> PacelineError:
+def _known(error: Exception, method: str) -> errors.PacelineError:
     """The error as a PacelineError; an unexpected one is logged here."""
     match error:
-        case InternalError():
+        case errors.InternalError():
             _log.error("a call failed by our own fault", method=method, exc_info=error)
             return error
-        case PacelineError():
+        case errors.PacelineError():
             return error
         case grpc.aio.AioRpcError():
             return error_from_rpc(error)
         case NotImplementedError():
-            return MissingCapability(
+            return errors.MissingCapability(
                 "this server does not have that method", reason="UNIMPLEMENTED", seen=method
             )
     _log.error("a call failed unexpectedly", method=method, exc_info=error)
     message = (
         f"{type(error).__name__} in {method}: {error}; see the server's log, trace "
-        f"{current_trace_id()}"
+        f"{telemetry.current_trace_id()}"
     )
-    return InternalError(message, reason="UNEXPECTED")
+    return errors.InternalError(message, reason="UNEXPECTED")
 
 
 def _record(opened: Span, code: grpc.StatusCode) -> None:

@@ -117,7 +117,7 @@ class CachedDrafter(net_drafter.NetDrafter[Net]):
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Moves the cached rows of a sequence to another slot."""
-        self._cache.move(source, destination, length)
+        self._cache.copy(source, destination, 0, length)
         self._valid[destination] = self._valid[source]
         self._valid[source] = 0
 

@@ -79,25 +79,6 @@ OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
 BACKOFF_CAP_S = 0.25
 
 
-class Outage:
-    """Paces the retries of one call while the server is away, up to a deadline."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._began_s: float | None = None
-        self._pause_s = 0.01
-
-    async def pause(self, error: BaseException) -> None:
-        """Waits before the next try. Raises `error` when the server has been away for too long."""
-        now = asyncio.get_running_loop().time()
-        if self._began_s is None:
-            self._began_s = now
-        if now - self._began_s > self._limit_s:
-            raise error
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 2, BACKOFF_CAP_S)
-
-
 class Cancellable(AbstractConnection):
     """A connection that never loses a cancellation.
 

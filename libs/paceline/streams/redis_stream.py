@@ -14,9 +14,8 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from paceline.errors import ResourceExhausted
-from paceline.streams import scripts
+from paceline.streams import connection, scripts
 from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
-from paceline.streams.connection import OUTAGE_ERRORS, OUTAGE_S, Outage, blocking_twin, redis_errors
 
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000
@@ -47,10 +46,10 @@ class RedisStream:
     ) -> None:
         # The client's annotations allow text or bytes; replies here are always bytes.
         self._client: Any = client
-        self._reader: Any = blocking_twin(client)
+        self._reader: Any = connection.blocking_twin(client)
         self._key = key
         self._budget = byte_budget
-        self._outage_s = OUTAGE_S if outage_s is None else outage_s
+        self._outage_s = connection.OUTAGE_S if outage_s is None else outage_s
         self._sizes = f"{key}:sizes"
         self._dead = f"{key}:dead"
         self._append = client.register_script(scripts.APPEND)
@@ -66,7 +65,7 @@ class RedisStream:
 
     async def create_group(self, group: str) -> None:
         """Creates a group that reads from the first entry, if necessary before the first append."""
-        with redis_errors(self._client, f"create group {group} on {self._key}"):
+        with connection.redis_errors(self._client, f"create group {group} on {self._key}"):
             try:
                 await self._client.xgroup_create(self._key, group, id="0", mkstream=True)
             except ResponseError as error:
@@ -86,7 +85,7 @@ class RedisStream:
         entries may be in the stream.
         """
         calls = [self._append_of(fields, payload) for fields, payload in entries]
-        with redis_errors(self._client, f"append to {self._key}"):
+        with connection.redis_errors(self._client, f"append to {self._key}"):
             pipe = self._client.pipeline(transaction=True)
             for keys, args in calls:
                 await self._append(keys=keys, args=args, client=pipe)
@@ -107,19 +106,23 @@ class RedisStream:
         """Up to `count` entries new to the group. Waits up to `block_s` seconds for the first one,
         then returns []; an outage adds at most the permitted outage.
         """
-        deadline = asyncio.get_running_loop().time() + block_s
-        outage = Outage(self._outage_s)
-        with redis_errors(self._client, f"read {self._key} as {group}/{consumer}"):
+        clock = asyncio.get_running_loop().time
+        deadline, away_since, pause_s = clock() + block_s, None, 0.01
+        with connection.redis_errors(self._client, f"read {self._key} as {group}/{consumer}"):
             while True:
                 try:
                     return await self._read_once(group, consumer, count, deadline)
-                except (*OUTAGE_ERRORS, asyncio.CancelledError) as error:
+                except (*connection.OUTAGE_ERRORS, asyncio.CancelledError) as error:
                     # The server delivered these entries into the lost connection; this consumer
                     # never received them.
                     self._doubtful.add((group, consumer))
                     if isinstance(error, asyncio.CancelledError):
                         raise
-                    await outage.pause(error)
+                    away_since = clock() if away_since is None else away_since
+                    if clock() - away_since > self._outage_s:
+                        raise
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, connection.BACKOFF_CAP_S)
                 except ResponseError as error:
                     # A server without persistence is empty after its restart.
                     if not str(error).startswith("NOGROUP"):
@@ -132,7 +135,7 @@ class RedisStream:
         """
         if not ids:
             return
-        with redis_errors(self._client, f"acknowledge on {self._key}"):
+        with connection.redis_errors(self._client, f"acknowledge on {self._key}"):
             await self._ack(keys=[self._key, self._sizes], args=[group, int(delete), *ids])
         for held in self._held.values():
             held.difference_update(ids)
@@ -141,14 +144,14 @@ class RedisStream:
         """This consumer's delivered and unacknowledged entries, from the first on. Trimmed entries
         are acknowledged.
         """
-        with redis_errors(self._client, f"re-read {self._key} as {group}/{consumer}"):
+        with connection.redis_errors(self._client, f"re-read {self._key} as {group}/{consumer}"):
             entries = await self._pending(group, consumer, frozenset(), sys.maxsize)
         self._hold(group, consumer, entries)
         return entries
 
     async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
         """Up to `count` entries after id `after` ("" = from the first), without a group."""
-        with redis_errors(self._client, f"read history of {self._key}"):
+        with connection.redis_errors(self._client, f"read history of {self._key}"):
             rows = await self._client.xrange(
                 self._key, f"({after}" if after else "-", "+", count=count
             )
@@ -156,7 +159,7 @@ class RedisStream:
 
     async def depth(self) -> Depth:
         """Fill level, counted by the server."""
-        with redis_errors(self._client, f"measure {self._key}"):
+        with connection.redis_errors(self._client, f"measure {self._key}"):
             pipe = self._client.pipeline(transaction=False)
             pipe.xlen(self._key).hmget(self._sizes, ["total", "trimmed"]).xlen(self._dead)
             entries, (total, trimmed), dead = await pipe.execute()
@@ -178,7 +181,7 @@ class RedisStream:
         """Moves an unusable entry to the dead letters, and acknowledges it, in one script."""
         fields = {**entry.fields, "dead_reason": reason, "dead_id": entry.id, "dead_group": group}
         args = [group, entry.id, DEAD_LETTERS_KEPT, *flat(fields, entry.payload)]
-        with redis_errors(self._client, f"dead-letter on {self._key}"):
+        with connection.redis_errors(self._client, f"dead-letter on {self._key}"):
             await self._bury(keys=[self._key, self._sizes, self._dead], args=args)
         for held in self._held.values():
             held.discard(entry.id)
@@ -187,7 +190,7 @@ class RedisStream:
         """The newest dead letters, oldest first. Field `dead_reason` has the reason, `dead_id` the
         id of the entry.
         """
-        with redis_errors(self._client, f"read dead letters of {self._key}"):
+        with connection.redis_errors(self._client, f"read dead letters of {self._key}"):
             rows = await self._client.xrevrange(self._dead, count=count)
         return entries_of(rows)[::-1]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from paceline.tasks.columns import USUAL, Columns
 from paceline.tasks.file import TaskFile, open_tasks, read_tasks
-from paceline.tasks.task import MAX_SAMPLES, Task, TaskCursor, TaskFileError, write_tasks
+from paceline.tasks.task import MAX_SAMPLES, Task, TaskFileError, draw_tasks, write_tasks
 
 __all__ = [
     "MAX_SAMPLES",
     "USUAL",
     "Columns",
     "Task",
-    "TaskCursor",
     "TaskFile",
     "TaskFileError",
+    "draw_tasks",
     "open_tasks",
     "read_tasks",
     "write_tasks",

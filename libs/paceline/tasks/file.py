@@ -17,7 +17,7 @@ from typing import overload
 
 import numpy as np
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, InvalidInput
 from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
 from paceline.tasks.records import place_of, read_records
 from paceline.tasks.task import Task, TaskFileError
@@ -32,8 +32,8 @@ class TaskFile(Sequence[Task]):
     def __init__(self, path: Path, keep: Keep | None = None, columns: Columns = USUAL) -> None:
         """`keep`: whether to include a task. `columns`: columns of its parts.
 
-        Raises TaskFileError for an invalid record, a repeated id, no record at all, and when `keep`
-        raises; ResourceExhausted without space for temporary files.
+        Raises TaskFileError for an invalid record, a repeated id and no record at all, the
+        InvalidInput of `keep`, and ResourceExhausted without space for temporary files.
         """
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the tasks
         self._ends = array("Q", [0])  # of each task in the file
@@ -47,7 +47,11 @@ class TaskFile(Sequence[Task]):
             if first != number:
                 text = f"{place}: task_id was already used at {place_of(path, first)}"
                 raise TaskFileError(text, seen=task.task_id)
-            if keep is None or _keeps(place, keep, task):
+            try:
+                kept = keep is None or keep(task)
+            except InvalidInput as error:
+                raise error.within(place) from error
+            if kept:
                 self._add(number, task)
                 content.update(json.dumps(_content(task)).encode())
         if not seen:
@@ -121,18 +125,6 @@ def open_tasks(path: str | Path, keep: Keep | None = None, columns: Columns = US
 def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
     """Every task of a small file at once; see open_tasks."""
     return list(open_tasks(path, columns=columns))
-
-
-def _keeps(place: str, keep: Keep, task: Task) -> bool:
-    """Raises an error of Paceline from the filter unchanged, TaskFileError for any other error."""
-    try:
-        return keep(task)
-    except PacelineError:
-        raise
-    except Exception as error:
-        raise TaskFileError(
-            f"{place}: the task filter raised {type(error).__name__}: {error}", seen=task.task_id
-        ) from error
 
 
 def _content(task: Task) -> list[str]:

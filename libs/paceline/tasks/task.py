@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -52,56 +53,20 @@ def write_tasks(path: str | Path, tasks: Iterable[Task]) -> None:
     Path(path).write_text(text, encoding="utf-8")
 
 
-class TaskCursor:
+def draw_tasks(tasks: Sequence[Task], seed: int, position: int = 0) -> Iterator[Task]:
     """Draws tasks in a seeded order that is shuffled anew for each epoch and never ends.
 
-    The order depends only on (seed, epoch) and the number of tasks. A cursor with the same tasks
-    and seed, and the `position` of another cursor, continues exactly there.
+    The order depends only on (seed, epoch) and the number of tasks. `position`: tasks drawn before.
+    Raises InvalidInput for no tasks.
     """
-
-    def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
-        """`position` counts the tasks drawn so far.
-
-        Raises InvalidInput for no tasks or a negative position.
-        """
-        if not tasks:
-            raise InvalidInput("a task cursor has no tasks", seen=0, allowed="1 or more")
-        if position < 0:
-            raise InvalidInput(
-                "the position of a task cursor is negative", seen=position, allowed="0 or more"
-            )
-        self._tasks = tasks
-        self._seed = seed
-        self._position = position
-
-    @property
-    def position(self) -> int:
-        """Tasks drawn since the start of the run, over all epochs."""
-        return self._position
-
-    @property
-    def seed(self) -> int:
-        """The seed of the order."""
-        return self._seed
-
-    def draw(self, count: int) -> list[Task]:
-        """The next `count` tasks; an epoch's last draw continues into the next epoch. Raises
-        InvalidInput for a negative count.
-        """
-        if count < 0:
-            raise InvalidInput(
-                "the count of tasks to draw is negative", seen=count, allowed="0 or more"
-            )
-        drawn = [self._task_at(self._position + offset) for offset in range(count)]
-        self._position += count
-        return drawn
-
-    def _task_at(self, position: int) -> Task:
-        epoch, index = divmod(position, len(self._tasks))
-        return self._tasks[_order(self._seed, epoch, len(self._tasks))[index]]
+    if not tasks:
+        raise InvalidInput("there are no tasks to draw", seen=0, allowed="1 or more")
+    for place in itertools.count(position):
+        epoch, index = divmod(place, len(tasks))
+        yield tasks[_order(seed, epoch, len(tasks))[index]]
 
 
-# Each step makes a cursor: without the cache, every cursor would shuffle a large file.
+# Without the cache, every step would shuffle a large file.
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, count: int) -> array[int]:
     """[count] indices of one epoch, 8 bytes each."""

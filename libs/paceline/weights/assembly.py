@@ -32,7 +32,7 @@ class Assembly:
         """`allocated`: returns a buffer of that many zeroed bytes. Raises InvalidInput for an
         invalid manifest, ResourceExhausted.
         """
-        check_manifest(manifest, max_bytes=manifest.total_bytes)
+        check_manifest(manifest)
         self.manifest = manifest
         self.buffer = allocated(chunks.stream_bytes(manifest))
         self._checksums: list[int | None] = [None] * chunks.chunk_count(manifest)

@@ -18,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import psutil
+
 from paceline.errors import InvalidInput, ResourceExhausted
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 from paceline.whole_files import writing
@@ -117,7 +119,6 @@ def in_threads(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
             yield under_way.popleft().result()
 
 
-_MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 
 
@@ -152,22 +153,13 @@ def mapped_file(nbytes: int, directory: Path) -> memoryview:
 
 def available_bytes() -> int:
     """Bytes that the system could provide without swapping, within this container's limit if there
-    is one. A very large number if the system does not report it.
+    is one.
     """
-    system = _field(_MEMINFO, "MemAvailable:")
-    found = system << 10 if system is not None else 1 << 62
+    found = psutil.virtual_memory().available
     try:
         limit = int((_GROUP / "memory.max").read_text())
         used = int((_GROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no limit, or "max"
         return found
-    cached = _field(_GROUP / "memory.stat", "inactive_file") or 0
-    return max(0, min(found, limit - used + cached))
-
-
-def _field(path: Path, name: str) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(one.split()[1]) for one in lines if one.startswith(name)), None)
+    return max(0, min(found, limit - used + int(stat.get("inactive_file", 0))))

@@ -31,7 +31,9 @@ class CommittedSets:
     one.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, start: VersionSet) -> None:
+        """`start`: the set that serves before the first commit."""
+        self._start = start
         self._file = directory / FILE
         self._keep = keep
         self.unknown = ""
@@ -48,6 +50,25 @@ class CommittedSets:
     def previous(self) -> VersionSet | None:
         """The set before the serving one."""
         return self._sets[-2] if len(self._sets) > 1 else None
+
+    @property
+    def serves(self) -> VersionSet:
+        """The serving set: the start set before the first commit, and while the file is
+        unreadable.
+        """
+        return self.serving or self._start
+
+    @property
+    def former(self) -> VersionSet | None:
+        """The set that a commit may return to: the set before the serving one, or the start set
+        after the first commit; None before it.
+        """
+        return None if self.serving is None else self.previous or self._start
+
+    def check(self) -> None:
+        """Raises DataLoss until the next commit when the file was damaged at the start."""
+        if self.unknown:
+            raise DataLoss("the serving set is unknown", seen=self.unknown)
 
     def names(self, part: Part) -> bool:
         """Whether a kept set contains the part, or the part is the drafter before the

@@ -90,7 +90,7 @@ class Reception:
     @property
     def serving(self) -> VersionSet:
         """The serving set; version 0 of each part before the first commit."""
-        return self._spool.serves
+        return self._spool.sets.serves
 
     async def prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
         """Allocates the buffer of a version and returns the chunks still wanted.
@@ -176,7 +176,7 @@ class Reception:
         the hooks.
         """
         async with self._writer:
-            if versions != self._spool.serving:
+            if versions != self._spool.sets.serving:
                 targets = self._awaited()
                 self._check_commit(versions, targets)
                 for target in targets:
@@ -292,12 +292,12 @@ class Reception:
         """Targets that must be present for a commit. The drafter is left out while the serving set
         is unknown; workers run without a drafter that is damaged or gone.
         """
-        without = WEIGHT_TARGET_DRAFTER if self._spool.unknown else None
+        without = WEIGHT_TARGET_DRAFTER if self._spool.sets.unknown else None
         return tuple(target for target in self._targets if target != without)
 
     def _check_commit(self, versions: VersionSet, targets: tuple[int, ...]) -> None:
         serving = self.serving
-        if versions.seq <= serving.seq and versions != self._spool.former:
+        if versions.seq <= serving.seq and versions != self._spool.sets.former:
             raise WeightsError(
                 "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
             )

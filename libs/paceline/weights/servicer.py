@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import zlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -12,13 +11,8 @@ from paceline.errors import InvalidInput
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import EpochGuard, Track
 from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as engine
 from paceline.v1 import weights_pb2 as pb
-from paceline.v1.engine_pb2 import (
-    PAUSE_MODE_IN_PLACE,
-    WEIGHT_TARGET_DRAFTER,
-    WEIGHT_TARGET_POLICY,
-    PauseMode,
-)
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights import chunks, committed_sets, metrics, reception, wire
 from paceline.weights.assembly import Assembly
@@ -42,19 +36,15 @@ class WeightServicer(WeightServiceServicer):
         guard: EpochGuard,
         hooks: reception.WeightHooks,
         *,
-        targets: tuple[int, ...] = (WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER),
-        max_bytes: int = 0,
+        targets: tuple[int, ...] = (engine.WEIGHT_TARGET_POLICY, engine.WEIGHT_TARGET_DRAFTER),
         forward: Forward | None = None,
     ) -> None:
-        """`max_bytes`: limit of one version's content; 0: the free space of the spool's disk.
-        `forward`: sends every version on.
-        """
+        """`forward`: sends every version on."""
         self._forward = forward
         self.reception = reception.Reception(spool, hooks, targets)
         self._spool = spool
         self._guard = guard
         self._targets = targets
-        self._max_bytes = max_bytes or sys.maxsize
         self._changes: set[asyncio.Task[Any]] = set()
 
     @property
@@ -70,7 +60,7 @@ class WeightServicer(WeightServiceServicer):
         """
         manifest = request.manifest
         self._guard.check(request.context, _track_of(manifest.target))
-        check_manifest(manifest, max_bytes=self._max_bytes)
+        check_manifest(manifest)
         if manifest.target not in self._targets:
             allowed = ", ".join(target_name(target) for target in self._targets)
             raise InvalidInput(
@@ -139,10 +129,10 @@ class WeightServicer(WeightServiceServicer):
         """
         self._guard.check(request.context, Track.LEARNER)
         versions = versions_from_proto(request.versions)
-        mode = request.mode or PAUSE_MODE_IN_PLACE
-        if mode not in PauseMode.values():
+        mode = request.mode or engine.PAUSE_MODE_IN_PLACE
+        if mode not in engine.PauseMode.values():
             raise InvalidInput(
-                "there is no such pause mode", seen=int(mode), allowed=PauseMode.keys()[1:]
+                "there is no such pause mode", seen=int(mode), allowed=engine.PauseMode.keys()[1:]
             )
         with self.reception.working("commits weights"):
             judge = request.judge if request.HasField("judge") else None
@@ -190,12 +180,12 @@ class WeightServicer(WeightServiceServicer):
         """Serving, previous and prepared versions, and damaged parts of the serving set. At a
         receiver of heads, prepared_policy holds prepared heads.
         """
-        previous = self._spool.previous
+        previous = self._spool.sets.previous
         return pb.GetVersionsResponse(
             versions=versions_to_proto(self.serving),
             previous=versions_to_proto(previous) if previous else None,
             prepared_policy=self._prepared_versions(self._targets[0]),
-            prepared_drafter=self._prepared_versions(WEIGHT_TARGET_DRAFTER),
+            prepared_drafter=self._prepared_versions(engine.WEIGHT_TARGET_DRAFTER),
             damaged=sorted(target for target, _ in self._spool.damaged),  # type: ignore[misc]
         )
 
@@ -220,4 +210,4 @@ def _count(received: int, assembly: Assembly) -> None:
 
 def _track_of(target: int) -> Track:
     """The lease track of a part's pushes."""
-    return Track.DRAFTER if target == WEIGHT_TARGET_DRAFTER else Track.LEARNER
+    return Track.DRAFTER if target == engine.WEIGHT_TARGET_DRAFTER else Track.LEARNER

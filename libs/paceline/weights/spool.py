@@ -24,32 +24,16 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weight_documents import DOCUMENTS
-from paceline.weights.chunks import (
-    allocate,
-    available_bytes,
-    chunk_span,
-    in_threads,
-    mapped_file,
-)
+from paceline.weights import chunks
+from paceline.weights import manifest as manifests
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
-from paceline.weights.manifest import (
-    MANIFEST,
-    TARGET_NAMES,
-    TENSORS,
-    check_manifest,
-    check_spooled,
-    hash_of,
-    header_of,
-    read_manifest,
-    target_name,
-)
 from paceline.weights.metrics import VERSIONS_DAMAGED
 from paceline.whole_files import DISK_FULL, TEMPORARY, sync_path, write_synced, writing
 
 _log = get_logger(__name__)
 _READ_BYTES = 16 << 20
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
-_TARGETS = {name: target for target, name in TARGET_NAMES.items()}
+_TARGETS = {name: target for target, name in manifests.TARGET_NAMES.items()}
 
 
 class Spool:
@@ -72,43 +56,12 @@ class Spool:
             raise InvalidInput("a spool keeps at least one set", seen=keep, allowed=">= 1")
         self._directory = Path(directory)
         self._initial = dict(initial or {})
-        self._start = VersionSet(profile=profile)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self._damaged: set[Part] = set()  # from the last check of each part
-        self._sets = CommittedSets(self._directory, keep)
+        self.sets = CommittedSets(self._directory, keep, VersionSet(profile=profile))
+        """The committed sets. While versions.json is damaged, no version is removed."""
         self._prepared = {part for part in self.spooled() if not self._committed(part)}
-
-    @property
-    def serving(self) -> VersionSet | None:
-        """The set committed last; None before the first commit, and while versions.json is
-        unreadable.
-        """
-        return self._sets.serving
-
-    @property
-    def serves(self) -> VersionSet:
-        """The serving set: the initial one before the first commit, and while versions.json is
-        unreadable.
-        """
-        return self.serving or self._start
-
-    @property
-    def previous(self) -> VersionSet | None:
-        """The set committed before the serving one."""
-        return self._sets.previous
-
-    @property
-    def former(self) -> VersionSet | None:
-        """The set that a commit may return to: the set before the serving one, or the initial set
-        after the first commit; None before it.
-        """
-        return None if self.serving is None else self._sets.previous or self._start
-
-    @property
-    def unknown(self) -> str:
-        """The fault of versions.json; meanwhile no version is removed."""
-        return self._sets.unknown
 
     @property
     def prepared(self) -> frozenset[Part]:
@@ -119,43 +72,45 @@ class Spool:
     def damaged(self) -> frozenset[Part]:
         """Parts of the serving set that the last check found damaged or gone."""
         # a copy: checks in other threads change the set
-        serving, damaged = self.serving, tuple(self._damaged)
+        serving, damaged = self.sets.serving, tuple(self._damaged)
         return frozenset(part for part in damaged if serving and named(part, [serving]))
 
     def path(self, target: int, version: int) -> Path:
         """Directory of a version; raises NotFound when it is absent."""
-        path = self._directory / f"{target_name(target)}-{version}"
+        path = self._directory / f"{manifests.target_name(target)}-{version}"
         if path.is_dir():
             return path
         if version == 0 and target in self._initial:
             return self._initial[target]
         here = sorted(part[1] for part in self.spooled() if part[0] == target)
-        raise NotFound(f"{target_name(target)} version is not spooled", seen=version, allowed=here)
+        raise NotFound(
+            f"{manifests.target_name(target)} version is not spooled", seen=version, allowed=here
+        )
 
     def has(self, target: int, version: int) -> bool:
         """Whether `path` finds the version."""
-        return (self._directory / f"{target_name(target)}-{version}").is_dir() or (
+        return (self._directory / f"{manifests.target_name(target)}-{version}").is_dir() or (
             version == 0 and target in self._initial
         )
 
     def manifest(self, target: int, version: int) -> Manifest | None:
         """Manifest of a spooled version; None when it is absent."""
-        path = self._directory / f"{target_name(target)}-{version}"
-        return read_manifest(path) if path.is_dir() else None
+        path = self._directory / f"{manifests.target_name(target)}-{version}"
+        return manifests.read_manifest(path) if path.is_dir() else None
 
     def check(self, target: int, version: int) -> None:
         """Raises DataLoss when a file of a spooled version has changed, or when a version of a kept
         set is absent. A version 0 may be absent.
         """
-        path = self._directory / f"{target_name(target)}-{version}"
+        path = self._directory / f"{manifests.target_name(target)}-{version}"
         try:
             if path.is_dir():
-                check_spooled(path)
-            elif version and self._sets.names((target, version)):
+                manifests.check_spooled(path)
+            elif version and self.sets.names((target, version)):
                 raise DataLoss(f"{path} is gone", seen="no directory")
         except DataLoss as error:
             self._damaged.add((target, version))
-            VERSIONS_DAMAGED.record(target=target_name(target))
+            VERSIONS_DAMAGED.record(target=manifests.target_name(target))
             _log.error("version_damaged", version=path.name, error=str(error))
             raise
         self._damaged.discard((target, version))
@@ -177,15 +132,10 @@ class Spool:
         """Zeroed bytes for a version to be written: in memory, or in a file of the spool if they
         would take more than half of the available memory. Raises ResourceExhausted.
         """
-        if nbytes <= available_bytes() // 2:
-            return allocate(nbytes)
+        if nbytes <= chunks.available_bytes() // 2:
+            return chunks.allocate(nbytes)
         _log.warning("version_assembled_on_disk", bytes=nbytes)
-        return mapped_file(nbytes, self._directory)
-
-    def check_sets(self) -> None:
-        """Raises DataLoss until the next commit when versions.json was damaged at the start."""
-        if self.unknown:
-            raise DataLoss("nobody knows which set serves", seen=self.unknown)
+        return chunks.mapped_file(nbytes, self._directory)
 
     def remove(self, target: int, version: int) -> None:
         """Removes a version, even one of a kept set, so that it can be written again."""
@@ -195,9 +145,9 @@ class Spool:
 
     def read_chunk(self, manifest: Manifest, index: int) -> bytes:
         """Bytes of one chunk of a spooled version. Raises DataLoss when the file ends before it."""
-        start, end = chunk_span(manifest, index)
+        start, end = chunks.chunk_span(manifest, index)
         data = bytearray(end - start)
-        path = self.path(manifest.target, manifest.version) / TENSORS
+        path = self.path(manifest.target, manifest.version) / manifests.TENSORS
         with path.open("rb", buffering=0) as file:
             if (read := _read_at(file, start, memoryview(data))) != len(data):
                 raise DataLoss(f"{path} ends inside chunk {index}", seen=read, allowed=len(data))
@@ -207,11 +157,11 @@ class Spool:
         """Fills `content`, which has the same length, with a spooled version's content. Raises
         NotFound, and DataLoss when the file ends early.
         """
-        path = self.path(target, version) / TENSORS
+        path = self.path(target, version) / manifests.TENSORS
         with path.open("rb", buffering=0) as file:
             starts = range(0, len(content), _READ_BYTES)
             pieces = ((start, content[start : start + _READ_BYTES]) for start in starts)
-            read = sum(in_threads(lambda piece: _read_at(file, *piece), pieces))
+            read = sum(chunks.in_threads(lambda piece: _read_at(file, *piece), pieces))
         if read != len(content):
             raise DataLoss(f"{path} ends before its content", seen=read, allowed=len(content))
 
@@ -229,7 +179,7 @@ class Spool:
         WeightsError when a different manifest is spooled already, ResourceExhausted when the file
         cannot be written.
         """
-        check_manifest(manifest, max_bytes=len(buffer))
+        manifests.check_manifest(manifest)
         if len(buffer) != manifest.total_bytes:
             raise InvalidInput(
                 "buffer is not the manifest's stream",
@@ -238,7 +188,7 @@ class Spool:
             )
 
         spooled = self.manifest(manifest.target, manifest.version)
-        name = f"{target_name(manifest.target)}-{manifest.version}"
+        name = f"{manifests.target_name(manifest.target)}-{manifest.version}"
         if spooled is not None and spooled != manifest:
             raise WeightsError(
                 f"{name} is spooled with another content", seen=manifest.content_hash
@@ -263,14 +213,14 @@ class Spool:
         later prepared one needs. After a return to the former set, the parts of the left set count
         as prepared.
         """
-        left = self.serving
-        if left is not None and versions == self.former:
-            self._sets.take_back()
-            parts = {(target, part_version(left, target)) for target in TARGET_NAMES}
+        left = self.sets.serving
+        if left is not None and versions == self.sets.former:
+            self.sets.take_back()
+            parts = {(target, part_version(left, target)) for target in manifests.TARGET_NAMES}
             self._prepared |= {one for one in parts & self.spooled() if not self._committed(one)}
         else:
-            self._sets.commit(versions)
-        committed = {target: part_version(versions, target) for target in TARGET_NAMES}
+            self.sets.commit(versions)
+        committed = {target: part_version(versions, target) for target in manifests.TARGET_NAMES}
         self._prepared = {
             (target, version) for target, version in self._prepared if version > committed[target]
         }
@@ -292,10 +242,10 @@ class Spool:
         temporary = self._directory / f"{TEMPORARY}{path.name}"
         temporary.mkdir()
         text = json_format.MessageToJson(manifest, indent=None).encode()
-        content = manifest.content_hash or hash_of(manifest, buffer)
-        header = header_of(manifest, text, content)
-        write_synced(temporary / TENSORS, header, buffer, wrote=wrote)
-        write_synced(temporary / MANIFEST, text)
+        content = manifest.content_hash or manifests.hash_of(manifest, buffer)
+        header = manifests.header_of(manifest, text, content)
+        write_synced(temporary / manifests.TENSORS, header, buffer, wrote=wrote)
+        write_synced(temporary / manifests.MANIFEST, text)
         for key, name in DOCUMENTS.items():
             if key in manifest.metadata:
                 write_synced(temporary / name, manifest.metadata[key].encode())
@@ -310,12 +260,12 @@ class Spool:
 
     def _remove(self, part: Part) -> None:
         # The rename makes the removal atomic for readers: a version is whole or absent.
-        name = f"{TARGET_NAMES[part[0]]}-{part[1]}"
+        name = f"{manifests.TARGET_NAMES[part[0]]}-{part[1]}"
         gone = (self._directory / name).rename(self._directory / f"{TEMPORARY}gone-{name}")
         shutil.rmtree(gone)
 
     def _committed(self, part: Part) -> bool:
-        return bool(self.unknown) or self._sets.names(part)
+        return bool(self.sets.unknown) or self.sets.names(part)
 
     def spooled(self) -> set[Part]:
         """Parts with a directory in the spool."""

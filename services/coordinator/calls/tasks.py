@@ -6,7 +6,7 @@ restarted coordinator therefore requests the same tasks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
@@ -15,7 +15,7 @@ from paceline.plugins import import_filter
 from paceline.rpc import MOST_TASK_BYTES, leased
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine.state import Evaluation
-from paceline.tasks import Task, TaskCursor, TaskFile, open_tasks
+from paceline.tasks import Task, TaskFile, draw_tasks, open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 
@@ -98,11 +98,11 @@ class TaskSource:
             silence_s=config.step_deadline_s / 2,
         )
 
-    def _cursor(self, step: int, per_step: int, seed: int) -> TaskCursor:
-        """A cursor at the first task of a step, with `per_step` tasks per step."""
+    def _tasks_from(self, step: int, per_step: int, seed: int) -> Iterator[Task]:
+        """Tasks from the first one of a step on, with `per_step` tasks per step."""
         stage = self._stage(step)
         assert stage.tasks is not None
-        return TaskCursor(stage.tasks, seed, (step - stage.from_step) * per_step)
+        return draw_tasks(stage.tasks, seed, (step - stage.from_step) * per_step)
 
     def _stage(self, step: int) -> Stage:
         return next(stage for stage in reversed(self._stages) if step >= stage.from_step)
@@ -121,7 +121,7 @@ class TaskSource:
         next task.
         """
         count = self._config.prompts_per_step
-        return _distinct(self._cursor(step, count, self._config.run.seed), count, set())
+        return _distinct(self._tasks_from(step, count, self._config.run.seed), count, set())
 
     def _draw_others(self, step: int, drawn: set[str]) -> list[Task]:
         """One replacement task for each place in each round, distinct from the step's other tasks.
@@ -130,7 +130,7 @@ class TaskSource:
         """
         config = self._config
         count = config.prompts_per_step * config.dynamic_sampling_rounds
-        return _distinct(self._cursor(step, count, config.run.seed + OTHERS_SEED), count, drawn)
+        return _distinct(self._tasks_from(step, count, config.run.seed + OTHERS_SEED), count, drawn)
 
     def evaluation_request(
         self, kind: Evaluation, finished_steps: int, epoch: int
@@ -201,10 +201,10 @@ def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
     return tasks
 
 
-def _distinct(cursor: TaskCursor, count: int, without: set[str]) -> list[Task]:
+def _distinct(tasks: Iterator[Task], count: int, without: set[str]) -> list[Task]:
     drawn: dict[str, Task] = {}
     while len(drawn) < count:
-        task = cursor.draw(1)[0]
+        task = next(tasks)
         if task.task_id not in without:
             drawn.setdefault(task.task_id, task)
     return list(drawn.values())

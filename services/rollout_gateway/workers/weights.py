@@ -35,7 +35,7 @@ class WorkerWeights:
         self._spool = spool
         self._swap = asyncio.Lock()  # a starting worker never sees half a commit
         self._head_hashes: dict[int, str] = {}  # policy version -> lm_head hash
-        self.versions = spool.serves
+        self.versions = spool.sets.serves
         # set, then replaced, when a worker finds the serving set damaged
         self._damage = asyncio.Event()
 
@@ -50,7 +50,7 @@ class WorkerWeights:
         async with self._swap:
             self._remember(process.versions.policy, process.ready.lm_head_hash)
             try:
-                self._spool.check_sets()
+                self._spool.sets.check()
                 if process.versions == self.versions:
                     return
                 await self._commit_one(process, self.versions, pb.PAUSE_MODE_IN_PLACE)

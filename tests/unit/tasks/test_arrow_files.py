@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
-from paceline.tasks import Task, TaskCursor, TaskFileError, open_tasks, read_tasks, write_tasks
+from paceline.tasks import Task, TaskFileError, draw_tasks, open_tasks, read_tasks, write_tasks
 
 ROWS = [{"task_id": f"t{i}", "prompt": f"{i}=", "answer": str(i), "level": i} for i in range(2500)]
 TASKS = [Task(f"t{i}", f"{i}=", str(i), {"level": str(i)}) for i in range(2500)]
@@ -50,10 +51,10 @@ def test_every_form_gives_the_same_tasks_in_the_same_drawn_order(tmp_path: Path,
     assert (tasks[-1], tasks[998:1002]) == (TASKS[-1], TASKS[998:1002])
     with pytest.raises(IndexError):
         tasks[2500]
-    drawn = TaskCursor(tasks, seed=3).draw(2600)
-    assert drawn == TaskCursor(TASKS, seed=3).draw(2600)
-    resumed = TaskCursor(open_tasks(tmp_path / tasks_path(form)), seed=3, position=2400)
-    assert resumed.draw(200) == drawn[2400:]
+    drawn = [*islice(draw_tasks(tasks, seed=3), 2600)]
+    assert drawn == [*islice(draw_tasks(TASKS, seed=3), 2600)]
+    resumed = draw_tasks(open_tasks(tmp_path / tasks_path(form)), seed=3, position=2400)
+    assert [*islice(resumed, 200)] == drawn[2400:]
 
 
 def tasks_path(form: str) -> str:

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from paceline.errors import InvalidInput
+from paceline.plugins import import_filter
 from paceline.tasks import Task, TaskFileError, open_tasks, read_tasks
 
 HALF = "\ud83d"
@@ -69,7 +71,11 @@ def test_a_pair_of_surrogates_is_the_character_that_it_spells(tmp_path: Path) ->
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, width=32),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False, width=32),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -173,8 +179,10 @@ def test_parquet_text_that_utf8_cannot_spell_is_refused(tmp_path: Path) -> None:
 
 def test_a_filter_that_raises_is_refused_with_the_line_at_which_it_did(tmp_path: Path) -> None:
     file = written(tmp_path, json.dumps(GOOD), json.dumps({"prompt": "2=", "answer": "two"}))
-    with pytest.raises(TaskFileError, match=r"line 2: the task filter raised ValueError: inv"):
-        open_tasks(file, lambda task: int(task.answer) > 0)
+    (tmp_path / "own.py").write_text("def keep(task):\n    return int(task.answer) > 0\n")
+    keep = import_filter(f"{tmp_path}/own.py:keep", "task filter")
+    with pytest.raises(InvalidInput, match=r"line 2: the task filter failed: ValueError: inv"):
+        open_tasks(file, keep)
 
 
 def test_the_largest_tasks_are_measured_in_the_bytes_that_they_are_sent_as(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 exactly.
 """
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput
-from paceline.tasks import Task, TaskCursor, TaskFileError, read_tasks, write_tasks
+from paceline.tasks import Task, TaskFileError, draw_tasks, read_tasks, write_tasks
 
 GOOD = '{"task_id": "t1", "prompt": "48:36=", "answer": "12"}'
 
@@ -68,19 +69,16 @@ def test_a_missing_file_and_an_unknown_ending_are_refused_by_name(tmp_path: Path
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 12), st.integers(0, 5))
-def test_a_cursor_made_at_a_position_continues_exactly(
+def test_a_draw_from_a_position_continues_exactly(
     size: int, drawn: int, count: int, seed: int
 ) -> None:
-    whole = TaskCursor(_tasks(size), seed).draw(drawn + count)
-    first = TaskCursor(_tasks(size), seed)
-    assert first.draw(drawn) == whole[:drawn]
-    resumed = TaskCursor(_tasks(size), first.seed, first.position)
-    assert resumed.draw(count) == whole[drawn:]
+    whole = [*islice(draw_tasks(_tasks(size), seed), drawn + count)]
+    assert [*islice(draw_tasks(_tasks(size), seed, drawn), count)] == whole[drawn:]
 
 
 def test_every_epoch_draws_each_task_once_in_an_order_of_its_own() -> None:
-    cursor = TaskCursor(_tasks(50), seed=1)
-    first, second = cursor.draw(50), cursor.draw(50)
+    tasks = draw_tasks(_tasks(50), seed=1)
+    first, second = [*islice(tasks, 50)], [*islice(tasks, 50)]
     assert first != second
     assert (
         sorted(t.task_id for t in first)
@@ -90,13 +88,10 @@ def test_every_epoch_draws_each_task_once_in_an_order_of_its_own() -> None:
 
 
 def test_the_order_depends_on_the_seed() -> None:
-    assert TaskCursor(_tasks(50), seed=1).draw(50) != TaskCursor(_tasks(50), seed=2).draw(50)
+    one, other = (draw_tasks(_tasks(50), seed=seed) for seed in (1, 2))
+    assert [*islice(one, 50)] != [*islice(other, 50)]
 
 
-def test_a_cursor_refuses_no_tasks_and_negative_numbers() -> None:
+def test_no_tasks_cannot_be_drawn() -> None:
     with pytest.raises(InvalidInput, match="seen: 0"):
-        TaskCursor([], seed=0)
-    with pytest.raises(InvalidInput, match="seen: -1"):
-        TaskCursor(_tasks(1), seed=0, position=-1)
-    with pytest.raises(InvalidInput, match="seen: -2"):
-        TaskCursor(_tasks(1), seed=0).draw(-2)
+        next(draw_tasks([], seed=0))

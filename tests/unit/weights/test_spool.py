@@ -40,7 +40,7 @@ def test_committed_sets_survive_a_restart_and_older_ones_go(tmp_path: Path) -> N
         spool.write(*version(P, number))
         spool.commit(VersionSet(number, number, 0))
     again = Spool(tmp_path)
-    assert (again.serving, again.previous) == (VersionSet(3, 3, 0), VersionSet(2, 2, 0))
+    assert (again.sets.serving, again.sets.previous) == (VersionSet(3, 3, 0), VersionSet(2, 2, 0))
     assert names(tmp_path) == {"policy-2", "policy-3", "versions.json"}
     assert load_file(again.path(P, 3) / "model.safetensors")["w"][0] == 3
 
@@ -54,7 +54,7 @@ def test_the_former_set_serves_again_and_the_left_version_may_be_committed_later
         spool.write(*version(P, number))
         spool.commit(versions)
     spool.commit(first)
-    assert (Spool(tmp_path).serving, spool.prepared) == (first, {(P, 2)})
+    assert (Spool(tmp_path).sets.serving, spool.prepared) == (first, {(P, 2)})
     spool.commit(VersionSet(3, 2, 0))
     assert names(tmp_path) == {"policy-1", "policy-2", "versions.json"}
     with pytest.raises(WeightsError, match="seq of a commit must grow"):
@@ -63,7 +63,7 @@ def test_the_former_set_serves_again_and_the_left_version_may_be_committed_later
     alone.write(*version(P, 1))
     alone.commit(first)
     alone.commit(VersionSet())
-    assert (alone.serving, alone.prepared) == (None, {(P, 1)})
+    assert (alone.sets.serving, alone.prepared) == (None, {(P, 1)})
 
 
 def test_four_sets_are_kept_on_request(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_former_drafter_that_was_changed_on_disk_is_found(tmp_path: Path) -> N
     spool.commit(VersionSet(2, 0, 5))
     path = tmp_path / "versions.json"
     path.write_text(path.read_text().replace('"former_drafter": 4', '"former_drafter": 3'))
-    assert "not those that were written" in Spool(tmp_path).unknown
+    assert "not those that were written" in Spool(tmp_path).sets.unknown
 
 
 def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
     (tmp_path / ".tmp-policy-2" / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".tmp-versions.json").write_text('{"sets"')
     spool = Spool(tmp_path)
-    assert (spool.serving, spool.prepared) == (None, {(P, 1)})
+    assert (spool.sets.serving, spool.prepared) == (None, {(P, 1)})
     assert names(tmp_path) == {"policy-1"}
 
 
@@ -149,8 +149,8 @@ def test_kill_at_any_point_leaves_a_whole_serving_set(tmp_path: Path, lines: int
         child.send_signal(signal.SIGKILL)
     committed = [int(words[1]) for words in told if words[0] == "committed"]
     spool = Spool(tmp_path)
-    assert (spool.serving or VersionSet()).policy >= max(committed, default=0)
-    for one in filter(None, (spool.serving, spool.previous)):
+    assert (spool.sets.serving or VersionSet()).policy >= max(committed, default=0)
+    for one in filter(None, (spool.sets.serving, spool.sets.previous)):
         weights = load_file(spool.path(P, one.policy) / "model.safetensors")["w"]
         assert weights.shape == (200_000,)
         assert (weights == one.policy).all()
@@ -238,7 +238,7 @@ def test_no_flipped_byte_of_the_spool_goes_unseen(tmp_path: Path) -> None:
             file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             again = Spool(tmp_path)
             with pytest.raises(DataLoss, match=file.name):
-                again.check_sets() if file.name == "versions.json" else again.check(D, 1)
+                again.sets.check() if file.name == "versions.json" else again.check(D, 1)
         file.write_bytes(data)
 
 
@@ -251,15 +251,15 @@ def test_over_a_damaged_list_of_sets_nothing_serves_or_goes_until_one_is_committ
         spool.commit(VersionSet(number, number, 0))
     (tmp_path / "versions.json").write_text('{"sets": [{"seq": 1, "colour": 2}]}')
     again = Spool(tmp_path)
-    assert (again.serving, again.prepared) == (None, frozenset())
+    assert (again.sets.serving, again.prepared) == (None, frozenset())
     with pytest.raises(DataLoss, match=r"versions\.json is damaged"):
-        again.check_sets()
+        again.sets.check()
     again.discard(P, 3)
     assert names(tmp_path) == {"policy-2", "policy-3", "versions.json"}
     again.commit(VersionSet(3, 3, 0))
-    again.check_sets()
+    again.sets.check()
     assert names(tmp_path) == {"policy-3", "versions.json"}
-    assert Spool(tmp_path).serving == VersionSet(3, 3, 0)
+    assert Spool(tmp_path).sets.serving == VersionSet(3, 3, 0)
 
 
 def test_damaged_parts_are_listed_while_another_thread_checks_parts(tmp_path: Path) -> None:
@@ -326,27 +326,3 @@ def test_a_document_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path, doc
         "model.safetensors",
         "manifest.json",
     }
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        ("[" * 60_000, "not JSON"),
-        ("[]", "no JSON object"),
-        ('"x"', "no JSON object"),
-        ('{"a": "' + "x" * (64 << 10) + '"}', "too long"),
-    ],
-)
-def test_a_config_that_no_reader_could_use_is_refused(
-    config: str, named: str, tmp_path: Path
-) -> None:
-    array = np.ones(4, dtype=np.float32)
-    with pytest.raises(InvalidInput, match=named):
-        build_manifest(D, 1, [from_numpy("w", array)], metadata={"config": config})
-    manifest, data = version(D, 1, 4)
-    manifest.metadata["config"] = config
-    with pytest.raises(InvalidInput, match=named):
-        Spool(tmp_path).write(manifest, data)
-    assert not names(tmp_path)

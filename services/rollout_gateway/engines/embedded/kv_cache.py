@@ -104,7 +104,7 @@ class SlotStore:
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Move a sequence of `length` tokens to another slot."""
-        self.kv.move(source, destination, length)
+        self.kv.copy(source, destination, 0, length)
         self.token_ids[destination, :length] = self.token_ids[source, :length]
         if self.hidden.shape[-1]:
             self.hidden[destination, :length] = self.hidden[source, :length]

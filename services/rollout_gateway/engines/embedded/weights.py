@@ -111,9 +111,8 @@ class EngineWeights:
         self._model, self._directory = replace(self._model, profile=new.profile), new.path
 
     def _written_over(self, new: in_place.StagedWeights) -> DecoderWeights:
-        in_place.check_staged(self._policy, new)
         try:
-            policy = in_place.written_over(self._policy, new)
+            policy = in_place.serve_staged(self._policy, new)
             self._speculation.bind(policy)
         except BaseException as interrupted:
             self._restore(interrupted)

@@ -213,7 +213,7 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
 ) -> None:
     engine = build(versions[0], profile)
     before = said(engine)
-    built = in_place.built_of
+    built = in_place.loading.built_of
     records = engine._weights._model.records
     for count in range(len(records)):
         seen = iter(range(len(records)))
@@ -224,7 +224,7 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
             return built(*given)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(in_place, "built_of", some)
+            patch.setattr(in_place.loading, "built_of", some)
             with pytest.raises(Interrupted):
                 prepare(engine, 1, versions[1])
         with pytest.raises(WeightsError, match="not prepared"):
