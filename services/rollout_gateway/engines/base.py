@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.trajectory import Target, VersionSet
+from paceline.v1.engine_pb2 import WorkerHealth
 
 
 class RowSink(Protocol):
@@ -43,8 +44,8 @@ class CommandedEngine(Protocol):
         ...
 
     @property
-    def load(self) -> nouns.EngineLoad:
-        """Load and statistics."""
+    def load(self) -> WorkerHealth:
+        """Load, serving set and statistics."""
         ...
 
     def enqueue(self, request: nouns.Request) -> None:

@@ -39,7 +39,7 @@ class Capture:
         """True if a sink exists."""
         return self._sink is not None
 
-    def take(
+    def write_rows(
         self,
         slots: Sequence[int],
         sequences: Sequence[RunningSequence],

@@ -37,7 +37,7 @@ MEMORY = ["weights", "kv_cache", "cuda_graph"]
 class SchedulerEngine(Plugin):
     """Implements CommandedEngine of engines/base.py with SGLang's scheduler."""
 
-    def obey(self, payload: bytes) -> None:
+    def execute(self, payload: bytes) -> None:
         """Execute one command between two rounds.
 
         A rejected command gets an error as its answer. An exception of SGLang itself ends the
@@ -45,9 +45,9 @@ class SchedulerEngine(Plugin):
         """
         command = pb.WorkerCommand.FromString(payload)
         if self.peer is not None:
-            self.peer.obey(self, command)
+            self.peer.execute(self, command)
         else:
-            answer(self, command, self.tell)
+            answer(self, command, self.queue_chunks)
         if command.HasField("shutdown"):
             self.scheduler.gracefully_exit = True
 
@@ -247,7 +247,7 @@ def processed(
     """
     for payload in recv_reqs:
         if isinstance(payload, bytes):
-            plugin.obey(payload)
+            plugin.execute(payload)
     return original(scheduler, [one for one in recv_reqs if not isinstance(one, bytes)])
 
 
@@ -281,7 +281,7 @@ def finishing(
     else:
         tracked.sequence.end_scored()
         if tracked.sequence.finish is None:
-            plugin.take(tracked, req.output_ids)
+            plugin.confirm_tokens(tracked, req.output_ids)
     finish = tracked.sequence.finish
     if finish is None:
         return
@@ -322,8 +322,8 @@ def _stream_one(plugin: SchedulerEngine, req: Any) -> None:
         return
     tracked.sequence.copied = req.cached_tokens
     if not req.finished():
-        if tracked.request.stream and len(tracked.sequence.tokens) > tracked.sequence.told:
-            plugin.tell([tracked.sequence.chunk()])
+        if tracked.request.stream and len(tracked.sequence.tokens) > tracked.sequence.reported:
+            plugin.queue_chunks([tracked.sequence.chunk()])
         return
 
     if tracked.sequence.finish is not None:
