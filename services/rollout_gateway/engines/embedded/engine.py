@@ -46,7 +46,7 @@ class EmbeddedEngine:
         """
         torch.set_num_threads(spec.threads or usable_cores())
         model_dir = Path(spec.model_dir)
-        config = read_config(model_dir)
+        self._config = config = read_config(model_dir)
         self._admission = control.Admission.of_model(config, model_dir, spec.max_sequence_tokens)
         self._grammars = verify.Grammars(config, model_dir)
         self._build_model(spec, config, captured=sink is not None)
@@ -288,7 +288,7 @@ class EmbeddedEngine:
             nouns.Capability.RELEASE_MEMORY: True,
             nouns.Capability.PROFILES: True,
         }
-        config = self._weights.policy.config
+        config = self._config
         return nouns.EngineInfo(
             config.vocab_size,
             config.hidden_size,
