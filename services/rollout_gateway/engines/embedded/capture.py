@@ -23,12 +23,7 @@ With a full batch, one write at most fills the sink's ring.
 class Capture:
     """Writes rows and counts the rows dropped by a full sink."""
 
-    def __init__(
-        self,
-        sink: RowSink | None,
-        store: SlotStore,
-        features_dtype: str,
-    ) -> None:
+    def __init__(self, sink: RowSink | None, store: SlotStore, features_dtype: str) -> None:
         self._sink = sink
         self._store = store
         self._dtype = DTYPES[features_dtype]

@@ -185,13 +185,7 @@ class RunningSequence:
         return self.finish is not None
 
     def count(
-        self,
-        arm: str,
-        drafted: int,
-        taken: int,
-        depth: int | None = None,
-        *,
-        trained: bool = False,
+        self, arm: str, drafted: int, taken: int, depth: int | None = None, *, trained: bool = False
     ) -> None:
         """Count an arm's round with `drafted` proposals on `depth` levels.
 
