@@ -228,7 +228,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     tempfile.tempdir = str(socket_directory())  # SGLang creates its sockets there
     from sglang.srt.entrypoints.engine import Engine
 
-    class SchedulersAlone(Engine):  # type: ignore[misc, no-any-unimported]
+    class SchedulersAlone(Engine):
         """SGLang's engine without its detokenizer process, because the plugin sends the tokens."""
 
         @classmethod
