@@ -16,7 +16,7 @@ import zmq
 from paceline import errors
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
-from paceline.messages import from_message, stats_from_proto, to_message, versions_from_proto
+from paceline.messages import from_message, stats_from_proto, versions_from_proto
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.base import RowSink
 from paceline.services.rollout_gateway.engines.nouns import (
@@ -28,7 +28,6 @@ from paceline.services.rollout_gateway.engines.nouns import (
     PromptScore,
     Request,
     StageTime,
-    Withheld,
 )
 from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
@@ -349,8 +348,8 @@ class RemoteEngine:
     def force_arm(self, arm: str) -> None:
         self._client.ask(set_speculation=pb.SetSpeculation(forced_arm=arm))
 
-    def quarantine(self, withheld: Withheld) -> None:
-        self._client.ask(quarantine=to_message(withheld, pb.Quarantine))
+    def quarantine(self, withheld: pb.Quarantine) -> None:
+        self._client.ask(quarantine=withheld)
 
     def release_memory(self) -> int:
         return self._client.ask(release_memory=pb.ReleaseMemory()).done.released_bytes

@@ -28,7 +28,6 @@ from paceline.services.rollout_gateway.engines.nouns import (
     PauseMode,
     Request,
     StageTime,
-    Withheld,
 )
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -986,7 +985,7 @@ def test_what_is_in_quarantine_is_gone_without_and_no_token_changes(case: Case) 
     assert any(way.reused for way in drawn) == case.reuses
 
     engine = case.build(None)
-    engine.quarantine(Withheld(arms=(arm, "no such arm"), reuse=True))
+    engine.quarantine(pb.Quarantine(arms=(arm, "no such arm"), reuse=True))
     for one in siblings:
         engine.enqueue(one)
     after = drain(engine)
@@ -995,7 +994,7 @@ def test_what_is_in_quarantine_is_gone_without_and_no_token_changes(case: Case) 
     assert {n: tokens_of(chunks) for n, chunks in after.items()} == {
         n: tokens_of(chunks) for n, chunks in before.items()
     }
-    engine.quarantine(Withheld())  # an engine outlives a test
+    engine.quarantine(pb.Quarantine())  # an engine outlives a test
 
 
 def test_an_engine_changes_to_a_profile_with_a_set_or_says_that_it_cannot(case: Case) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.trajectory import Target, VersionSet
-from paceline.v1.engine_pb2 import WorkerHealth
+from paceline.v1.engine_pb2 import Quarantine, WorkerHealth
 
 
 class RowSink(Protocol):
@@ -94,7 +94,7 @@ class CommandedEngine(Protocol):
         """
         ...
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: Quarantine) -> None:
         """Disable these arms and reuse paths from the next round on; unknown arms are ignored."""
         ...
 

@@ -71,14 +71,6 @@ class Finish(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Withheld:
-    """Paths that an engine disables because an audit found them inexact; see proto Quarantine."""
-
-    arms: tuple[str, ...] = ()
-    reuse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """One generation request to an engine."""
 

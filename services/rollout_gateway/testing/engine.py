@@ -216,7 +216,7 @@ class ScriptedEngine:
         control.check_arm(arm, self._spec.arms)
         self._forced = arm
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: pb.Quarantine) -> None:
         """See Engine.quarantine; a script reuses no prefix."""
         self._barred = frozenset(withheld.arms)
 

@@ -32,7 +32,7 @@ from paceline.services.rollout_gateway.engines.requests import control, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.speculators.base import CaptureSpec, SpeculatorSetup
 from paceline.trajectory import SpeculationStats, Target, VersionSet
-from paceline.v1.engine_pb2 import WorkerHealth
+from paceline.v1.engine_pb2 import Quarantine, WorkerHealth
 
 
 class EmbeddedEngine:
@@ -242,7 +242,7 @@ class EmbeddedEngine:
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: Quarantine) -> None:
         """See Engine.quarantine."""
         self._speculation.bar(frozenset(withheld.arms))
         if withheld.reuse and not self._prefixes.closed:

@@ -10,9 +10,9 @@ from typing import Any
 import zmq
 
 from paceline.errors import InternalError, InvalidInput, PacelineError
-from paceline.messages import from_message, versions_from_proto
+from paceline.messages import versions_from_proto
 from paceline.services.rollout_gateway.engines.base import CommandedEngine
-from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Withheld
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish
 from paceline.services.rollout_gateway.engines.worker import SOCKET_VARIABLE, wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1 import engine_pb2 as pb
@@ -57,7 +57,7 @@ _CHANGES: dict[str, Callable[[CommandedEngine, Any], Sequence[Chunk] | None]] = 
         wire.noun_of(wire.TARGETS, asked.target), asked.version
     ),
     "set_speculation": lambda engine, asked: engine.force_arm(asked.forced_arm),
-    "quarantine": lambda engine, asked: engine.quarantine(from_message(Withheld, asked)),
+    "quarantine": lambda engine, asked: engine.quarantine(asked),
     "resume_memory": lambda engine, _: engine.resume_memory(),
     "flush_cache": lambda engine, _: engine.flush_cache(),
     "shutdown": lambda engine, _: engine.abort(None),

@@ -139,7 +139,7 @@ class SchedulerEngine(Plugin):
     def force_arm(self, arm: str) -> None:
         self.arms.force(arm)
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: pb.Quarantine) -> None:
         """Bar arms, and stop prefix reuse where the quarantine requires it.
 
         Without reuse, each new or waiting request has its own namespace of the prefix cache.
