@@ -73,7 +73,7 @@ class Worker:
 
     def _answer(self, command: pb.WorkerCommand) -> None:
         # Any fault of the engine is returned as the answer to the command.
-        self._peer.obey(self._engine, command, caught=Exception)
+        self._peer.execute(self._engine, command, caught=Exception)
         self._stopping = self._stopping or command.HasField("shutdown")
 
     def _round(self) -> None:
