@@ -142,7 +142,8 @@ class Decoder:
         )
         token_ids = nodes.compute(nodes.tokens).clamp(min=0)
         hidden = forward_hidden(policy, store.kv, token_ids, block, store.inner)
-        return Round(rows, *places, nodes, parts, block, hidden, head_logits(policy, hidden))
+        logits = head_logits(policy, hidden)
+        return Round(rows, places[0], roots, nodes, parts, block, hidden, logits)
 
     def _verify(self, one: Round, params: DrawParams) -> verify.Verdict:
         """Verify by the engine's rule; params: B rows."""
