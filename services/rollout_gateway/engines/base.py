@@ -45,7 +45,7 @@ class CommandedEngine(Protocol):
 
     @property
     def load(self) -> WorkerHealth:
-        """Load, serving set and statistics."""
+        """Load and statistics, without the serving set."""
         ...
 
     def enqueue(self, request: nouns.Request) -> None:

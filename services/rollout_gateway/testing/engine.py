@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import WeightsError
-from paceline.messages import stats_to_proto, versions_to_proto
+from paceline.messages import stats_to_proto
 from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
@@ -100,7 +100,6 @@ class ScriptedEngine:
         return pb.WorkerHealth(
             running=len(running),
             waiting=len(self._waiting),
-            versions=versions_to_proto(self.versions),
             tokens_emitted=self._tokens,
             busy_s=self._busy_s,
             speculation=stats_to_proto(sum(running, self._ended)),

@@ -13,7 +13,7 @@ import torch
 
 from paceline.arm_names import ArmName
 from paceline.local.processes import usable_cores
-from paceline.messages import stats_to_proto, versions_to_proto
+from paceline.messages import stats_to_proto
 from paceline.models import decoder, in_place, loading, profiles
 from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines import base, nouns
@@ -316,7 +316,6 @@ class EmbeddedEngine:
         return WorkerHealth(
             running=len(running),
             waiting=len(self._scheduler.waiting),
-            versions=versions_to_proto(self.versions),
             tokens_emitted=self._decoder.tokens_emitted,
             busy_s=self._busy.totals["step"],
             speculation=stats_to_proto(sum(running, self._ended)),

@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from paceline.errors import InternalError, InvalidInput, PacelineError
-from paceline.messages import versions_from_proto
+from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.services.rollout_gateway.engines.base import CommandedEngine
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish
 from paceline.services.rollout_gateway.engines.worker import SOCKET_VARIABLE, wire
@@ -77,7 +77,9 @@ def _carry_out(
         case "abort":
             emit(engine.abort(frozenset(command.abort.request_ids) or None))
         case "get_health":
-            return pb.WorkerEvent(health=engine.load)
+            health = engine.load
+            health.versions.CopyFrom(versions_to_proto(engine.versions))
+            return pb.WorkerEvent(health=health)
         case "release_memory":
             return pb.WorkerEvent(done=pb.CommandDone(released_bytes=engine.release_memory()))
         case name if name in _CHANGES:

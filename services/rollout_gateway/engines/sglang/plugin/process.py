@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.arm_names import OFF
-from paceline.messages import stats_to_proto, versions_to_proto
+from paceline.messages import stats_to_proto
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
@@ -285,7 +285,6 @@ class Plugin:
         return pb.WorkerHealth(
             running=len(self.requests) - waiting,
             waiting=waiting,
-            versions=versions_to_proto(self.versions),
             tokens_emitted=self._tokens_emitted,
             busy_s=self._busy_s,
             speculation=stats_to_proto(stats),
