@@ -106,5 +106,5 @@ def sglang_page() -> str:
 def refusals() -> Iterator[str]:
     """Lines of the table of arguments that a worker cannot have."""
     for one in REFUSALS:
-        names = ", ".join(f"`{name}`" for name in one.arguments)
+        names = ", ".join(f"`{name}`" for name in one.arguments.split())
         yield f"| {names} | {one.why} | {one.instead} |"

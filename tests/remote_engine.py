@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,18 @@ import zmq
 from paceline import errors
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
-from paceline.messages import from_message, stats_from_proto, to_message, versions_from_proto
-from paceline.services.rollout_gateway.bandits.base import ArmReport
+from paceline.messages import from_message, stats_from_proto, versions_from_proto
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.base import RowSink
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
-    EngineLoad,
     Finish,
     PauseMode,
-    PrefixStats,
     PromptScore,
     Request,
-    RoundSplit,
     StageTime,
-    Withheld,
 )
 from paceline.services.rollout_gateway.engines.worker import (
     SOCKET_VARIABLE,
@@ -42,7 +37,7 @@ from paceline.services.rollout_gateway.engines.worker import (
     wire,
 )
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.trajectory import DrawSpan, SpeculationStats, Target, VersionSet, VersionSpan
+from paceline.trajectory import DrawSpan, Target, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -354,12 +349,11 @@ class RemoteEngine:
     def force_arm(self, arm: str) -> None:
         self._client.ask(set_speculation=pb.SetSpeculation(forced_arm=arm))
 
-    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
-        arms = [to_message(one, pb.ArmStats) for one in reports]
-        self._client.ask(learn_arms=pb.LearnArms(arms=arms))
+    def learn_arms(self, reports: Sequence[pb.ArmStats]) -> None:
+        self._client.ask(learn_arms=pb.LearnArms(arms=reports))
 
-    def quarantine(self, withheld: Withheld) -> None:
-        self._client.ask(quarantine=to_message(withheld, pb.Quarantine))
+    def quarantine(self, withheld: pb.Quarantine) -> None:
+        self._client.ask(quarantine=withheld)
 
     def release_memory(self) -> int:
         return self._client.ask(release_memory=pb.ReleaseMemory()).done.released_bytes
@@ -371,37 +365,20 @@ class RemoteEngine:
         self._client.ask(flush_cache=pb.FlushCache())
 
     @property
-    def load(self) -> EngineLoad:
+    def load(self) -> pb.WorkerHealth:
         self._refresh()
-        health, before = self._health, self._settled
-        return EngineLoad(
-            health.running,
-            health.waiting,
-            health.tokens_emitted - before.tokens_emitted,
-            health.busy_s - before.busy_s,
-            SpeculationStats(),
-            tuple(
-                ArmReport(
-                    a.arm,
-                    a.batch_group,
-                    a.pulls,
-                    a.explorations,
-                    a.mean_tokens_per_s,
-                    a.mean_accept_length,
-                    a.drafter_deaths,
-                )
-                for a in health.arms
-            ),
-            health.rows_dropped,
-            health.rows_invalid,
-            split=from_message(RoundSplit, health.split) - from_message(RoundSplit, before.split),
-            prefixes=PrefixStats(
-                *(
-                    getattr(health.prefixes, counter.name) - getattr(before.prefixes, counter.name)
-                    for counter in fields(PrefixStats)
-                )
-            ),
-        )
+        health, before = pb.WorkerHealth(), self._settled
+        health.CopyFrom(self._health)
+        health.tokens_emitted -= before.tokens_emitted
+        health.busy_s -= before.busy_s
+        health.ClearField("speculation")
+        for part in ("split", "prefixes"):
+            now, earlier = getattr(health, part), getattr(before, part)
+            for one in now.DESCRIPTOR.fields:
+                setattr(now, one.name, getattr(now, one.name) - getattr(earlier, one.name))
+        if health.prefixes == pb.PrefixStats():
+            health.ClearField("prefixes")
+        return health
 
     def close(self) -> None:
         """The process stays."""

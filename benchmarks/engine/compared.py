@@ -48,6 +48,7 @@ from benchmarks.engine.sections import (
 from benchmarks.processes import Meter
 from benchmarks.result import Goal, Row, say
 from paceline.local.memory_plan import embedded_plan
+from paceline.messages import from_message
 from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.drafters import (
@@ -288,9 +289,10 @@ async def profile(plan: Extent) -> Findings:
         work = plan.work(batch)
         for arm in (OFF, best):
             decode(engine, work, arm, plan.threads)
-            before = engine.load.split
+            before = from_message(RoundSplit, engine.load.split)
             run = decode(engine, work, arm, plan.threads)
-            rows.append(_profile_row(batch, arm, run, engine.load.split - before, config))
+            spent = from_message(RoundSplit, engine.load.split) - before
+            rows.append(_profile_row(batch, arm, run, spent, config))
 
     say(
         "profile: "

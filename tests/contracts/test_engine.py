@@ -26,16 +26,15 @@ from paceline.services.rollout_gateway.engines.nouns import (
     Chunk,
     Finish,
     PauseMode,
-    PrefixStats,
     Request,
     StageTime,
-    Withheld,
 )
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.services.rollout_gateway.testing.engine import build_scripted
 from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 from paceline.trajectory import Target, VersionSet, VersionSpan
+from paceline.v1 import engine_pb2 as pb
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 ROUNDS_AT_MOST = 500
@@ -952,7 +951,7 @@ def test_a_second_turn_reuses_its_prefix_and_says_what_it_says_alone(case: Case)
     prompt = tuple(3 + i * i % 300 for i in range(40))
     engine = case.build(None)
     engine.flush_cache()
-    assert engine.load.prefixes == PrefixStats()
+    assert engine.load.prefixes == pb.PrefixStats()
     engine.enqueue(Request(0, prompt, Sampling(seed=5, max_tokens=20, ignore_eos=True)))
     said = tokens_of(drain(engine)[0])
     second = Request(1, (*prompt, *said, 7, 8, 9), Sampling(seed=6, max_tokens=20, ignore_eos=True))
@@ -965,7 +964,8 @@ def test_a_second_turn_reuses_its_prefix_and_says_what_it_says_alone(case: Case)
     prefixes = engine.load.prefixes
     assert prefixes.reused_tokens == chunk.cached_prompt_tokens
     assert not case.reuses or prefixes.prompt_tokens == len(prompt) + len(second.prompt)
-    assert not case.reuses or (prefixes.lookups == 2 and prefixes.lookup_s > 0)
+    assert prefixes.lookups in ((0, 2) if case.reuses else (0,))  # SGLang counts none
+    assert (prefixes.lookup_s > 0) == (prefixes.lookups > 0)
     fresh = case.build(None)
     fresh.flush_cache()
     fresh.enqueue(second)
@@ -985,7 +985,7 @@ def test_what_is_in_quarantine_is_gone_without_and_no_token_changes(case: Case) 
     assert any(way.reused for way in drawn) == case.reuses
 
     engine = case.build(None)
-    engine.quarantine(Withheld(arms=(arm, "no such arm"), reuse=True))
+    engine.quarantine(pb.Quarantine(arms=(arm, "no such arm"), reuse=True))
     for one in siblings:
         engine.enqueue(one)
     after = drain(engine)
@@ -994,7 +994,7 @@ def test_what_is_in_quarantine_is_gone_without_and_no_token_changes(case: Case) 
     assert {n: tokens_of(chunks) for n, chunks in after.items()} == {
         n: tokens_of(chunks) for n, chunks in before.items()
     }
-    engine.quarantine(Withheld())  # an engine outlives a test
+    engine.quarantine(pb.Quarantine())  # an engine outlives a test
 
 
 def test_an_engine_changes_to_a_profile_with_a_set_or_says_that_it_cannot(case: Case) -> None:

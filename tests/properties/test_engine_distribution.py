@@ -14,6 +14,7 @@ from goodness_of_fit import g_test, power
 from random_models import random_model
 from torch import Tensor
 
+from paceline.messages import stats_from_proto
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -98,7 +99,7 @@ def said(
         for chunk in engine.step():
             observed[int("".join(map(str, chunk.token_ids)), VOCAB)] += 1
     assert observed.sum() == REQUESTS
-    return observed, engine.load.speculation
+    return observed, stats_from_proto(engine.load.speculation)
 
 
 REJECTION = {"verification": "rejection"}

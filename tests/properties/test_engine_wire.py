@@ -21,14 +21,11 @@ from paceline.messages import (
     versions_from_proto,
     versions_to_proto,
 )
-from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
-    EngineLoad,
     Finish,
-    PrefixStats,
     Request,
     RoundSplit,
     RowLayout,
@@ -147,19 +144,6 @@ def test_a_version_set_comes_back(versions: VersionSet) -> None:
     assert versions_from_proto(versions_to_proto(versions)) == versions
 
 
-@given(every_field(EngineLoad), every_field(VersionSet))
-def test_health_says_every_field_of_the_load(load: EngineLoad, versions: VersionSet) -> None:
-    health = wire.health_to(load, versions)
-    assert versions_from_proto(health.versions) == versions
-    assert stats_from_proto(health.speculation) == load.speculation
-    assert from_message(RoundSplit, health.split) == load.split
-    assert by_name(health.prefixes, PrefixStats) == load.prefixes
-    assert tuple(by_name(one, ArmReport) for one in health.arms) == load.arms
-    structures = {"speculation", "split", "prefixes", "arms"}
-    for name in {one.name for one in fields(EngineLoad)} - structures:
-        assert getattr(health, name) == getattr(load, name), name
-
-
 @given(every_field(EngineInfo, rows=every_field(RowLayout)), U32, every_field(VersionSet))
 def test_ready_says_every_fact(info: EngineInfo, index: int, versions: VersionSet) -> None:
     ready = wire.ready_to(info, index, versions, "hash")
@@ -180,8 +164,3 @@ def test_ready_says_every_fact(info: EngineInfo, index: int, versions: VersionSe
 @given(every_field(RoundSplit))
 def test_a_round_split_comes_back(split: RoundSplit) -> None:
     assert from_message(RoundSplit, to_message(split, pb.RoundSplit)) == split
-
-
-def by_name(message: Any, kind: type[Any]) -> Any:
-    """The dataclass whose fields are called as the message's."""
-    return kind(**{one.name: getattr(message, one.name) for one in fields(kind)})

@@ -15,6 +15,7 @@ from pydantic import Field
 from paceline.config import Config
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
+from paceline.v1.engine_pb2 import ArmStats
 
 
 class BanditConfig(Config):
@@ -83,19 +84,6 @@ class ArmChoice:
     explored: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ArmReport:
-    """Statistics of one arm in one batch-size group."""
-
-    arm: str
-    batch_group: int
-    pulls: int
-    explorations: int
-    mean_tokens_per_s: float
-    mean_accept_length: float
-    drafter_deaths: int = 0  # times that the watchdog retired its drafter in this group
-
-
 class Bandit(Protocol):
     """Chooses an arm per round, separately in each batch-size group."""
 
@@ -117,11 +105,11 @@ class Bandit(Protocol):
         """
         ...
 
-    def learn(self, reports: Sequence[ArmReport]) -> None:
+    def learn(self, reports: Sequence[ArmStats]) -> None:
         """Uses the statistics of other workers' bandits for arms that it has not tried."""
         ...
 
-    def reports(self) -> Sequence[ArmReport]:
+    def reports(self) -> Sequence[ArmStats]:
         """Statistics of every arm and group with at least one pull."""
         ...
 

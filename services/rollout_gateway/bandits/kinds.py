@@ -37,6 +37,7 @@ from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.bandits import base
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
+from paceline.v1.engine_pb2 import ArmStats
 
 BOUND_Z = 2.0  # standard errors added to a rate for its upper bound
 TRIAL_PULLS = 4
@@ -199,7 +200,7 @@ class WindowedBandit(ABC):
             for group in self._groups.values():
                 group.renew(gains, keep)
 
-    def learn(self, reports: Sequence[base.ArmReport]) -> None:
+    def learn(self, reports: Sequence[ArmStats]) -> None:
         """Adds rounds with the reported means until an arm counts as tried. They are no pulls of
         this bandit.
         """
@@ -213,16 +214,16 @@ class WindowedBandit(ABC):
             for _ in range(TRIAL_PULLS - group.arms[one.arm].rounds):
                 group.add(played)
 
-    def reports(self) -> list[base.ArmReport]:
+    def reports(self) -> list[ArmStats]:
         """Statistics of every arm and group with at least one pull."""
         return [
-            base.ArmReport(
-                name,
-                smallest,
-                arm.pulls,
-                arm.explorations,
-                arm.rate,
-                arm.accepted / max(arm.rounds, 1),
+            ArmStats(
+                arm=name,
+                batch_group=smallest,
+                pulls=arm.pulls,
+                explorations=arm.explorations,
+                mean_tokens_per_s=arm.rate,
+                mean_accept_length=arm.accepted / max(arm.rounds, 1),
             )
             for smallest, group in self._groups.items()
             for name, arm in group.arms.items()

@@ -23,12 +23,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.arm_names import speculator_of
 from paceline.services.rollout_gateway.bandits import base
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
+from paceline.v1.engine_pb2 import ArmStats
 
 # One-sided 10 %: among 20 rounds of one request, one round with acceptance is noise, two are not.
 NOISE_Z = 1.28
@@ -51,7 +52,7 @@ class Pulse:
     rests_until: int = 0  # round of the group until which a dead drafter rests
     failures: int = 0  # failed trials in a row
 
-    def beat(self, accept_length: float) -> bool:
+    def record_round(self, accept_length: float) -> bool:
         """Records a round. Returns True when this round shows that the drafter has died."""
         accepted = accept_length - 1.0
         hit = accepted > NOISE_FLOOR
@@ -100,7 +101,9 @@ class AcceptanceWatchdog:
         """
         group = base.group_of(self._settings.groups, situation.batch_size)
         names = names or tuple(self._speculators)
-        pulses = {name: self._pulses.get((group, self._speculators[name])) for name in names}
+        pulses = {
+            name: self._pulses.get((group, self._speculators.get(name, ""))) for name in names
+        }
         alive = tuple(name for name, pulse in pulses.items() if pulse is None or not pulse.dead)
         return self._inner.choose(situation, alive or names)
 
@@ -115,7 +118,7 @@ class AcceptanceWatchdog:
                 self._pulses[key] = Pulse(limit, failures=pulse.failures)  # a trial after the rest
         if speculator := self._speculators[outcome.arm]:
             pulse = self._pulses.setdefault((group, speculator), Pulse(limit))
-            if pulse.beat(outcome.accept_length):
+            if pulse.record_round(outcome.accept_length):
                 pulse.failures = pulse.failures + 1 if pulse.rounds == limit else 1
                 windows = min(2 ** (pulse.failures - 1), LONGEST_REST)
                 pulse.rests_until = self._rounds[group] + self._settings.window * windows
@@ -128,15 +131,15 @@ class AcceptanceWatchdog:
             revived = {speculator_of(arm) for arm in arms}
             self._pulses = {key: one for key, one in self._pulses.items() if key[1] not in revived}
 
-    def learn(self, reports: Sequence[base.ArmReport]) -> None:
+    def learn(self, reports: Sequence[ArmStats]) -> None:
         """Passes the statistics to the inner bandit."""
         self._inner.learn(reports)
 
-    def reports(self) -> Sequence[base.ArmReport]:
+    def reports(self) -> Sequence[ArmStats]:
         """Statistics of every arm and group with at least one pull, dead arms included, with the
         number of deaths of the arm's drafter.
         """
-        return [
-            replace(one, drafter_deaths=self._deaths[one.batch_group, speculator_of(one.arm)])
-            for one in self._inner.reports()
-        ]
+        reports = self._inner.reports()
+        for one in reports:
+            one.drafter_deaths = self._deaths[one.batch_group, speculator_of(one.arm)]
+        return reports

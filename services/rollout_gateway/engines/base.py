@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.trajectory import Target, VersionSet
+from paceline.v1.engine_pb2 import ArmStats, Quarantine, WorkerHealth
 
 
 class RowSink(Protocol):
@@ -45,8 +45,8 @@ class CommandedEngine(Protocol):
         ...
 
     @property
-    def load(self) -> nouns.EngineLoad:
-        """Load and statistics."""
+    def load(self) -> WorkerHealth:
+        """Load and statistics, without the serving set."""
         ...
 
     def enqueue(self, request: nouns.Request) -> None:
@@ -95,11 +95,11 @@ class CommandedEngine(Protocol):
         """
         ...
 
-    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+    def learn_arms(self, reports: Sequence[ArmStats]) -> None:
         """Give the bandit the statistics of other engines; see Bandit.learn."""
         ...
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: Quarantine) -> None:
         """Disable these arms and reuse paths from the next round on; unknown arms are ignored."""
         ...
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from paceline.errors import MissingCapability
-from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
 
@@ -69,14 +68,6 @@ class Finish(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Withheld:
-    """Paths that an engine disables because an audit found them inexact; see proto Quarantine."""
-
-    arms: tuple[str, ...] = ()
-    reuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,33 +160,6 @@ class RoundSplit:
         return RoundSplit(
             *(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self))
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixStats:
-    """Counters of prompts with a cached beginning; see proto PrefixStats."""
-
-    prompt_tokens: int = 0  # of ended requests
-    reused_tokens: int = 0  # prompt tokens that were not computed
-    lookups: int = 0
-    lookup_s: float = 0.0  # of searches for cached prefixes
-    copy_s: float = 0.0  # of copies into and out of the cache
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Load and statistics since start."""
-
-    running: int
-    waiting: int
-    tokens_emitted: int  # without tokens of probes
-    busy_s: float
-    speculation: SpeculationStats
-    arms: tuple[ArmReport, ...]
-    rows_dropped: int = 0
-    rows_invalid: int = 0  # of ended requests: slots that held rows of other tokens, or none
-    split: RoundSplit = field(default_factory=RoundSplit)
-    prefixes: PrefixStats = field(default_factory=PrefixStats)
 
 
 @dataclass(frozen=True, slots=True)

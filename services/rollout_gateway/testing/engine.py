@@ -18,15 +18,17 @@ import numpy as np
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import WeightsError
+from paceline.messages import stats_to_proto
 from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
-from paceline.services.rollout_gateway.bandits.base import ArmReport, RoundOutcome, Situation
+from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
 from paceline.services.rollout_gateway.engines import base, nouns
 from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.testing import script
 from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
 from paceline.trajectory import SpeculationStats, Target, VersionSet
+from paceline.v1 import engine_pb2 as pb
 
 _CAPABILITIES = frozenset(
     {
@@ -64,7 +66,7 @@ class ScriptedEngine:
         self._barred: Set[str] = frozenset()
         self._tokens = 0
         self._busy_s = 0.0
-        self._split = nouns.RoundSplit()
+        self._rounds = self._nodes = 0
         self._ended = SpeculationStats()
 
     @property
@@ -93,15 +95,16 @@ class ScriptedEngine:
         return not self._paused and bool(self._running or self._waiting)
 
     @property
-    def load(self) -> nouns.EngineLoad:
-        return nouns.EngineLoad(
-            len(self._running),
-            len(self._waiting),
-            self._tokens,
-            self._busy_s,
-            sum((run.sequence.speculation for run in self._running), self._ended),
-            tuple(self._bandit.reports()),
-            split=self._split,
+    def load(self) -> pb.WorkerHealth:
+        running = [run.sequence.speculation for run in self._running]
+        return pb.WorkerHealth(
+            running=len(running),
+            waiting=len(self._waiting),
+            tokens_emitted=self._tokens,
+            busy_s=self._busy_s,
+            speculation=stats_to_proto(sum(running, self._ended)),
+            arms=self._bandit.reports(),
+            split=pb.RoundSplit(rounds=self._rounds, nodes=self._nodes, forward_s=self._busy_s),
         )
 
     def enqueue(self, request: nouns.Request) -> None:
@@ -150,10 +153,8 @@ class ScriptedEngine:
         rows = [run.sequence for run in batch]
         taken = [self._advance(run, arm) for run in batch]
         self._busy_s += cost
-        # A script only has the total seconds of a round.
-        self._split += nouns.RoundSplit(
-            rounds=1, nodes=len(batch) * (1 + script.drafts_of(arm)), forward_s=cost
-        )
+        self._rounds += 1
+        self._nodes += len(batch) * (1 + script.drafts_of(arm))
         if not any(one.request.probe for one in rows):
             self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
         self._release()
@@ -214,10 +215,10 @@ class ScriptedEngine:
         control.check_arm(arm, self._spec.arms)
         self._forced = arm
 
-    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+    def learn_arms(self, reports: Sequence[pb.ArmStats]) -> None:
         self._bandit.learn(reports)
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: pb.Quarantine) -> None:
         """See Engine.quarantine; a script reuses no prefix."""
         self._barred = frozenset(withheld.arms)
 

@@ -246,7 +246,9 @@ class ScriptedRun:
             math.nan if nan or one == self.nan_token else scripted_logprob(one) for one in tokens
         ]
         drafted = origin.arm != OFF
-        taken = sequence.take(tokens, logprobs, [1.0] * count, origin, count - 1 if drafted else 0)
+        taken = sequence.append_tokens(
+            tokens, logprobs, [1.0] * count, origin, count - 1 if drafted else 0
+        )
         asked = self.request.sampling.top_logprobs
         sequence.alternatives += [_alternatives(token, asked) for token in tokens[:taken]]
         if sequence.finish is None and not endless and len(sequence.tokens) == len(script):

@@ -60,7 +60,7 @@ class HeldWorker(worker.Worker):
         super()._round()
         batch = before | running(self._engine)
         self._tell("round", sorted(batch))
-        if max(batch.values(), default=0) > LONG_TOKENS and not self._peer.waits(HOLD_MS):
+        if max(batch.values(), default=0) > LONG_TOKENS and not self._peer.poll(HOLD_MS):
             raise TimeoutError("no command came")
 
 

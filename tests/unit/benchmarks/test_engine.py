@@ -36,11 +36,13 @@ from benchmarks.engine.sections import ARMS, grouped_work, judged
 from benchmarks.options import counts
 from benchmarks.result import paired_ratio
 from paceline.errors import InvalidInput
+from paceline.messages import from_message
 from paceline.models.config import parse_config
 from paceline.models.loading import model_shapes
 from paceline.plugins import import_object
 from paceline.services.rollout_gateway.bandits.base import BanditSettings
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import RoundSplit
 from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.ngram import NgramSpeculator
 
@@ -236,9 +238,9 @@ def test_operations_are_two_for_each_weight_of_a_matrix_but_the_embedding() -> N
 
 def test_the_engine_counts_the_stages_of_its_rounds(random_model: Path) -> None:
     engine, _ = build_injected(spec(random_model))
-    before = engine.load.split
+    before = from_message(RoundSplit, engine.load.split)
     run = decode(engine, workload(PROMPTS, 4, 4, ignore_eos=True), "off", 1)
-    spent = engine.load.split - before
+    spent = from_message(RoundSplit, engine.load.split) - before
     assert (spent.rounds, spent.nodes) == (4, 16)
     assert all(getattr(spent, stage) > 0 for stage in STAGES)
     assert sum(getattr(spent, stage) for stage in STAGES) < run.seconds

@@ -23,12 +23,7 @@ With a full batch, one write at most fills the sink's ring.
 class Capture:
     """Writes rows and counts the rows dropped by a full sink."""
 
-    def __init__(
-        self,
-        sink: RowSink | None,
-        store: SlotStore,
-        features_dtype: str,
-    ) -> None:
+    def __init__(self, sink: RowSink | None, store: SlotStore, features_dtype: str) -> None:
         self._sink = sink
         self._store = store
         self._dtype = DTYPES[features_dtype]
@@ -39,7 +34,7 @@ class Capture:
         """True if a sink exists."""
         return self._sink is not None
 
-    def take(
+    def write_rows(
         self,
         slots: Sequence[int],
         sequences: Sequence[RunningSequence],
@@ -58,21 +53,13 @@ class Capture:
         ]
         if not due:
             return
-        ids, positions = zip(
-            *(
-                (
-                    np.full(one.cached - one.captured, one.request.request_id, dtype=np.uint64),
-                    np.arange(one.captured, one.cached, dtype=np.uint32),
-                )
-                for _, one in due
-            ),
-            strict=True,
-        )
+        ids = np.array([one.request.request_id for _, one in due], dtype=np.uint64)
+        positions = [np.arange(one.captured, one.cached, dtype=np.uint32) for _, one in due]
         stretches = [(slot, slice(one.captured, one.cached)) for slot, one in due]
         tokens = torch.cat([self._store.token_ids[cells] for cells in stretches]).cpu().numpy()
         states = torch.cat([self._store.hidden[cells] for cells in stretches])
         written = self._sink.write(
-            np.concatenate(ids),
+            np.repeat(ids, list(map(len, positions))),
             np.concatenate(positions),
             tokens.astype(np.uint32),
             version,

@@ -24,9 +24,9 @@ from paceline.services.rollout_gateway.engines.embedded import (
     verify,
 )
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
-from paceline.services.rollout_gateway.engines.nouns import RoundSplit
 from paceline.services.rollout_gateway.engines.requests import draws, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
+from paceline.v1.engine_pb2 import RoundSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Decoder:
     def split(self) -> RoundSplit:
         """Seconds of rounds by phase, with all other laps of the stopwatch."""
         seconds = {f"{name}_s": total for name, total in self._stopwatch.totals.items()}
-        return RoundSplit(self._rounds, self._nodes, **seconds)
+        return RoundSplit(rounds=self._rounds, nodes=self._nodes, **seconds)
 
     def changed(self, ended: Sequence[RunningSequence]) -> None:
         """Drop the state of ended rows after a change of the batch."""
@@ -142,7 +142,8 @@ class Decoder:
         )
         token_ids = nodes.compute(nodes.tokens).clamp(min=0)
         hidden = forward_hidden(policy, store.kv, token_ids, block, store.inner)
-        return Round(rows, *places, nodes, parts, block, hidden, head_logits(policy, hidden))
+        logits = head_logits(policy, hidden)
+        return Round(rows, places[0], roots, nodes, parts, block, hidden, logits)
 
     def _verify(self, one: Round, params: DrawParams) -> verify.Verdict:
         """Verify by the engine's rule; params: B rows."""
@@ -176,7 +177,9 @@ class Decoder:
             zip(*(column.tolist() for column in columns), strict=True)
         ):
             sequence, end = one.rows[row], accepted + 1
-            count = sequence.take(tokens[:end], logprobs[:end], gaps[:end], origins[row], accepted)
+            count = sequence.append_tokens(
+                tokens[:end], logprobs[:end], gaps[:end], origins[row], accepted
+            )
             arm = origins[row].arm
             sequence.count(arm, drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:

@@ -13,9 +13,9 @@ import torch
 
 from paceline.arm_names import ArmName
 from paceline.local.processes import usable_cores
+from paceline.messages import stats_to_proto
 from paceline.models import decoder, in_place, loading, profiles
 from paceline.models.config import ModelConfig, read_config
-from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import base, nouns
 from paceline.services.rollout_gateway.engines.embedded import (
     capture,
@@ -32,6 +32,7 @@ from paceline.services.rollout_gateway.engines.requests import control, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.speculators.base import CaptureSpec, SpeculatorSetup
 from paceline.trajectory import SpeculationStats, Target, VersionSet
+from paceline.v1.engine_pb2 import ArmStats, Quarantine, WorkerHealth
 
 
 class EmbeddedEngine:
@@ -45,7 +46,7 @@ class EmbeddedEngine:
         """
         torch.set_num_threads(spec.threads or usable_cores())
         model_dir = Path(spec.model_dir)
-        config = read_config(model_dir)
+        self._config = config = read_config(model_dir)
         self._admission = control.Admission.of_model(config, model_dir, spec.max_sequence_tokens)
         self._grammars = verify.Grammars(config, model_dir)
         self._build_model(spec, config, captured=sink is not None)
@@ -125,16 +126,16 @@ class EmbeddedEngine:
         if slots:
             self._decoder.round(slots, [self._scheduler.running[slot] for slot in slots])
 
-        self._take_rows()
+        self._write_rows()
         ended = [sequence for sequence in rows if sequence.finish is not None]
         news = [s.chunk() for s in rows if s.request.stream or s.finish is not None]
         self._release(ended)
         self._busy.lap("step")
         return news
 
-    def _take_rows(self, least: int = capture.WAITING) -> None:
+    def _write_rows(self, least: int = capture.WAITING) -> None:
         running = self._scheduler.running
-        self._capture.take(range(len(running)), running, self.versions.policy, least=least)
+        self._capture.write_rows(range(len(running)), running, self.versions.policy, least=least)
 
     def _release(self, ended: Sequence[RunningSequence]) -> None:
         if not ended:
@@ -145,7 +146,7 @@ class EmbeddedEngine:
             if sequence.finish is not None
         ]
         rows = [self._scheduler.running[slot] for slot in slots]
-        self._capture.take(slots, rows, self.versions.policy, least=1)
+        self._capture.write_rows(slots, rows, self.versions.policy, least=1)
         self._speculation.ended(slots, rows, self._store, self.versions.policy)
         self._decoder.changed(ended)
         self._ended = sum((sequence.speculation for sequence in ended), self._ended)
@@ -224,7 +225,7 @@ class EmbeddedEngine:
     def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """See Engine.commit_weights; `mode` applies only to a change of the policy."""
         if versions.policy != self.versions.policy:  # waiting rows belong to the former policy
-            self._take_rows(least=1)
+            self._write_rows(least=1)
         if not self._weights.commit(versions):
             return []
         self._prefixes.forget()
@@ -241,11 +242,11 @@ class EmbeddedEngine:
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
 
-    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
+    def learn_arms(self, reports: Sequence[ArmStats]) -> None:
         """See Engine.learn_arms."""
         self._speculation.bandit.learn(reports)
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: Quarantine) -> None:
         """See Engine.quarantine."""
         self._speculation.bar(frozenset(withheld.arms))
         if withheld.reuse and not self._prefixes.closed:
@@ -291,7 +292,7 @@ class EmbeddedEngine:
             nouns.Capability.RELEASE_MEMORY: True,
             nouns.Capability.PROFILES: True,
         }
-        config = self._weights.policy.config
+        config = self._config
         return nouns.EngineInfo(
             config.vocab_size,
             config.hidden_size,
@@ -313,18 +314,16 @@ class EmbeddedEngine:
         return self._weights.policy.head_hash
 
     @property
-    def load(self) -> nouns.EngineLoad:
+    def load(self) -> WorkerHealth:
         """See Engine.load."""
-        bandit = self._speculation.bandit
-        return nouns.EngineLoad(
-            running=len(self._scheduler.running),
+        running = [sequence.speculation for sequence in self._scheduler.running]
+        return WorkerHealth(
+            running=len(running),
             waiting=len(self._scheduler.waiting),
             tokens_emitted=self._decoder.tokens_emitted,
             busy_s=self._busy.totals["step"],
-            speculation=sum(
-                (sequence.speculation for sequence in self._scheduler.running), self._ended
-            ),
-            arms=tuple(bandit.reports()),
+            speculation=stats_to_proto(sum(running, self._ended)),
+            arms=self._speculation.bandit.reports(),
             rows_dropped=self._capture.rows_dropped,
             split=self._decoder.split,
             prefixes=self._prefixes.stats,

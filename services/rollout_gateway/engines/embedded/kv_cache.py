@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from paceline.models import cache, decoder
-from paceline.services.rollout_gateway.engines.nouns import PrefixStats
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.requests.timing import Stopwatch
+from paceline.v1.engine_pb2 import PrefixStats
 
 
 class SlotStore:
@@ -340,9 +340,9 @@ class PrefixCache:
         """Counters since start."""
         seconds = self._stopwatch.totals
         return PrefixStats(
-            self._prompt_tokens,
-            self._reused_tokens,
-            self._lookups,
-            seconds["lookup"],
-            seconds["copy"],
+            prompt_tokens=self._prompt_tokens,
+            reused_tokens=self._reused_tokens,
+            lookups=self._lookups,
+            lookup_s=seconds["lookup"],
+            copy_s=seconds["copy"],
         )

@@ -104,11 +104,7 @@ class Prefill:
     """Prepares sequences for decoding: it caches all their tokens except the last."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        prefixes: PrefixCache,
-        store: SlotStore,
-        weights: EngineWeights,
+        self, scheduler: Scheduler, prefixes: PrefixCache, store: SlotStore, weights: EngineWeights
     ) -> None:
         self._scheduler = scheduler
         self._prefixes = prefixes

@@ -216,7 +216,7 @@ class Admission:
             logprobs=[0.0] * len(said),
             accepted_drafts=[False] * len(said),
             alternatives=[()] * len(said),
-            told=len(said),
+            reported=len(said),
         )
 
     def _check_room(self, sampling: Sampling, limit: int, stops: frozenset[int]) -> None:

@@ -55,7 +55,7 @@ def reachable(allowed: Tensor, parents: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Said:
+class _TokenCounts:
     """Token counts of one sequence."""
 
     prompt_holds: Tensor  # bool [V]
@@ -63,7 +63,7 @@ class _Said:
     counted: int = 0
 
     @classmethod
-    def nothing(cls, prompt: Sequence[int], vocab: int, device: torch.device) -> _Said:
+    def nothing(cls, prompt: Sequence[int], vocab: int, device: torch.device) -> _TokenCounts:
         holds = torch.zeros(vocab, dtype=torch.bool, device=device)
         holds[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
         return cls(holds, torch.zeros(vocab, dtype=torch.int32, device=device))
@@ -78,7 +78,7 @@ class Penalties:
     """Adjusts the logits of rows that need it; other rows cost nothing."""
 
     def __init__(self) -> None:
-        self._said: dict[RunningSequence, _Said] = {}
+        self._counts: dict[RunningSequence, _TokenCounts] = {}
 
     def adjust(
         self,
@@ -107,14 +107,14 @@ class Penalties:
         counting = {row: one for row, one in asking.items() if one.request.sampling.penalised}
         if counting:
             index = torch.tensor(list(counting), device=logits.device)
-            said = [self._grown(sequence, logits) for sequence in counting.values()]
-            base = torch.stack([one.counts for one in said])
+            counted_rows = [self._grown(sequence, logits) for sequence in counting.values()]
+            base = torch.stack([one.counts for one in counted_rows])
             for place, row in enumerate(counting):
                 _count_(base[place], (ahead or {}).get(row, ()))
             counts = sampling.node_counts(
                 base, token_ids[index], None if parents is None else parents[index]
             )
-            holds = torch.stack([one.prompt_holds for one in said])
+            holds = torch.stack([one.prompt_holds for one in counted_rows])
             adjusted[index] = sampling.penalised(
                 logits[index], holds, counts, _params(counting.values(), logits.device)
             )
@@ -131,19 +131,20 @@ class Penalties:
     def drop(self, ended: Iterable[RunningSequence]) -> None:
         """Forget sequences that will not be adjusted again; unknown sequences are ignored."""
         for sequence in ended:
-            self._said.pop(sequence, None)
+            self._counts.pop(sequence, None)
 
     def __len__(self) -> int:
         """Number of sequences with counts."""
-        return len(self._said)
+        return len(self._counts)
 
-    def _grown(self, sequence: RunningSequence, logits: Tensor) -> _Said:
-        said = self._said.get(sequence)
-        if said is None:
-            said = _Said.nothing(sequence.request.prompt, logits.shape[-1], logits.device)
-            self._said[sequence] = said
-        said.grow(sequence.tokens)
-        return said
+    def _grown(self, sequence: RunningSequence, logits: Tensor) -> _TokenCounts:
+        counts = self._counts.get(sequence)
+        if counts is None:
+            prompt, vocab = sequence.request.prompt, logits.shape[-1]
+            counts = _TokenCounts.nothing(prompt, vocab, logits.device)
+            self._counts[sequence] = counts
+        counts.grow(sequence.tokens)
+        return counts
 
 
 def _count_(counts: Tensor, tokens: Sequence[int]) -> None:

@@ -119,7 +119,7 @@ class RunningSequence:
     origins: list[tuple[int, DrawnBy]] = field(default_factory=list)
     copied: int = 0  # prompt tokens with a cache copied from another sequence
     stale: bool = False  # part of the cache was computed under an earlier policy
-    told: int = 0  # response tokens already reported
+    reported: int = 0  # response tokens already reported
     # scores of the prompt's tokens from the second on, if requested; None once reported
     prompt_scores: list[nouns.PromptScore] | None = field(default_factory=list)
     smallest_gap: float = float("inf")
@@ -138,7 +138,7 @@ class RunningSequence:
         """Tokens to prefill before the sequence can decode."""
         return self.length - 1 - self.cached
 
-    def take(
+    def append_tokens(
         self,
         tokens: list[int],
         logprobs: list[float],
@@ -185,13 +185,7 @@ class RunningSequence:
         return self.finish is not None
 
     def count(
-        self,
-        arm: str,
-        drafted: int,
-        taken: int,
-        depth: int | None = None,
-        *,
-        trained: bool = False,
+        self, arm: str, drafted: int, taken: int, depth: int | None = None, *, trained: bool = False
     ) -> None:
         """Count an arm's round with `drafted` proposals on `depth` levels.
 
@@ -227,7 +221,7 @@ class RunningSequence:
 
     def chunk(self) -> nouns.Chunk:
         """Results since the last chunk."""
-        told, self.told = self.told, len(self.tokens)
+        told, self.reported = self.reported, len(self.tokens)
         ended, drawn = self.finish is not None, self._drawn(told)
         scores = self._new_scores()
         return nouns.Chunk(

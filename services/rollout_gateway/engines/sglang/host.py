@@ -29,11 +29,7 @@ from paceline.models.config import read_config, read_config_json
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASE
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.spec import QUANTIZATION, SGLangSpec
-from paceline.services.rollout_gateway.engines.worker import (
-    SOCKET_VARIABLE,
-    SPEC_VARIABLE,
-    WorkerSpec,
-)
+from paceline.services.rollout_gateway.engines.worker import SPEC_VARIABLE, WorkerSpec
 from paceline.services.rollout_gateway.engines.worker.peer import Peer
 from paceline.services.rollout_gateway.engines.worker.process import begin
 from paceline.speculators.kinds import SGLANG, SPECULATORS
@@ -232,7 +228,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     tempfile.tempdir = str(socket_directory())  # SGLang creates its sockets there
     from sglang.srt.entrypoints.engine import Engine
 
-    class SchedulersAlone(Engine):  # type: ignore[misc, no-any-unimported]
+    class SchedulersAlone(Engine):
         """SGLang's engine without its detokenizer process, because the plugin sends the tokens."""
 
         @classmethod
@@ -288,7 +284,7 @@ def main() -> int:
         try:
             launch(worker, Path(folder))
         except PacelineError as error:
-            peer = Peer(os.environ[SOCKET_VARIABLE])
+            peer = Peer()
             peer.fail(error)
             peer.close()
             return 2

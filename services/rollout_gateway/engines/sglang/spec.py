@@ -28,7 +28,8 @@ from paceline.speculators.kinds import SGLANG, SPECULATORS, drafter_directory
 class Refusal(NamedTuple):
     """Rejected arguments, the reason and an alternative."""
 
-    arguments: tuple[str, ...]
+    arguments: str
+    """Their names, separated by spaces."""
     off: tuple[object, ...]
     """Values that leave the feature off; they are accepted."""
     why: str
@@ -43,37 +44,31 @@ _SERVERS = (
 )
 _OWN = "it has its own setting, which the memory plan and the slot leases use"
 REFUSALS = (
-    Refusal(("disaggregation_mode",), ("null",), *_SERVERS),
+    Refusal("disaggregation_mode", ("null",), *_SERVERS),
     Refusal(
-        (
-            *("dp_size", "enable_dp_attention", "pp_size", "attn_cp_size", "dcp_size"),
-            *("moe_dp_size", "dwdp_size"),
-        ),
+        "dp_size enable_dp_attention pp_size attn_cp_size dcp_size moe_dp_size dwdp_size",
         (1, False),
         "it starts further schedulers, which would not receive a version set between the same two "
         "rounds",
         "more workers (gateway.engine.workers)",
     ),
     Refusal(
-        ("nnodes", "node_rank", "dist_init_addr"),
+        "nnodes node_rank dist_init_addr",
         (0, 1, ""),
         "the ranks of a worker rendezvous through a file on one host",
         "one worker per host (gateway.engine.workers) with all GPUs of the host",
     ),
     Refusal(
-        (
-            *("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend"),
-            "enable_elastic_expert_backup",
-        ),
+        "enable_eplb ep_num_redundant_experts elastic_ep_backend enable_elastic_expert_backup",
         (0, False, "none"),
         "experts would move between GPUs during a load of a version",
         "gateway.engine.sglang.expert_parallel_size, with one copy of each expert",
     ),
-    Refusal(("tp_size",), (), _OWN, "gateway.engine.sglang.tensor_parallel_size"),
-    Refusal(("ep_size",), (), _OWN, "gateway.engine.sglang.expert_parallel_size"),
+    Refusal("tp_size", (), _OWN, "gateway.engine.sglang.tensor_parallel_size"),
+    Refusal("ep_size", (), _OWN, "gateway.engine.sglang.expert_parallel_size"),
 )
-_REFUSED = {name: one for one in REFUSALS for name in one.arguments}
-_PREFIXES = {prefix: Refusal((), (), *_SERVERS) for prefix in ("disaggregation_", "encoder_")}
+_REFUSED = {name: one for one in REFUSALS for name in one.arguments.split()}
+_PREFIXES = {prefix: Refusal(prefix, (), *_SERVERS) for prefix in ("disaggregation_", "encoder_")}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

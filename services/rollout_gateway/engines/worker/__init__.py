@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,6 @@ class WorkerSpec(BaseModel):
         path.write_text(self.model_dump_json(), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> WorkerSpec:
-        """Load what `write` stored."""
-        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+    def read(cls) -> WorkerSpec:
+        """Load what `write` stored, from the path in SPEC_VARIABLE."""
+        return cls.model_validate_json(Path(os.environ[SPEC_VARIABLE]).read_text(encoding="utf-8"))

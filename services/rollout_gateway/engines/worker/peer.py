@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,10 @@ from typing import Any
 import zmq
 
 from paceline.errors import InternalError, InvalidInput, PacelineError
-from paceline.messages import from_message, versions_from_proto
-from paceline.services.rollout_gateway.bandits.base import ArmReport
+from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.services.rollout_gateway.engines.base import CommandedEngine
-from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Withheld
-from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish
+from paceline.services.rollout_gateway.engines.worker import SOCKET_VARIABLE, wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1 import engine_pb2 as pb
 
@@ -57,10 +57,8 @@ _CHANGES: dict[str, Callable[[CommandedEngine, Any], Sequence[Chunk] | None]] = 
         wire.noun_of(wire.TARGETS, asked.target), asked.version
     ),
     "set_speculation": lambda engine, asked: engine.force_arm(asked.forced_arm),
-    "learn_arms": lambda engine, asked: engine.learn_arms(
-        [from_message(ArmReport, one) for one in asked.arms]
-    ),
-    "quarantine": lambda engine, asked: engine.quarantine(from_message(Withheld, asked)),
+    "learn_arms": lambda engine, asked: engine.learn_arms(asked.arms),
+    "quarantine": lambda engine, asked: engine.quarantine(asked),
     "resume_memory": lambda engine, _: engine.resume_memory(),
     "flush_cache": lambda engine, _: engine.flush_cache(),
     "shutdown": lambda engine, _: engine.abort(None),
@@ -80,7 +78,9 @@ def _carry_out(
         case "abort":
             emit(engine.abort(frozenset(command.abort.request_ids) or None))
         case "get_health":
-            return pb.WorkerEvent(health=wire.health_to(engine.load, engine.versions))
+            health = engine.load
+            health.versions.CopyFrom(versions_to_proto(engine.versions))
+            return pb.WorkerEvent(health=health)
         case "release_memory":
             return pb.WorkerEvent(done=pb.CommandDone(released_bytes=engine.release_memory()))
         case name if name in _CHANGES:
@@ -107,20 +107,20 @@ LINGER_MS = 2000
 
 
 class Peer:
-    """Owns the socket; the caller owns the engine."""
+    """Owns the socket, at the address in SOCKET_VARIABLE; the caller owns the engine."""
 
-    def __init__(self, address: str, ring: RowRing | None = None) -> None:
+    def __init__(self, ring: RowRing | None = None) -> None:
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_DEADLINE_MS)
         self._socket.setsockopt(zmq.SNDHWM, 10_000)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._socket.connect(address)
+        self._socket.connect(os.environ[SOCKET_VARIABLE])
         self._ring = ring
         self._rows_told = ring.rows_written if ring else 0
         self.chunks: list[Chunk] = []
 
-    def waits(self, wait_ms: int, others: Sequence[Any] = ()) -> bool:
+    def poll(self, wait_ms: int, others: Sequence[Any] = ()) -> bool:
         """True if a command, or a message on another socket, arrived within `wait_ms`."""
         if not others:
             return bool(self._socket.poll(wait_ms))
@@ -144,7 +144,7 @@ class Peer:
         """Report why no engine could be built."""
         self.send(pb.WorkerEvent(failed=wire.failed_to(error)))
 
-    def obey(
+    def execute(
         self,
         engine: CommandedEngine,
         command: pb.WorkerCommand,
@@ -158,17 +158,17 @@ class Peer:
                 health.rows_dropped = max(health.rows_dropped, self._ring.rows_dropped)
             self.send(event)
 
-    def flush(self, may_leave: Callable[[Chunk], bool] = lambda _: True) -> None:
+    def flush(self, can_send: Callable[[Chunk], bool] = lambda _: True) -> None:
         """Send the collected chunks. Without chunks, it reports rows only when they fill an eighth
         of the ring.
 
-        `may_leave` delays the last chunk of a request until its rows have reached the ring.
+        `can_send` delays the last chunk of a request until its rows have reached the ring.
         """
         ring = self._ring
         ready: list[Chunk] = []
         held: list[Chunk] = []
         for chunk in self.chunks:
-            (ready if may_leave(chunk) else held).append(chunk)
+            (ready if can_send(chunk) else held).append(chunk)
         unread = ring.rows_written - self._rows_told if ring else 0
         if not ready and (ring is None or unread < max(ring.capacity // 8, 1)):
             return

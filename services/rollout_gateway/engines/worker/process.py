@@ -17,12 +17,7 @@ from paceline.errors import PacelineError
 from paceline.local.processes import die_with_parent
 from paceline.plugins import import_object
 from paceline.services.rollout_gateway.engines import base, find_engine, nouns
-from paceline.services.rollout_gateway.engines.worker import (
-    SOCKET_VARIABLE,
-    SPEC_VARIABLE,
-    WorkerSpec,
-    wire,
-)
+from paceline.services.rollout_gateway.engines.worker import WorkerSpec, wire
 from paceline.services.rollout_gateway.engines.worker.peer import Peer
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1 import engine_pb2 as pb
@@ -57,19 +52,19 @@ class Worker:
         ready = wire.ready_to(engine.info, self._index, engine.versions, engine.lm_head_hash)
         self._peer.send(pb.WorkerEvent(ready=ready))
         while not self._stopping:
-            self._take_commands()
+            self._execute_commands()
             if engine.has_work and not self._stopping:
                 self._round()
             self._peer.flush()
         engine.close()
 
-    def _take_commands(self) -> None:
+    def _execute_commands(self) -> None:
         """Execute all waiting commands. It sleeps until the first command only if the engine has no
         work.
         """
         while not self._stopping:
             wait_ms = 0 if self._engine.has_work or self._peer.chunks else PARENT_CHECK_MS
-            if self._peer.waits(wait_ms):
+            if self._peer.poll(wait_ms):
                 self._answer(pb.WorkerCommand.FromString(self._peer.receive()))
             else:
                 self._stopping = os.getppid() != self._parent
@@ -78,7 +73,7 @@ class Worker:
 
     def _answer(self, command: pb.WorkerCommand) -> None:
         # Any fault of the engine is returned as the answer to the command.
-        self._peer.obey(self._engine, command, caught=Exception)
+        self._peer.execute(self._engine, command, caught=Exception)
         self._stopping = self._stopping or command.HasField("shutdown")
 
     def _round(self) -> None:
@@ -103,7 +98,7 @@ def begin() -> WorkerSpec:
     for number in (signal.SIGINT, signal.SIGTERM):
         # A signal may reach the whole process group; the gateway decides when workers end.
         signal.signal(number, signal.SIG_IGN)
-    return WorkerSpec.read(Path(os.environ[SPEC_VARIABLE]))
+    return WorkerSpec.read()
 
 
 def main() -> int:
@@ -113,7 +108,7 @@ def main() -> int:
         allowed = os.sched_getaffinity(0)
         os.sched_setaffinity(0, set(spec.cores) & allowed or allowed)
     ring = RowRing.attach(Path(spec.ring_path)) if spec.ring_path else None
-    peer = Peer(os.environ[SOCKET_VARIABLE], ring)
+    peer = Peer(ring)
     started = time.monotonic()
     try:
         kind = find_engine(spec.kind)

@@ -177,9 +177,3 @@ def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
 
 def _alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
     return pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
-
-
-def health_to(load: nouns.EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
-    health = messages.to_message(load, pb.WorkerHealth)
-    health.versions.CopyFrom(messages.versions_to_proto(versions))
-    return health

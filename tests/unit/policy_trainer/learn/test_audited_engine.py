@@ -22,8 +22,9 @@ from paceline.services.policy_trainer.config import (
 )
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.nouns import PauseMode, Withheld
+from paceline.services.rollout_gateway.engines.nouns import PauseMode
 from paceline.trajectory import Target, Trajectory, VersionSet
+from paceline.v1 import engine_pb2 as pb
 
 ARM = "ngram:4_1_5"
 SETTINGS = AuditConfig(share=1.0, least_tokens=100)
@@ -105,7 +106,7 @@ def test_a_path_that_is_broken_on_purpose_is_named_and_in_quarantine_all_is_exac
     assert named == [path]
     assert tokens[path] >= SETTINGS.least_tokens
 
-    broken.quarantine(Withheld(arms=(ARM,) * (fault == "drafted"), reuse=fault == "reused"))
+    broken.quarantine(pb.Quarantine(arms=(ARM,) * (fault == "drafted"), reuse=fault == "reused"))
     broken.prepare_weights(Target.POLICY, 1, models[0])
     broken.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
     named, tokens = audited(mesh, models[0], sample(broken, first=10_000), 1)

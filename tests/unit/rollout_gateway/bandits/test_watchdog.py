@@ -55,7 +55,8 @@ def death(accept_lengths: Iterable[float], limit: int = 20) -> int | None:
     """The round, from 1, at which a drafter is found dead."""
     pulse = Pulse(limit)
     return next(
-        (number for number, length in enumerate(accept_lengths, 1) if pulse.beat(length)), None
+        (number for number, length in enumerate(accept_lengths, 1) if pulse.record_round(length)),
+        None,
     )
 
 

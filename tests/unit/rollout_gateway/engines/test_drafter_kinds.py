@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from twin_kind import DeepDrafter, DeepNet, SilentNet, TwinNet
 
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
+from paceline.messages import stats_from_proto
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.bandits import BANDITS
 from paceline.services.rollout_gateway.engines.base import Engine
@@ -109,7 +110,7 @@ def expected(target: tuple[Path, PreTrainedModel]) -> dict[int, tuple[int, ...]]
 
 def in_all_arms(engine: EmbeddedEngine) -> SpeculationStats:
     """Its statistics with the counts of arms added up."""
-    stats = engine.load.speculation
+    stats = stats_from_proto(engine.load.speculation)
     rounds, tokens = (
         {"": sum(by_arm.values())} for by_arm in (stats.arm_drafted_rounds, stats.arm_round_tokens)
     )

@@ -8,14 +8,12 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from structlog.testing import capture_logs
 
+from paceline.messages import to_message
 from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.bandits.base import ArmReport
-from paceline.services.rollout_gateway.engines.nouns import EngineLoad, PrefixStats, RoundSplit
-from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.nouns import RoundSplit
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
 from paceline.telemetry.metrics import Metric
-from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -89,16 +87,8 @@ def look(
     seen: EngineMetrics, pid: int = 1, *, worker: int = 0, tflops: float = 0.0, **facts: Any
 ) -> None:
     """What a worker says at one look, as it comes over the wire."""
-    known: dict[str, Any] = {
-        "running": 0,
-        "waiting": 0,
-        "tokens_emitted": 0,
-        "busy_s": 0.0,
-        "arms": (),
-    }
-    load = EngineLoad(**{**known, "speculation": SpeculationStats(), **facts})
     ready = pb.WorkerReady(worker_index=worker, pid=pid, device_tflops=tflops)
-    seen.record_health(ready, wire.health_to(load, VersionSet()))
+    seen.record_health(ready, pb.WorkerHealth(**facts))
 
 
 def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(
@@ -112,7 +102,11 @@ def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(
         (7, 12),
         (8, 20),
     ):  # 12: overtaken; 8: a new process
-        look(seen, pid, arms=(ArmReport("off", 5, pulls, 0, 1.0, 1.0),))
+        look(
+            seen,
+            pid,
+            arms=(pb.ArmStats(arm="off", batch_group=5, pulls=pulls, mean_tokens_per_s=1.0),),
+        )
     (point,) = points(metric_reader)["paceline.engine.arm_rounds"]
     assert point.value == 34
     assert dict(point.attributes) == {"engine": "embedded", "arm": "off", "batch_group": 5}
@@ -154,11 +148,13 @@ def test_seconds_of_rounds_are_counted_by_stage_over_all_workers_and_lives(
     metric_reader: InMemoryMetricReader,
 ) -> None:
     seen = EngineMetrics("embedded")
-    look(seen, split=RoundSplit(2, 12, 0.5, 0.25, 1.0, 0.125, 0.0625))
+    look(seen, split=to_message(RoundSplit(2, 12, 0.5, 0.25, 1.0, 0.125, 0.0625), pb.RoundSplit))
     before = seen.split
-    look(seen, split=RoundSplit(3, 18, 1.0, 0.5, 2.0, 0.25, 0.125))
-    look(seen, worker=1, split=RoundSplit(10, 10, 0.0, 0.0, 4.0, 0.0, 0.0))
-    look(seen, pid=2, split=RoundSplit(1, 6, 0.25, 0.0, 0.5, 0.0, 0.0))
+    look(seen, split=to_message(RoundSplit(3, 18, 1.0, 0.5, 2.0, 0.25, 0.125), pb.RoundSplit))
+    look(
+        seen, worker=1, split=to_message(RoundSplit(10, 10, 0.0, 0.0, 4.0, 0.0, 0.0), pb.RoundSplit)
+    )
+    look(seen, pid=2, split=to_message(RoundSplit(1, 6, 0.25, 0.0, 0.5, 0.0, 0.0), pb.RoundSplit))
     found = points(metric_reader)
     stages = {
         point.attributes["stage"]: point.value for point in found["paceline.engine.round_time"]
@@ -170,7 +166,10 @@ def test_seconds_of_rounds_are_counted_by_stage_over_all_workers_and_lives(
 
 
 def test_regret_is_told_by_worker(metric_reader: InMemoryMetricReader) -> None:
-    arms = (ArmReport("off", 1, 10, 0, 50.0, 1.0), ArmReport("eagle:5_1_6", 1, 30, 0, 100.0, 3.0))
+    arms = (
+        pb.ArmStats(arm="off", batch_group=1, pulls=10, mean_tokens_per_s=50.0),
+        pb.ArmStats(arm="eagle:5_1_6", batch_group=1, pulls=30, mean_tokens_per_s=100.0),
+    )
     look(EngineMetrics("embedded"), worker=3, arms=arms)
     (point,) = points(metric_reader)["paceline.engine.regret"]
     assert point.value == pytest.approx(0.125)
@@ -185,7 +184,7 @@ def test_a_dead_drafter_is_counted_and_logged_once_whatever_its_arms(
     def tell(*deaths: int) -> None:
         names = ("off", "eagle:3_1_4", "eagle:5_1_6")
         arms = [
-            ArmReport(arm, 5, 20, 0, 1.0, 1.0, died)
+            pb.ArmStats(arm=arm, batch_group=5, pulls=20, drafter_deaths=died)
             for arm, died in zip(names, deaths, strict=True)
         ]
         look(seen, worker=2, arms=tuple(arms))
@@ -210,10 +209,30 @@ def test_reuse_of_prompts_is_counted_once_and_from_zero_after_a_restart(
     seen = EngineMetrics("embedded")
     look(seen, worker=1)  # nothing has ended: no rate
     for pid, stats in (
-        (1, PrefixStats(100, 20, 4, 0.5, 1.0)),
-        (1, PrefixStats(100, 20, 4, 0.5, 1.0)),
-        (1, PrefixStats(300, 80, 6, 0.75, 1.5)),
-        (2, PrefixStats(40, 30, 1, 0.25, 0.5)),
+        (
+            1,
+            pb.PrefixStats(
+                prompt_tokens=100, reused_tokens=20, lookups=4, lookup_s=0.5, copy_s=1.0
+            ),
+        ),
+        (
+            1,
+            pb.PrefixStats(
+                prompt_tokens=100, reused_tokens=20, lookups=4, lookup_s=0.5, copy_s=1.0
+            ),
+        ),
+        (
+            1,
+            pb.PrefixStats(
+                prompt_tokens=300, reused_tokens=80, lookups=6, lookup_s=0.75, copy_s=1.5
+            ),
+        ),
+        (
+            2,
+            pb.PrefixStats(
+                prompt_tokens=40, reused_tokens=30, lookups=1, lookup_s=0.25, copy_s=0.5
+            ),
+        ),
     ):
         look(seen, pid, prefixes=stats)
     found = points(metric_reader)

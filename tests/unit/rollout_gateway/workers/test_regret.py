@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.workers.metrics import regret
 from paceline.v1 import engine_pb2 as pb
 
 
-def report(arm: str, group: int, pulls: int, rate: float) -> ArmReport:
-    return ArmReport(arm, group, pulls, 0, rate, 1.0)
+def report(arm: str, group: int, pulls: int, rate: float) -> pb.ArmStats:
+    return pb.ArmStats(arm=arm, batch_group=group, pulls=pulls, mean_tokens_per_s=rate)
 
 
 def test_regret_is_the_share_lost_against_each_groups_best_arm() -> None:

@@ -10,15 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from functools import partial
-from pathlib import Path
 
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
-from paceline.services.rollout_gateway.engines.worker import (
-    SOCKET_VARIABLE,
-    SPEC_VARIABLE,
-    WorkerSpec,
-)
+from paceline.services.rollout_gateway.engines.worker import SOCKET_VARIABLE, WorkerSpec
 
 
 def register() -> None:
@@ -37,7 +32,7 @@ def register() -> None:
 
     hooked = (commands, sampling, capture, rounds, rounded)
     modules = {module.__name__.rpartition(".")[2]: module for module in hooked}
-    plugin = commands.SchedulerEngine(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
+    plugin = commands.SchedulerEngine(WorkerSpec.read())
     for point in HOOK_POINTS:
         module, name = point.hook.split(".")
         hook = getattr(modules[module], name)

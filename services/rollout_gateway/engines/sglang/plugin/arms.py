@@ -23,6 +23,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Trac
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
+from paceline.v1.engine_pb2 import ArmStats
 
 
 def parse_arms(names: Sequence[str]) -> dict[str, ArmName]:
@@ -133,7 +134,7 @@ class ArmChooser:
         else:
             self.bandit.renew(self._drafting, Target.POLICY)
 
-    def learn(self, reports: Sequence[base.ArmReport]) -> None:
+    def learn(self, reports: Sequence[ArmStats]) -> None:
         """Give the bandit the statistics of other engines, if it models the newest drafter."""
         if self._learned_era == self._era:
             self.bandit.learn(reports)

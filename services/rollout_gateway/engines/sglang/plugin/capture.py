@@ -272,7 +272,7 @@ def drain(plugin: Any) -> None:
         _write(plugin, *stored.leaving.popleft())
 
 
-def on_their_way(plugin: Any, request_id: int) -> bool:
+def has_pending_rows(plugin: Any, request_id: int) -> bool:
     """True while rows of this request are not in the ring yet.
 
     The request's last chunk must not be sent before that.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from paceline.errors import FailedPrecondition
-from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
@@ -38,7 +37,7 @@ MEMORY = ["weights", "kv_cache", "cuda_graph"]
 class SchedulerEngine(Plugin):
     """Implements CommandedEngine of engines/base.py with SGLang's scheduler."""
 
-    def obey(self, payload: bytes) -> None:
+    def execute(self, payload: bytes) -> None:
         """Execute one command between two rounds.
 
         A rejected command gets an error as its answer. An exception of SGLang itself ends the
@@ -46,9 +45,9 @@ class SchedulerEngine(Plugin):
         """
         command = pb.WorkerCommand.FromString(payload)
         if self.peer is not None:
-            self.peer.obey(self, command)
+            self.peer.execute(self, command)
         else:
-            answer(self, command, self.tell)
+            answer(self, command, self.queue_chunks)
         if command.HasField("shutdown"):
             self.scheduler.gracefully_exit = True
 
@@ -140,10 +139,10 @@ class SchedulerEngine(Plugin):
     def force_arm(self, arm: str) -> None:
         self.arms.force(arm)
 
-    def learn_arms(self, reports: Sequence[ArmReport]) -> None:
-        self._plugin.arms.learn(reports)
+    def learn_arms(self, reports: Sequence[pb.ArmStats]) -> None:
+        self.arms.learn(reports)
 
-    def quarantine(self, withheld: nouns.Withheld) -> None:
+    def quarantine(self, withheld: pb.Quarantine) -> None:
         """Bar arms, and stop prefix reuse where the quarantine requires it.
 
         Without reuse, each new or waiting request has its own namespace of the prefix cache.
@@ -251,7 +250,7 @@ def processed(
     """
     for payload in recv_reqs:
         if isinstance(payload, bytes):
-            plugin.obey(payload)
+            plugin.execute(payload)
     return original(scheduler, [one for one in recv_reqs if not isinstance(one, bytes)])
 
 
@@ -285,7 +284,7 @@ def finishing(
     else:
         tracked.sequence.end_scored()
         if tracked.sequence.finish is None:
-            plugin.take(tracked, req.output_ids)
+            plugin.confirm_tokens(tracked, req.output_ids)
     finish = tracked.sequence.finish
     if finish is None:
         return
@@ -326,8 +325,8 @@ def _stream_one(plugin: SchedulerEngine, req: Any) -> None:
         return
     tracked.sequence.copied = req.cached_tokens
     if not req.finished():
-        if tracked.request.stream and len(tracked.sequence.tokens) > tracked.sequence.told:
-            plugin.tell([tracked.sequence.chunk()])
+        if tracked.request.stream and len(tracked.sequence.tokens) > tracked.sequence.reported:
+            plugin.queue_chunks([tracked.sequence.chunk()])
         return
 
     if tracked.sequence.finish is not None:

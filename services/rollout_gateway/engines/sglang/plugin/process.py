@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.arm_names import OFF
+from paceline.messages import stats_to_proto
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
@@ -29,13 +29,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin import (
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, cache_key
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
-from paceline.services.rollout_gateway.engines.worker import (
-    SOCKET_VARIABLE,
-    WorkerSpec,
-    peer,
-    ring,
-    wire,
-)
+from paceline.services.rollout_gateway.engines.worker import WorkerSpec, peer, ring, wire
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 
@@ -128,7 +122,7 @@ class Plugin:
             * timing.square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
         )
         if self.rank == 0:
-            self.peer = peer.Peer(os.environ[SOCKET_VARIABLE], self.ring)
+            self.peer = peer.Peer(self.ring)
             ready = wire.ready_to(
                 self.info, self.worker.worker_index, self.versions, self.weights.head_hash
             )
@@ -227,7 +221,7 @@ class Plugin:
         key, shares = cache_key(self.versions), not self.requests[rid].sequence.scoring
         return key if self.reuses and shares else f"{key}/{rid}"
 
-    def take(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
+    def confirm_tokens(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
         """Confirm the tokens that SGLang has taken from a round."""
         before = len(tracked.sequence.tokens)
         tracked.confirm(output_ids, strict=self.rank == 0)
@@ -242,19 +236,19 @@ class Plugin:
         tracked = self.requests.pop(rid)
         self._penalties.drop([tracked.sequence])
         self.grammars.drop([tracked.sequence])
-        self.tell([tracked.end(finish, error) if finish else tracked.sequence.chunk()])
+        self.queue_chunks([tracked.end(finish, error) if finish else tracked.sequence.chunk()])
         self._ended += tracked.sequence.speculation
         self._prompt_tokens += len(tracked.request.prompt)
         self._reused_tokens += min(tracked.sequence.copied, len(tracked.request.prompt))
 
-    def tell(self, chunks: Sequence[nouns.Chunk]) -> None:
+    def queue_chunks(self, chunks: Sequence[nouns.Chunk]) -> None:
         """Queue chunks for the gateway; they are sent between two rounds."""
         if self.peer is not None:
             self.peer.chunks.extend(chunks)
 
-    def may_leave(self, chunk: nouns.Chunk) -> bool:
+    def can_send(self, chunk: nouns.Chunk) -> bool:
         """False while hidden rows of an ended request are on their way to the ring."""
-        return chunk.finish is None or not capture.on_their_way(self, chunk.request_id)
+        return chunk.finish is None or not capture.has_pending_rows(self, chunk.request_id)
 
     # ---- between two rounds
 
@@ -265,12 +259,12 @@ class Plugin:
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since
         capture.drain(self)
-        self.peer.flush(self.may_leave)
+        self.peer.flush(self.can_send)
         if self._idle and not self.peer.chunks:
-            self.peer.waits(IDLE_MS, sockets)
+            self.peer.poll(IDLE_MS, sockets)
         self._busy_since = None if self._idle else time.perf_counter()
         commands: list[bytes] = []
-        while self.peer.waits(0):
+        while self.peer.poll(0):
             commands.append(self.peer.receive())
         return commands
 
@@ -283,19 +277,21 @@ class Plugin:
         return nothing_runs and not scheduler.waiting_queue and scheduler.chunked_req is None
 
     @property
-    def load(self) -> nouns.EngineLoad:
-        """Load and statistics."""
+    def load(self) -> pb.WorkerHealth:
+        """See CommandedEngine.load."""
         waiting = sum(req.rid in self.requests for req in self.scheduler.waiting_queue)
         stats = sum((one.sequence.speculation for one in self.requests.values()), self._ended)
         dropped = self.slot_rows.rows_dropped if self.slot_rows else 0
-        return nouns.EngineLoad(
+        return pb.WorkerHealth(
             running=len(self.requests) - waiting,
             waiting=waiting,
             tokens_emitted=self._tokens_emitted,
             busy_s=self._busy_s,
-            speculation=stats,
-            arms=tuple(self.arms.bandit.reports()),
+            speculation=stats_to_proto(stats),
+            arms=self.arms.bandit.reports(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
             rows_invalid=self.rows_invalid,
-            prefixes=nouns.PrefixStats(self._prompt_tokens, self._reused_tokens),
+            prefixes=pb.PrefixStats(
+                prompt_tokens=self._prompt_tokens, reused_tokens=self._reused_tokens
+            ),
         )

@@ -175,12 +175,9 @@ def row_advanced(
         done: RunningRound | None = getattr(result, ROUND, None)
         accepted = 1 if result.accept_lens is None else int(result.accept_lens[row])
         taken = arms.taken_tokens(accepted, len(req.output_ids), req.finished_len)
-        arm = done.plan.arm if done is not None else None
-        if arm is None:
-            tracked.sequence.count(OFF, 0, taken)
-        else:
-            drafted, steps = arm.drafted, arm.shape.steps
-            tracked.sequence.count(arm.name, drafted, taken, steps, trained=arms.trained(arm))
+        arm = done.plan.arm if done is not None else plugin.arms.arms[OFF]
+        counts = (arm.drafted, taken, arm.shape.steps)
+        tracked.sequence.count(arm.name, *counts, trained=arms.trained(arm))
 
     original(processor, req, batch, result, row, logits_output)
 

@@ -170,10 +170,9 @@ def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
 
 def _ngram_slots(worker: Any) -> list[Slot]:
     numbers = ("draft_token_num", "speculative_num_draft_tokens")
-    buffers = ("draft_tokens", "tree_mask", "positions")
     lists = ("retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling")
-    names = (*buffers, *lists)
-    names = (*numbers, *names, *(f"{name}_batch" for name in names))
+    buffers = ("draft_tokens", "tree_mask", "positions", *lists)
+    names = (*numbers, *buffers, *(f"{name}_batch" for name in buffers))
     return [*((worker, name) for name in names), *_target_slots(worker)]
 
 

@@ -102,7 +102,7 @@ class Tracked:
             if self.request.sampling.top_logprobs:
                 sequence.alternatives.append(drawn.alternatives)
             values = ([drawn.token], [drawn.logprob], [drawn.gap])
-            sequence.take(*values, drawn.origin, drawn.accepted, begins=index == first)
+            sequence.append_tokens(*values, drawn.origin, drawn.accepted, begins=index == first)
             if sequence.finish is not None:
                 break
 

@@ -30,10 +30,7 @@ from paceline.trajectory import Target, VersionSet
 VOCABULARY = ("d2t", "t2d")
 """Tensors that define an EAGLE-3 drafter's vocabulary; SGLang reads them at its start only."""
 # the second name is used where the embeddings are tied
-HEAD_NAMES = (
-    "lm_head.weight",
-    "model.embed_tokens.weight",
-)
+HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 
 
@@ -101,7 +98,7 @@ class PluginWeights:
         """Tensors of the serving set that are not on the device yet."""
         self._profile = spec.profile
         self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions(spec.profile)
-        self.head_hash = loading.hash_head(head_of(read_some(policy, HEAD_NAMES)))
+        self.head_hash = loading.hash_head(loading.stored_head(read_some(policy, HEAD_NAMES)))
 
     @property
     def has_drafter(self) -> bool:
@@ -170,7 +167,7 @@ class PluginWeights:
         changes = self.prepared.changes(versions)
         self._unloaded |= {target: new.tensors for target, new in changes.items()}
         if Target.POLICY in changes and self.ranks.rank == 0:  # rank 0 reports the hash
-            self.head_hash = loading.hash_head(head_of(changes[Target.POLICY].tensors))
+            self.head_hash = loading.hash_head(loading.stored_head(changes[Target.POLICY].tensors))
         self.prepared.serve(versions)
 
     def load_committed(self, updater: Any) -> None:
@@ -231,16 +228,3 @@ def read_some(directory: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
             names = set(opened.keys())
             found |= {name: opened.get_tensor(name) for name in wanted if name in names}
     return found
-
-
-def head_of(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The head, or the embedding where the two are tied.
-
-    Raises WeightsError when both are absent.
-    """
-    for name in HEAD_NAMES:
-        if name in tensors:
-            return tensors[name]
-    raise WeightsError(
-        "no language-model head among the tensors", seen=sorted(tensors)[:4], allowed=HEAD_NAMES
-    )
