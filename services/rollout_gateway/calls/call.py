@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.metrics import describe
-from paceline.telemetry import names, span
+from paceline.telemetry import link_current, names, span
 from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -172,7 +172,7 @@ class Call:
             async with nullcontext() if key is None else engine.place(key):
                 with span(names.ENGINE_REQUEST, self._labels()) as current:
                     if plan.session is not None:
-                        plan.session.trace.link()
+                        link_current([plan.session.traceparent])
                     self.generation = generation = engine.submit(plan, stream=stream)
                     async for chunk in generation.chunks():
                         _refuse(chunk)

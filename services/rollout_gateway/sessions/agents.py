@@ -213,7 +213,7 @@ class Agents:
                 trajectory,
                 reason,
                 sent=lambda: self._sent(session.session_id),
-                session=session.trace.traceparent,
+                session=session.traceparent,
             )
 
     def _sent(self, session_id: str) -> None:
