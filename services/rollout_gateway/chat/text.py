@@ -16,11 +16,7 @@ from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplates
-from paceline.services.rollout_gateway.engines.requests.stop_texts import TokenNames
-from paceline.services.rollout_gateway.engines.requests.tokenizer import (
-    TokenSpelling,
-    read_tokenizers,
-)
+from paceline.services.rollout_gateway.engines.requests import stop_texts, tokenizer
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 
@@ -59,7 +55,7 @@ class TextCodec:
         ConfigError.
         """
         self.files = files = read_text(directory)
-        self._tokenizer, self._within = read_tokenizers(files)
+        self._tokenizer, self._within = tokenizer.read_tokenizers(files)
         self.template = ChatTemplates(files)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content for token in files.added if token.special}
@@ -73,7 +69,9 @@ class TextCodec:
         """Tokens outside ordinary text, by their text: marks, beginnings and ends."""
         self._bytes: dict[int, bytes] = {}
         try:
-            self._spelling: TokenSpelling | None = TokenSpelling(self._tokenizer)
+            self._spelling: tokenizer.TokenSpelling | None = tokenizer.TokenSpelling(
+                self._tokenizer
+            )
         except InvalidInput:  # a decoder without bytes: a token's text is then its own decoding
             self._spelling = None
         self._stages = () if self._spelling is None else self._spelling.kinds
@@ -83,7 +81,7 @@ class TextCodec:
         ends = {token_id: self.token_text(token_id) for token_id in self.end_ids}
         self._plain_ends = ends.keys() - self._special.keys()
         self._silent = {**ends, **self._special}  # names of the tokens that content never shows
-        self._names = TokenNames(self._tokenizer, self.end_ids)
+        self._names = stop_texts.TokenNames(self._tokenizer, self.end_ids)
 
     def encode(
         self, text: str, longest: int | None = None, *, special: bool = True

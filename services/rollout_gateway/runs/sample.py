@@ -204,7 +204,7 @@ class SampleRuns:
         self, job: Job, asked: EpisodeTask, about: Assignment
     ) -> tuple[Session, Episode]:
         """Offer the task until an external agent claims it and leads its session to an end."""
-        session = await self._gateway.agents.offers.lead(
+        session = await self._gateway.agents.offers.offer_task(
             asked, about, job.session_id, job.worker_index
         )
         turns = session.tree.turns

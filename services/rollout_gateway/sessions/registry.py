@@ -227,7 +227,7 @@ class Sessions:
                 return self._touched(session)
         return None
 
-    def remember(self, session: Session, turn: Turn) -> None:
+    def record_turn(self, session: Session, turn: Turn) -> None:
         """A turn was added, which is a sign of life."""
         if self._open.get(session.session_id) is not session:
             return  # it has ended, and a later attempt may have its name
