@@ -35,7 +35,7 @@ RECORD_WAIT_S = 0.25
 agents while Redis is away.
 """
 STOP_GRACE_S = 5.0
-EXPIRY_CHECK_S = 0.25
+EXPIRY_CHECK_S = 1.0
 """Seconds between two checks of all sessions for their time-outs."""
 log = get_logger(__name__)
 
