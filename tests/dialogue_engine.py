@@ -91,7 +91,7 @@ class DialogueEngine:
     def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
         assert plan.session is not None
         self.recorded_turns.append(turn)
-        self.sessions.remember(plan.session, turn)
+        self.sessions.record_turn(plan.session, turn)
 
 
 class Desk:

@@ -182,7 +182,7 @@ class Gateway:
     def recorded(self, plan: Plan, generation: Generation, turn: tree.Turn) -> None:
         """Handle the end of a turn: index its session by the turn, and publish its hidden rows."""
         assert plan.session is not None
-        self.agents.sessions.remember(plan.session, turn)
+        self.agents.sessions.record_turn(plan.session, turn)
         if plan.capture:
             request, about = generation.request, plan.session.assignment
             prompt = request.prompt_token_ids

@@ -69,7 +69,7 @@ each_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.na
 def rendered(model: ChatModel, request: ChatRequest, *, prompt: bool = True) -> str:
     """The conversation as transformers renders it."""
     (text,), _ = render_jinja_template(
-        [[message.for_template() for message in request.messages]],
+        [[message.shown(parsed=True) for message in request.messages]],
         tools=list(request.tools) or None,
         chat_template=model.template,
         add_generation_prompt=prompt,

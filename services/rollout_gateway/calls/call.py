@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from opentelemetry.trace import Span
@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.metrics import describe
-from paceline.telemetry import names, span
+from paceline.telemetry import link_current, names, span
 from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -112,24 +112,20 @@ class EngineAccess(Protocol):
         ...
 
 
-@dataclass
 class Call:
     """A planned generation as it runs, with its output so far."""
 
-    engine: EngineAccess
-    plan: Plan
-    generation: Generation | None = field(default=None, init=False)
-    finish: str = field(default="", init=False)  # of the last piece
-    _recorded: bool = field(default=False, init=False)
-    _decoded: int = field(default=0, init=False)  # decoded tokens
-    # a list, since one growing string would be copied
-    _texts: list[str] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        plan = self.plan
+    def __init__(self, engine: EngineAccess, plan: Plan) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.generation: Generation | None = None
+        self.finish = ""  # of the last piece
+        self._recorded = False
+        self._decoded = 0  # decoded tokens
+        self._texts: list[str] = []  # a list, since one growing string would be copied
         self._parser = plan.parser() if plan.parser is not None else None
         kept = self._parser.kept if self._parser is not None else ()
-        self._decoder = self.engine.codec.stream(plan.sampling.stop, kept)
+        self._decoder = engine.codec.stream(plan.sampling.stop, kept)
 
     @property
     def text(self) -> str:
@@ -172,7 +168,7 @@ class Call:
             async with nullcontext() if key is None else engine.place(key):
                 with span(names.ENGINE_REQUEST, self._labels()) as current:
                     if plan.session is not None:
-                        plan.session.trace.link()
+                        link_current([plan.session.traceparent])
                     self.generation = generation = engine.submit(plan, stream=stream)
                     async for chunk in generation.chunks():
                         _refuse(chunk)

@@ -13,7 +13,7 @@ from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability,
 from paceline.services.rollout_gateway.background import LargeRequests
 from paceline.services.rollout_gateway.calls.call import Plan, generation_seed
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from paceline.services.rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Held, Known
+from paceline.services.rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Known
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.nouns import SETTINGS, Capability
@@ -143,10 +143,9 @@ class Planner:
         turn, count = found or (None, 0)
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
         longest = self._readable(asked)
-        holds = self._holds_calls(given)
-        held = Held(holds, asked.sampling(1).json_schema if holds else "")
+        answer = asked.sampling(1).json_schema if self._holds_calls(given) else None
         prompt = await self._aside.run(
-            asked.size, lambda: self.prompts.prompt(request, known, longest, held)
+            asked.size, lambda: self.prompts.prompt(request, known, longest, answer)
         )
         plan = Plan(
             prompt.ids,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,21 +26,14 @@ class ToolCall:
     name: str
     arguments: str  # JSON text as the model wrote it
 
-    def for_template(self) -> dict[str, Any]:
-        """In the form for chat templates: the arguments as an object if they are one."""
-        try:
-            arguments = json.loads(self.arguments)
-        except (ValueError, RecursionError):  # no JSON, or nested too deeply
-            arguments = self.arguments
-        return {**self.shown(), "function": {"name": self.name, "arguments": arguments}}
-
-    def shown(self) -> dict[str, Any]:
-        """In the form of OpenAI's chat completions."""
-        return {
-            "id": self.call_id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+    def shown(self, *, parsed: bool = False) -> dict[str, Any]:
+        """In the form of OpenAI's chat completions. `parsed`: see Message.shown."""
+        arguments: Any = self.arguments
+        if parsed:
+            with suppress(ValueError, RecursionError):  # no JSON, or nested too deeply
+                arguments = json.loads(self.arguments)
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +47,19 @@ class Message:
     tool_call_id: str = ""  # of a tool: the call that it answers
     name: str = ""
 
-    def for_template(self) -> dict[str, Any]:
-        """In the form for chat templates: arguments of tool calls as an object if they are one."""
+    def shown(self, *, parsed: bool = False) -> dict[str, Any]:
+        """In the form of OpenAI's chat completions. `parsed`: arguments of tool calls as an object
+        if they are one, as chat templates want them; otherwise they stay the model's text.
+        """
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.shown(parsed=parsed) for call in self.tool_calls]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         if self.name:
             message["name"] = self.name
-        return message
-
-    def shown(self) -> dict[str, Any]:
-        """In the form of OpenAI's chat completions: arguments stay the model's text."""
-        message = self.for_template()
-        if self.tool_calls:
-            message["tool_calls"] = [call.shown() for call in self.tool_calls]
         return message
 
     def digest(self, before: bytes) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
@@ -43,13 +44,6 @@ class ChatPrompt:
     free_until: str = ""  # text behind which an answer of a form begins; empty: at its beginning
 
 
-class Held(NamedTuple):
-    """Constraints on an answer by a grammar."""
-
-    calls: bool = False  # required calls, and calls of strict tools
-    answer: str = ""  # JSON schema for an answer without calls; empty: any
-
-
 class ChatPrompts:
     """Prompts of one model's conversations."""
 
@@ -67,9 +61,12 @@ class ChatPrompts:
         request: ChatRequest,
         known: Known | None,
         longest: int | None = None,
-        held: Held | None = None,
+        answer: str | None = None,
     ) -> ChatPrompt:
         """The prompt of a request; `known` is the recorded turn that it continues.
+
+        `answer`: JSON schema of an answer without calls, empty for any answer, if a grammar may
+        hold required calls and calls of strict tools; None: no grammar.
 
         Raises InvalidInput for a request that cannot be rendered or forced, and for more than
         `longest` new tokens.
@@ -79,18 +76,15 @@ class ChatPrompts:
         inside = self._reasoning and prompt_end.endswith(parse.THINK)
         forced = self._forced(request, inside)
         ids += self._codec.encode_piece(forced + request.prefill, longest)
-        tools = self._offered(request)
-
-        def parser() -> parse.ChatParser:
-            return parse.ChatParser(
-                tools,
-                reasoning=self._reasoning,
-                starts_in_reasoning=inside,
-                forced=forced,
-                prefill=request.prefill,
-            )
-
-        grammar = self._grammar(request, held or Held(), inside=inside)
+        parser = partial(
+            parse.ChatParser,
+            self._offered(request),
+            reasoning=self._reasoning,
+            starts_in_reasoning=inside,
+            forced=forced,
+            prefill=request.prefill,
+        )
+        grammar = "" if answer is None else self._grammar(request, answer, inside=inside)
         thinks = inside and not forced and not request.prefill
         unread = self._tools.unread(request, known.messages if known and goes_on else 0)
         free_until = parse.THOUGHT if thinks else ""
@@ -113,9 +107,9 @@ class ChatPrompts:
             return self._format.offering(families.offered_schemas(request.tools))
         return self._format if isinstance(self._format, Harmony) else None
 
-    def _grammar(self, request: ChatRequest, held: Held, *, inside: bool) -> str:
+    def _grammar(self, request: ChatRequest, answer: str, *, inside: bool) -> str:
         choice = request.tool_choice
-        if not held.calls or not request.tools or choice.mode == "none" or self._format is None:
+        if not request.tools or choice.mode == "none" or self._format is None:
             return ""
         tools = families.offered_schemas(request.tools)
         if choice.mode == "named":
@@ -124,11 +118,11 @@ class ChatPrompts:
         if choice.mode != "auto":
             begun = self._format.beginning(choice.name)
             return offered.required(added, begun, several=not request.one_call)
-        if not request.strict_tools and not held.answer:
+        if not request.strict_tools and not answer:
             return ""
         after = parse.THOUGHT if inside and not request.prefill else ""
         return offered.allowed(
-            added, request.strict_tools, after, held.answer, several=not request.one_call
+            added, request.strict_tools, after, answer, several=not request.one_call
         )
 
     def _history(

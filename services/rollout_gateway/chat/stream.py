@@ -50,7 +50,7 @@ class TextStream:
         response yet.
         """
         self._window += token_ids
-        news = self._whole() or self._advance(final=False)
+        news = self._advance(final=False)
         if not self._stop:
             return news
         if self._token_names is not None:
@@ -73,18 +73,6 @@ class TextStream:
         if at < 0:  # the engine's tokens spell a name that is no token there
             at = text.rfind(matched_stop)
         return text if at < 0 else text[: at + len(matched_stop) * keep]
-
-    def _whole(self) -> str:
-        """Text of all ids in the usual case, with additive texts and whole characters; otherwise
-        empty.
-        """
-        if not self._adds_up or self._known:
-            return ""
-        text = self._decode(self._window)
-        if text.endswith(BROKEN):
-            return ""
-        self._window = []
-        return text
 
     def _advance(self, *, final: bool) -> str:
         """Text of the ids up to the last whole character; of all ids if final, or if no whole

@@ -96,7 +96,7 @@ class ChatTemplates:
         )
         try:
             try:
-                return write(messages=[one.for_template() for one in request.messages])
+                return write(messages=[one.shown(parsed=True) for one in request.messages])
             except TypeError:  # DeepSeek's templates concatenate arguments as text
                 return write(messages=[one.shown() for one in request.messages])
         except _REFUSALS as error:

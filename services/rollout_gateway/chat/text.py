@@ -6,7 +6,6 @@ Generated text is kept as ids and never tokenised again; its text is for people.
 from __future__ import annotations
 
 import itertools
-from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -17,11 +16,7 @@ from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplates
-from paceline.services.rollout_gateway.engines.requests.stop_texts import TokenNames
-from paceline.services.rollout_gateway.engines.requests.tokenizer import (
-    TokenSpelling,
-    read_tokenizers,
-)
+from paceline.services.rollout_gateway.engines.requests import stop_texts, tokenizer
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 
@@ -30,52 +25,18 @@ class TextPlaces:
     the same place, and places never decrease.
     """
 
-    def __init__(
-        self,
-        spelled: Callable[[int], bytes],
-        alone: Callable[[int], str],
-        *,
-        start: int = 0,
-        each_byte: bool = False,
-    ) -> None:
-        """`spelled`: bytes of a token in the middle of a text, empty for a token without text.
-        `alone`: text of a token at the beginning of a text. `start`: characters before the first
-        token. `each_byte`: the text has a U+FFFD for every byte of a broken character, not one for
-        all.
-        """
-        self._spelled = spelled
-        self._alone = alone
+    def __init__(self, stream: TextStream, start: int = 0) -> None:
+        """`start`: characters before the first token."""
+        self._stream = stream
         self._at = start
-        self._each_byte = each_byte
-        self._begun = False
-        self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def take(self, token_ids: Iterable[int]) -> list[int]:
         """The place of each of the next tokens, in characters."""
-        return [self._take(token) for token in token_ids]
-
-    def _take(self, token: int) -> int:
-        data = self._spelled(token)
-        if not self._begun and data:
-            self._begun = True
-            text = self._alone(token)
-            data = text.encode() if data.endswith(text.encode()) else data
-        pending = self._decoder.getstate()[0]
-        if pending and data and not _joins(pending, data[:1]):  # a broken character ends here
-            self._at += len(pending) if self._each_byte else 1
-            self._decoder.reset()
-        found = self._at
-        self._at += len(self._decoder.decode(data))
+        found = []
+        for token in token_ids:
+            found.append(self._at)
+            self._at += len(self._stream.push([token]))
         return found
-
-
-def _joins(pending: bytes, byte: bytes) -> bool:
-    """Whether a byte continues the beginning of a character."""
-    try:
-        getincrementaldecoder("utf-8")().decode(pending + byte)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 CHARACTERS_PER_TOKEN = 8
@@ -94,7 +55,7 @@ class TextCodec:
         ConfigError.
         """
         self.files = files = read_text(directory)
-        self._tokenizer, self._within = read_tokenizers(files)
+        self._tokenizer, self._within = tokenizer.read_tokenizers(files)
         self.template = ChatTemplates(files)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content for token in files.added if token.special}
@@ -108,7 +69,9 @@ class TextCodec:
         """Tokens outside ordinary text, by their text: marks, beginnings and ends."""
         self._bytes: dict[int, bytes] = {}
         try:
-            self._spelling: TokenSpelling | None = TokenSpelling(self._tokenizer)
+            self._spelling: tokenizer.TokenSpelling | None = tokenizer.TokenSpelling(
+                self._tokenizer
+            )
         except InvalidInput:  # a decoder without bytes: a token's text is then its own decoding
             self._spelling = None
         self._stages = () if self._spelling is None else self._spelling.kinds
@@ -118,7 +81,7 @@ class TextCodec:
         ends = {token_id: self.token_text(token_id) for token_id in self.end_ids}
         self._plain_ends = ends.keys() - self._special.keys()
         self._silent = {**ends, **self._special}  # names of the tokens that content never shows
-        self._names = TokenNames(self._tokenizer, self.end_ids)
+        self._names = stop_texts.TokenNames(self._tokenizer, self.end_ids)
 
     def encode(
         self, text: str, longest: int | None = None, *, special: bool = True
@@ -172,9 +135,7 @@ class TextCodec:
         """Counts the characters before each token of `decode`'s text; `start` are before the first
         one.
         """
-        return self._places(
-            lambda one: b"" if one in self._silent else self.token_bytes(one), start
-        )
+        return TextPlaces(self.stream(), start)
 
     def places_in(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """[T] characters before each token in the text that was encoded as these tokens. Special
@@ -185,14 +146,8 @@ class TextCodec:
         hidden = next(
             (index for index, name in enumerate(names) if text.startswith(name)), len(names)
         )
-        places = self._places(self.token_bytes).take(token_ids[hidden:])
+        places = TextPlaces(self.stream(keep=self._silent.values())).take(token_ids[hidden:])
         return [0] * hidden + [min(place, len(text)) for place in places]
-
-    def _places(self, spelled: Callable[[int], bytes], start: int = 0) -> TextPlaces:
-        each_byte = "ByteFallback" in self._stages and "ByteLevel" not in self._stages
-        return TextPlaces(
-            spelled, lambda one: self.decode_all([one]), start=start, each_byte=each_byte
-        )
 
     def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template, which writes bos where needed, as

@@ -89,7 +89,7 @@ class RewardModel(BatchRule):
         text: Any = episode.task.prompt + episode.text
         special = True
         if episode.messages and self._tokenizer.chat_template:
-            messages = [message.for_template() for message in episode.messages]
+            messages = [message.shown(parsed=True) for message in episode.messages]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
             special = False
         return list(

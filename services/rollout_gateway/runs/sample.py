@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
 from paceline.services.rollout_gateway.sessions.session import OWN_LIMITS, Caller, Grant, Session
-from paceline.telemetry import Attributes, get_logger, names, span
+from paceline.telemetry import Attributes, get_logger, link_current, names, span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -161,7 +161,7 @@ class SampleRuns:
             else:
                 session = Session(job.session_id, about, self._gateway.config.sessions)
                 episode = await self._led_here(job, asked, session)
-            session.trace.link()
+            link_current([session.traceparent])
             await self._score(job, session, episode)
         finish = "error" if session.state is SessionState.FAILED else episode.finish
         return sample_finished(session, job.worker_index, job.request.reward, finish)
@@ -212,7 +212,7 @@ class SampleRuns:
         self, job: Job, asked: EpisodeTask, about: Assignment
     ) -> tuple[Session, Episode]:
         """Offer the task until an external agent claims it and leads its session to an end."""
-        session = await self._gateway.agents.offers.lead(
+        session = await self._gateway.agents.offers.offer_task(
             asked, about, job.session_id, job.worker_index
         )
         turns = session.tree.turns

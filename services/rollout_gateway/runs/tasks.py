@@ -122,7 +122,7 @@ class TaskRuns:
         """Decide whether agents may claim the tasks of this run."""
         offers = self._gateway.agents.offers
         if request.tasks and request.environment == EXTERNAL:
-            offers.offering()
+            offers.record_offers()
         elif request.purpose == tpb.PURPOSE_TRAIN:
             whose = "are its agents' own: they open sessions with a task_id"
             if request.tasks:

@@ -35,7 +35,7 @@ RECORD_WAIT_S = 0.25
 agents while Redis is away.
 """
 STOP_GRACE_S = 5.0
-EXPIRY_CHECK_S = 0.25
+EXPIRY_CHECK_S = 1.0
 """Seconds between two checks of all sessions for their time-outs."""
 log = get_logger(__name__)
 
@@ -153,8 +153,8 @@ class Agents:
         DeadlineExceeded if the score takes too long.
         """
         session.require_open()
-        if self.offers.leads(session):
-            self.offers.completed(session)
+        if self.offers.has_offer(session):
+            self.offers.record_completion(session)
             limit_s = self._config.rewards.deadline_s + SCORE_GRACE_S
             try:
                 async with asyncio.timeout(limit_s):
@@ -183,7 +183,7 @@ class Agents:
         if fail is not None:
             log.warning("session failed", session=session.session_id, reason=fail, message=message)
         self.sessions.remove(session)
-        if self.offers.ended(session):  # the ledger will record the next attempt
+        if self.offers.record_end(session):  # the ledger will record the next attempt
             self._records.ended(session.session_id)
         elif not (about.trainable and about.open_group and self._config.trajectories):
             self.put(session, session.trajectories())
@@ -213,7 +213,7 @@ class Agents:
                 trajectory,
                 reason,
                 sent=lambda: self._sent(session.session_id),
-                session=session.trace.traceparent,
+                session=session.traceparent,
             )
 
     def _sent(self, session_id: str) -> None:
@@ -241,7 +241,7 @@ class Agents:
             await asyncio.sleep(EXPIRY_CHECK_S)
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
-                claimed = self.offers.leads(session)
+                claimed = self.offers.has_offer(session)
                 self.finish(
                     session,
                     fail=FailReason.INFRA if claimed else None,

@@ -57,14 +57,14 @@ class TaskOffers:
         self._waiting: deque[Offer] = deque()
         self._news = asyncio.Event()
         self._stopping = False
-        self._led: dict[str, Offer] = {}  # by session id
+        self._claimed: dict[str, Offer] = {}  # by session id
 
     @property
     def waiting(self) -> int:
         """Number of unclaimed tasks."""
         return len(self._waiting)
 
-    def offering(self) -> None:
+    def record_offers(self) -> None:
         """Records that a run offers tasks, from now on and between its steps."""
         self._offers_tasks, self._refusal = True, ""
 
@@ -74,7 +74,7 @@ class TaskOffers:
             self._refusal = refusal
             self._news.set()
 
-    async def lead(
+    async def offer_task(
         self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int
     ) -> Session:
         """Offers the task until an agent has brought it to an end. The session is open if the agent
@@ -89,7 +89,7 @@ class TaskOffers:
         except asyncio.CancelledError:
             if offer in self._waiting:
                 self._waiting.remove(offer)
-            self._led.pop(session_id, None)
+            self._claimed.pop(session_id, None)
             raise
 
     async def claim(
@@ -125,7 +125,7 @@ class TaskOffers:
             raise
 
         session.worker_index = offer.worker_index
-        self._led[offer.session_id] = offer
+        self._claimed[offer.session_id] = offer
         return session, offer.task
 
     def stop(self) -> None:
@@ -133,21 +133,21 @@ class TaskOffers:
         self._stopping = True
         self._news.set()
 
-    def leads(self, session: Session) -> bool:
+    def has_offer(self, session: Session) -> bool:
         """Whether the open session answers an offer, which then decides about the session's end."""
-        return session.session_id in self._led
+        return session.session_id in self._claimed
 
-    def completed(self, session: Session) -> None:
+    def record_completion(self, session: Session) -> None:
         """Records that the agent is done; the session stays open until it is scored."""
-        offer = self._led.get(session.session_id)
+        offer = self._claimed.get(session.session_id)
         if offer is not None and not offer.outcome.done():
             offer.outcome.set_result(session)
 
-    def ended(self, session: Session) -> bool:
+    def record_end(self, session: Session) -> bool:
         """Records the end of a session. Returns True if the task is offered again after a fault,
         False if the end is its outcome.
         """
-        offer = self._led.pop(session.session_id, None)
+        offer = self._claimed.pop(session.session_id, None)
         if offer is None or offer.outcome.done():
             return False
         if session.state is SessionState.FAILED and session.fail_reason is not None:

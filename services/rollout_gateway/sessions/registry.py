@@ -16,7 +16,11 @@ from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
 from paceline.services.rollout_gateway.config import SessionsConfig
 from paceline.services.rollout_gateway.sessions import Assignment, FailReason, SessionState
 from paceline.services.rollout_gateway.sessions.names import GatewayNames
-from paceline.services.rollout_gateway.sessions.session import Session, SessionTrace, ended_error
+from paceline.services.rollout_gateway.sessions.session import (
+    Session,
+    ended_error,
+    open_session_span,
+)
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.streams import api_key_hash
 from paceline.tagged_json import to_object
@@ -164,7 +168,7 @@ class Sessions:
             self._config,
             api_key=key,
             now_s=self._clock(),
-            trace=SessionTrace.begun(session_id, assignment) if key else None,
+            span=open_session_span(session_id, assignment) if key else None,
         )
         self._ended.pop(session_id, None)  # another attempt under its id
         self._open[session_id] = session
@@ -223,7 +227,7 @@ class Sessions:
                 return self._touched(session)
         return None
 
-    def remember(self, session: Session, turn: Turn) -> None:
+    def record_turn(self, session: Session, turn: Turn) -> None:
         """A turn was added, which is a sign of life."""
         if self._open.get(session.session_id) is not session:
             return  # it has ended, and a later attempt may have its name

@@ -17,42 +17,16 @@ from paceline import errors
 from paceline.services.rollout_gateway import config, sessions
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.sessions import tree
-from paceline.telemetry import inject, link_current, names, open_span
+from paceline.telemetry import inject, names, open_span
 from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
 
 
-class SessionTrace:
-    """The span of one session; without a span nothing is shown."""
-
-    def __init__(self, opened: Span | None = None) -> None:
-        self._span = opened
-        context = None if opened is None else set_span_in_context(opened)
-        self.traceparent = "" if context is None else inject(context).get("traceparent", "")
-        """Traceparent of the span; empty without one."""
-
-    @classmethod
-    def begun(cls, session_id: str, about: sessions.Assignment) -> SessionTrace:
-        """Starts the trace of a session opened by an agent in the current request."""
-        labels = {names.SESSION_ID: session_id, names.GEN_AI_CONVERSATION: session_id}
-        if about.task_id:
-            labels[names.TASK] = about.task_id
-        return cls(open_span(names.AGENT_SESSION, labels))
-
-    def link(self) -> None:
-        """Links the current span to the session's span."""
-        if self.traceparent:
-            link_current([self.traceparent])
-
-    def end(self, state: str, turns: int, reward: float | None) -> None:
-        """Records the end of the session; call it once."""
-        if self._span is None:
-            return
-        self._span.set_attribute(names.SESSION_STATE, state)
-        self._span.set_attribute(names.SESSION_TURNS, turns)
-        if reward is not None:
-            self._span.set_attribute(names.REWARD, reward)
-        self._span.end()
-        self._span = None
+def open_session_span(session_id: str, about: sessions.Assignment) -> Span:
+    """The span of a session that an agent opens in the current request."""
+    labels = {names.SESSION_ID: session_id, names.GEN_AI_CONVERSATION: session_id}
+    if about.task_id:
+        labels[names.TASK] = about.task_id
+    return open_span(names.AGENT_SESSION, labels)
 
 
 PARALLEL, QUOTA = "SESSION_PARALLEL", "SESSION_QUOTA"
@@ -83,12 +57,15 @@ class Session:
         *,
         api_key: str = "",
         now_s: float = 0.0,
-        trace: SessionTrace | None = None,
+        span: Span | None = None,
     ) -> None:
         self.session_id = session_id
         self.assignment = assignment
         self.api_key = api_key
-        self.trace = trace or SessionTrace()
+        self._span = span
+        context = {} if span is None else inject(set_span_in_context(span))
+        self.traceparent = context.get("traceparent", "")
+        """Of the session's span; empty without one."""
         self.state = sessions.SessionState.OPEN
         self.fail_reason: sessions.FailReason | None = None
         self.tree = tree.MessageTree()
@@ -219,11 +196,16 @@ class Session:
             self.state = sessions.SessionState.FAILED
         elif abort:
             self.state = sessions.SessionState.ABORTED
+        elif self.scored:
+            self.state = sessions.SessionState.FINAL
         else:
-            self.state = (
-                sessions.SessionState.FINAL if self.scored else sessions.SessionState.UNSCORED
-            )
-        self.trace.end(self.outcome, len(self.tree.turns), self.reward)
+            self.state = sessions.SessionState.UNSCORED
+        if self._span is not None:
+            self._span.set_attribute(names.SESSION_STATE, self.outcome)
+            self._span.set_attribute(names.SESSION_TURNS, len(self.tree.turns))
+            if self.reward is not None:
+                self._span.set_attribute(names.REWARD, self.reward)
+            self._span.end()
         self.ended.set()
         return True
 

@@ -7,8 +7,8 @@ result for any cuts, and reads every character a bounded number of times.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Generator
+from typing import NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
@@ -148,10 +148,3 @@ class SpelledCall(NamedTuple):
     name: str
     arguments: str  # JSON text
     call_id: str = ""  # if the form has an id that its templates need back
-
-
-class Offered(NamedTuple):
-    """A tool that the model may call."""
-
-    name: str
-    parameters: Mapping[str, Any]  # JSON schema of its arguments; {}: any object

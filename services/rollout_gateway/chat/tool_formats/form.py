@@ -14,12 +14,7 @@ from functools import partial
 from typing import Any
 
 from paceline.errors import InternalError, InvalidInput
-from paceline.services.rollout_gateway.chat.tool_formats import base, lark
-from paceline.services.rollout_gateway.chat.tool_formats.typed_text import (
-    Parameters,
-    Tags,
-    written_arguments,
-)
+from paceline.services.rollout_gateway.chat.tool_formats import base, lark, typed_text
 
 MORE_CALLS = 15
 """Most calls after the first one in a response."""
@@ -52,7 +47,7 @@ class ToolFormat:
     """Texts that begin calls if only white space precedes them."""
     after_calls: tuple[str, ...] = ()
     """Texts that begin calls if only white space separates them from earlier calls."""
-    tags: Tags | None = None
+    tags: typed_text.Tags | None = None
     """Tags around each argument; None: the arguments are JSON."""
     ends: tuple[str, ...] = ()
     """Tokens that end a response, in addition to the model's own list."""
@@ -89,7 +84,9 @@ class ToolFormat:
         spelled = []
         for number, call in enumerate(calls):
             if self.tags is not None:
-                call = call._replace(arguments=written_arguments(call.arguments, self.tags))
+                call = call._replace(
+                    arguments=typed_text.written_arguments(call.arguments, self.tags)
+                )
             spelled.append(_filled(self.call, call, {"$number": str(number)}))
         return self.before + (self.between or "").join(spelled) + self.after
 
@@ -176,7 +173,7 @@ class ToolFormat:
             return rules.text(part)
         if self.tags is None:
             return rules.json(schema)
-        return Parameters(schema).grammar(rules, self.tags)
+        return typed_text.Parameters(schema).grammar(rules, self.tags)
 
 
 def _filled(text: str, call: base.SpelledCall, places: Mapping[str, str] | None = None) -> str:

@@ -27,16 +27,7 @@ import numpy.typing as npt
 from paceline.errors import ConfigError, InvalidInput
 from paceline.local import patience, processes
 from paceline.models.reading import read_text
-from paceline.services.rollout_gateway.engines.requests.structures import (
-    GrammarFault,
-    build_matcher,
-)
-from paceline.services.rollout_gateway.engines.requests.tokenizer import (
-    TokenSpelling,
-    lost_at_front,
-    read_tokenizers,
-    token_bytes,
-)
+from paceline.services.rollout_gateway.engines.requests import structures, tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -53,14 +44,14 @@ class GrammarTokens:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         try:
-            _, self._within = read_tokenizers(read_text(path.parent))
-            kinds = TokenSpelling(self._within).kinds
+            _, self._within = tokenizer.read_tokenizers(read_text(path.parent))
+            kinds = tokenizer.TokenSpelling(self._within).kinds
         except (ConfigError, InvalidInput) as error:
             raise InvalidInput(
                 f"structured output needs another tokenizer than {path}: {error}"
             ) from error
-        found = token_bytes(self._within)
-        lost = [] if kinds == ("ByteLevel",) else lost_at_front(self._within, found)
+        found = tokenizer.token_bytes(self._within)
+        lost = [] if kinds == ("ByteLevel",) else tokenizer.lost_at_front(self._within, found)
         self._special = {
             token.content: token_id
             for token_id, token in self._within.get_added_tokens_decoder().items()
@@ -120,8 +111,8 @@ MAX_ADDRESS_BYTES = 8 << 30
 class GrammarJudge:
     """Starts its process at the first grammar, and a new process after a kill."""
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._arguments = [str(tokenizer), str(vocab_size), json.dumps(list(eos_token_ids))]
+    def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._arguments = [str(path), str(vocab_size), json.dumps(list(eos_token_ids))]
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., GrammarJudge] | None = None
 
@@ -141,13 +132,13 @@ class GrammarJudge:
 
         if fault is None:
             self.close()
-            raise GrammarFault(
+            raise structures.GrammarFault(
                 f"its grammar was not built within {deadline_s:g} s and "
                 f"{MAX_ADDRESS_BYTES >> 30} GiB"
             )
 
         if fault:
-            raise GrammarFault(fault)
+            raise structures.GrammarFault(fault)
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -171,7 +162,9 @@ class GrammarJudge:
         deadline_s = patience.patient(START_DEADLINE_S)
         if self._answer(process, deadline_s) is None:
             self.close()
-            raise GrammarFault(f"nothing that builds grammars started within {deadline_s:g} s")
+            raise structures.GrammarFault(
+                f"nothing that builds grammars started within {deadline_s:g} s"
+            )
         return process
 
     @staticmethod
@@ -201,8 +194,8 @@ def main() -> int:
     for line in sys.stdin:
         fault = ""
         try:
-            build_matcher(tokens.guide, json.loads(line))
-        except GrammarFault as error:
+            structures.build_matcher(tokens.guide, json.loads(line))
+        except structures.GrammarFault as error:
             fault = str(error) or type(error).__name__
         print(json.dumps(fault), flush=True)
     return 0

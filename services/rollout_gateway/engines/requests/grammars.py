@@ -31,15 +31,8 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from paceline.services.rollout_gateway.engines.requests import grammar_judge
+from paceline.services.rollout_gateway.engines.requests import grammar_judge, structures
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
-from paceline.services.rollout_gateway.engines.requests.structures import (
-    GrammarFault,
-    Structure,
-    build_matcher,
-    structure_grammar,
-    structure_of,
-)
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -83,9 +76,9 @@ class GrammarMasks:
         self._path = model_dir / "tokenizer.json"
         self._tokens: grammar_judge.GrammarTokens | None = None
         self._judge: grammar_judge.GrammarJudge | None = None
-        self._built: OrderedDict[Structure, LLMatcher] = OrderedDict()
+        self._built: OrderedDict[structures.Structure, LLMatcher] = OrderedDict()
         # end of the block, error message
-        self._faults: dict[Structure, tuple[float, str]] = {}
+        self._faults: dict[structures.Structure, tuple[float, str]] = {}
         self._followed: dict[RunningSequence, _Followed] = {}
 
     @property
@@ -95,12 +88,12 @@ class GrammarMasks:
 
     def check(self, sampling: Sampling) -> None:
         """Builds the grammar of a request in advance. Raises InvalidInput naming the field."""
-        structure = structure_of(sampling)
+        structure = structures.structure_of(sampling)
         if structure is None:
             return
         try:
             self._begin(structure)
-        except GrammarFault as fault:
+        except structures.GrammarFault as fault:
             raise structure.refused(fault) from fault
 
     def follow(self, sequence: RunningSequence, ahead: Sequence[int] = ()) -> None:
@@ -112,24 +105,24 @@ class GrammarMasks:
         followed = self._followed.get(sequence)
         try:
             if followed is None:
-                structure = structure_of(sequence.request.sampling)
+                structure = structures.structure_of(sequence.request.sampling)
                 assert structure is not None
                 followed = self._begin(structure)
             now = [*sequence.tokens[followed.confirmed :], *ahead]
             if _move(followed.matcher, followed.ahead, now):
                 followed.allowed = self._allowed(followed.matcher)
-        except GrammarFault:
+        except structures.GrammarFault:
             self._followed.pop(sequence, None)
             raise
         followed.confirmed, followed.ahead = len(sequence.tokens), list(ahead)
         self._followed[sequence] = followed
 
     @staticmethod
-    def error_of(sequence: RunningSequence, fault: GrammarFault) -> str:
+    def error_of(sequence: RunningSequence, fault: structures.GrammarFault) -> str:
         """Error of a request that cannot continue. Its reason is InvalidInput's: the demand is at
         fault.
         """
-        structure = structure_of(sequence.request.sampling)
+        structure = structures.structure_of(sequence.request.sampling)
         assert structure is not None
         return f"{InvalidInput.reason}: {structure.field} cannot be followed: {fault}"
 
@@ -149,7 +142,7 @@ class GrammarMasks:
 
     # ---- matchers
 
-    def _begin(self, structure: Structure) -> _Followed:
+    def _begin(self, structure: structures.Structure) -> _Followed:
         """A response at its beginning. Raises InvalidInput or GrammarFault."""
         built = self._built.get(structure)
         if built is None:
@@ -162,18 +155,18 @@ class GrammarMasks:
         kept = None if structure.begins_free else self._tokens.kept_at_front
         return _Followed(matcher, 0, [], self._allowed(matcher, kept))
 
-    def _build(self, structure: Structure) -> LLMatcher:
+    def _build(self, structure: structures.Structure) -> LLMatcher:
         if self._tokens is None:
             try:
                 self._tokens = grammar_judge.GrammarTokens(self._path, self._vocab, self._eos)
             except InvalidInput as error:
                 raise structure.refused(error) from error
-        grammar = structure_grammar(structure, self._tokens.special(structure.after))
+        grammar = structures.structure_grammar(structure, self._tokens.special(structure.after))
         if fault := self._judged(structure, grammar):
-            raise GrammarFault(fault)
-        return build_matcher(self._tokens.guide, grammar)
+            raise structures.GrammarFault(fault)
+        return structures.build_matcher(self._tokens.guide, grammar)
 
-    def _judged(self, structure: Structure, grammar: str) -> str:
+    def _judged(self, structure: structures.Structure, grammar: str) -> str:
         """The fault of a grammar, empty for none.
 
         An engine of several ranks makes its ranks agree, because the verdict depends on build time.
@@ -185,7 +178,7 @@ class GrammarMasks:
             self._judge = grammar_judge.GrammarJudge(self._path, self._vocab, self._eos)
         try:
             self._judge.judge(grammar)
-        except GrammarFault as error:
+        except structures.GrammarFault as error:
             if len(self._faults) == KEPT_GRAMMARS:
                 del self._faults[next(iter(self._faults))]
             self._faults[structure] = time.monotonic() + FAULT_S, str(error)
@@ -199,14 +192,14 @@ class GrammarMasks:
         """
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():  # in this state its mask would allow the end token alone
-            raise GrammarFault(matcher.get_error())
+            raise structures.GrammarFault(matcher.get_error())
         allowed = bits[: -(-self._vocab // 8)].copy()
         if self._vocab % 8:
             allowed[-1] &= (1 << self._vocab % 8) - 1
         if kept is not None:
             allowed &= kept[: len(allowed)]
         if not allowed.any():
-            raise GrammarFault("no token of the vocabulary may follow")
+            raise structures.GrammarFault("no token of the vocabulary may follow")
         return allowed
 
     # ---- draft nodes
@@ -227,7 +220,7 @@ class GrammarMasks:
         masks = {0: followed.allowed}
         try:
             self._descend(followed.matcher, tokens, children, 0, masks)
-        except GrammarFault:
+        except structures.GrammarFault:
             # A broken matcher cannot be repaired. `follow` makes another matcher, and raises the
             # fault again if the draft is drawn.
             del self._followed[sequence]
@@ -249,11 +242,11 @@ class GrammarMasks:
             if not _holds(masks[node], token) or token in self._eos:
                 continue
             if not matcher.consume_token(token):
-                raise GrammarFault(matcher.get_error())
+                raise structures.GrammarFault(matcher.get_error())
             masks[child] = self._allowed(matcher)
             self._descend(matcher, tokens, children, child, masks)
             if not matcher.rollback(1):
-                raise GrammarFault(matcher.get_error())
+                raise structures.GrammarFault(matcher.get_error())
 
 
 def _holds(allowed: Allowed, token: int) -> bool:
@@ -271,7 +264,7 @@ def _move(matcher: LLMatcher, before: Sequence[int], now: Sequence[int]) -> bool
     )
     back, new = len(before) - alike, list(now[alike:])
     if (back and not matcher.rollback(back)) or (new and not matcher.consume_tokens(new)):
-        raise GrammarFault(matcher.get_error())
+        raise structures.GrammarFault(matcher.get_error())
     return bool(back or new)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from chat_models import codec_of, vocab_size
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from paceline.services.rollout_gateway.api.http.openai import TokenLabels
-from paceline.services.rollout_gateway.chat.text import TextCodec, TextPlaces
+from paceline.services.rollout_gateway.chat.text import TextCodec
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "é", "▁é"]
@@ -72,24 +74,14 @@ def test_half_characters_share_a_place_and_special_tokens_have_no_width(codec: T
     assert codec.places_in("<s>a😀b", [bos, *ids]) == [0, 3, 4, 4, 4, 4, 5]
 
 
-def test_a_token_of_a_whole_and_a_broken_character_keeps_both_places() -> None:
-    parts = [b"x \xf0\x9f", b"\x98", b"\x80", b"y\xc3", b"z"]
-    places = TextPlaces(parts.__getitem__, lambda one: parts[one].decode(errors="replace"))
-    assert places.take(range(5)) == [0, 2, 2, 3, 5]
-
-
-@given(st.lists(st.binary(max_size=3), max_size=30), st.booleans())
-def test_places_never_decrease_in_news_of_any_size(pieces: list[bytes], each: bool) -> None:
-    def counting() -> TextPlaces:
-        return TextPlaces(
-            pieces.__getitem__,
-            lambda one: pieces[one].decode(errors="replace"),
-            each_byte=each,
-        )
-
-    whole, apart = counting().take(range(len(pieces))), counting()
+@given(data=st.data(), family=st.sampled_from([sentence_piece, characters]))
+def test_places_never_decrease_in_news_of_any_size(data: st.DataObject, family: Any) -> None:
+    codec = codec_of(family())
+    ids = data.draw(st.lists(st.integers(0, vocab_size(codec) - 1), max_size=30))
+    whole, apart = codec.places().take(ids), codec.places()
     assert whole == sorted(whole)
-    assert whole == [place for one in range(len(pieces)) for place in apart.take([one])]
+    assert whole == [place for one in ids for place in apart.take([one])]
+    assert all(place <= len(codec.decode(ids)) for place in whole)
 
 
 def test_tokens_of_the_same_text_are_all_named_apart(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_conversation_is_rendered_as_transformers_does(
 ) -> None:
     request = ChatRequest(TALK[:count], tools)
     (expected,), _ = render_jinja_template(
-        [[message.for_template() for message in request.messages]],
+        [[message.shown(parsed=True) for message in request.messages]],
         tools=list(tools) or None,
         chat_template=model.template,
         add_generation_prompt=True,
@@ -195,7 +195,7 @@ def test_tojson_spells_as_pythons_json(options: str) -> None:
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "1" * 5000, "NaN", ""])
 def test_arguments_that_are_no_json_stay_text(arguments: str) -> None:
     message = Message("assistant", tool_calls=(ToolCall("1", "f", arguments),))
-    shown = message.for_template()["tool_calls"][0]["function"]["arguments"]
+    shown = message.shown(parsed=True)["tool_calls"][0]["function"]["arguments"]
     assert shown == arguments or arguments == "NaN"
     assert message.digest(b"") == message.digest(b"")
 

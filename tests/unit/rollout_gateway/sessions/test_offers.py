@@ -32,7 +32,7 @@ class Desk:
     def lead(self, name: str, worker: int = 0) -> asyncio.Task[Session]:
         task = EpisodeTask(name, f"prompt of {name}", "answer")
         return asyncio.create_task(
-            self.offers.lead(task, Assignment("run", task_id=name), f"s-{name}", worker)
+            self.offers.offer_task(task, Assignment("run", task_id=name), f"s-{name}", worker)
         )
 
     async def claim(self, wait_s: float = WAIT_S) -> tuple[Session, EpisodeTask]:
@@ -43,7 +43,7 @@ class Desk:
     def end(self, session: Session, fail: FailReason | None = None, *, abort: bool = False) -> None:
         session.close(fail=fail, abort=abort)
         self.sessions.remove(session)
-        self.offers.ended(session)
+        self.offers.record_end(session)
 
 
 @asynccontextmanager
@@ -69,8 +69,8 @@ async def test_a_claimed_task_has_the_session_and_the_worker_it_was_offered_with
     session, task = await desk.claim()
     assert (session.session_id, session.worker_index, task.prompt) == ("s-t", 3, "prompt of t")
     assert session.assignment.task_id == "t"
-    assert desk.offers.leads(session)
-    desk.offers.completed(session)
+    assert desk.offers.has_offer(session)
+    desk.offers.record_completion(session)
     assert await lead is session
     assert session.state is SessionState.OPEN
 
@@ -94,12 +94,12 @@ async def test_a_completed_session_stays_the_offers_until_it_is_closed() -> None
     desk = Desk()
     lead = desk.lead("t")
     session, _ = await desk.claim()
-    desk.offers.completed(session)
+    desk.offers.record_completion(session)
     await lead
-    assert desk.offers.leads(session)  # an agent that asks again must not close it unscored
-    desk.offers.completed(session)
+    assert desk.offers.has_offer(session)  # an agent that asks again must not close it unscored
+    desk.offers.record_completion(session)
     desk.end(session)
-    assert not desk.offers.leads(session)
+    assert not desk.offers.has_offer(session)
 
 
 @pytest.mark.parametrize(("reason", "attempts"), [(FailReason.INFRA, 4), (FailReason.DATA, 2)])
@@ -133,7 +133,7 @@ async def test_an_attempt_after_a_failure_may_succeed() -> None:
     lead = desk.lead("t")
     desk.end((await desk.claim())[0], FailReason.INFRA)
     session, _ = await desk.claim()
-    desk.offers.completed(session)
+    desk.offers.record_completion(session)
     assert await lead is session
 
 
@@ -143,7 +143,7 @@ async def test_an_aborted_session_is_an_outcome() -> None:
     session, _ = await desk.claim()
     desk.end(session, abort=True)
     assert (await lead).state is SessionState.ABORTED
-    assert not desk.offers.leads(session)
+    assert not desk.offers.has_offer(session)
 
 
 async def test_a_cancelled_lead_is_no_longer_on_offer() -> None:
@@ -157,8 +157,8 @@ async def test_the_session_of_a_cancelled_lead_ends_without_being_offered_again(
     desk = Desk()
     async with led(desk):
         session, _ = await desk.claim()
-    assert not desk.offers.leads(session)
-    desk.offers.completed(session)
+    assert not desk.offers.has_offer(session)
+    desk.offers.record_completion(session)
     desk.end(session, FailReason.INFRA)
     assert await desk.offers.claim(0) is None
 
@@ -176,9 +176,9 @@ async def test_a_claim_without_room_leaves_the_task_first_in_line() -> None:
 async def test_sessions_nobody_offered_are_not_the_offers_business() -> None:
     desk = Desk()
     session = desk.sessions.open(Assignment("run"))
-    desk.offers.completed(session)
+    desk.offers.record_completion(session)
     desk.end(session, FailReason.INFRA)
-    assert not desk.offers.leads(session)
+    assert not desk.offers.has_offer(session)
     assert await desk.offers.claim(0) is None
 
 
@@ -186,7 +186,7 @@ async def test_a_claim_is_refused_while_it_is_known_that_nothing_will_be_offered
     offers = TaskOffers(Sessions(SessionsConfig()).open, "no run")
     with pytest.raises(FailedPrecondition, match="no run"):
         await offers.claim(WAIT_S)
-    offers.offering()
+    offers.record_offers()
     assert await offers.claim(0.01) is None
 
 
@@ -201,6 +201,6 @@ async def test_a_claim_that_waits_hears_that_the_run_offers_nothing() -> None:
 
 async def test_a_run_that_has_offered_tasks_is_believed_to_offer_more() -> None:
     desk = Desk()
-    desk.offers.offering()
+    desk.offers.record_offers()
     desk.offers.refuse("answered by others")
     assert await desk.offers.claim(0) is None

@@ -63,7 +63,7 @@ def spoken(sessions: Sessions, session: Session, *texts: str) -> None:
     """The model said the last of these texts."""
     new = said(session, None)
     new.digest = conversation(*texts).digests()[-1]
-    sessions.remember(session, new)
+    sessions.record_turn(session, new)
 
 
 def test_a_session_is_found_by_its_id_and_its_key(clock: Clock) -> None:
@@ -141,7 +141,7 @@ def test_what_a_former_attempt_says_late_is_not_found(clock: Clock) -> None:
     first = sessions.open(ABOUT, "name")
     ended(sessions, first)
     sessions.open(ABOUT, "name")
-    sessions.remember(first, turn(None, [1], [2], name="late"))
+    sessions.record_turn(first, turn(None, [1], [2], name="late"))
     with pytest.raises(NotFound, match="completion"):
         sessions.by_completion("late")
 
@@ -150,7 +150,7 @@ def test_a_session_is_found_by_its_completions_while_it_is_open(clock: Clock) ->
     sessions = registered(clock)
     one = sessions.open(ABOUT)
     new = said(one, None, name="c")
-    sessions.remember(one, new)
+    sessions.record_turn(one, new)
     assert sessions.by_completion("c") is one
     ended(sessions, one)
     with pytest.raises(NotFound, match="seen: c"):
@@ -215,7 +215,7 @@ def test_generating_and_having_generated_are_signs_of_life(clock: Clock, about: 
     clock.now = 34.0
     new = turn(None, [1], [2])
     one.end(1, new)
-    sessions.remember(one, new)
+    sessions.record_turn(one, new)
     clock.now = 43.9
     assert sessions.expired() == []
     clock.now = 44.0
@@ -265,7 +265,7 @@ def test_turns_of_ended_sessions_are_kept_until_later_ones_need_the_room(clock: 
     for one in made:
         one.begin(SAMPLING, 1)
         one.end(1, new := turn(None, [1], [2]))
-        sessions.remember(one, new)
+        sessions.record_turn(one, new)
         ended(sessions, one)
     found = [sessions.find(one.session_id) for one in made]
     assert [one.session for one in found if isinstance(one, registry.Ended)] == [None, *made[1:]]

@@ -503,7 +503,7 @@ def test_a_grammar_that_faults_ends_its_request_alone(monkeypatch: pytest.Monkey
     def tight(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(step_max_items=5))
 
-    monkeypatch.setattr(grammars_module, "build_matcher", tight)
+    monkeypatch.setattr(grammars_module.structures, "build_matcher", tight)
     engine = build()
     chunks = run(
         engine, [free[0], ask(1, SCHEMAS["nested"]), free[1], ask(2, SCHEMAS["nested"]), free[2]]
