@@ -129,7 +129,7 @@ class Gateway:
             config.engine,
             local.local_workers(config, forker),
             local.row_shape(config),
-            lambda taken: self.publisher.take(taken),
+            lambda rows: self.publisher.add_rows(rows),
             lambda request_id: self.publisher.discard(request_id),
             config.queue.wait_s,
             config.reclaim_after_s,
