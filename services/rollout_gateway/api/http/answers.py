@@ -124,6 +124,7 @@ B = TypeVar("B", bound=shapes.SampledBody)
 class Answers(ABC, Generic[B]):
     """One request in the format of an API, from its plans to its answer."""
 
+    body_type: type[B]
     prefix = ""
     """Prefix of the answer's id."""
     id_headers: tuple[str, ...] = ("x-request-id",)

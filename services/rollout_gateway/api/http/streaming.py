@@ -173,12 +173,12 @@ def _message(part: StreamPart) -> Message:
     return {"type": "http.response.body", "body": part[0], "more_body": part[1]}
 
 
-def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
+def generating(kind: type[Answers[B]]) -> Handler:
     """The handler of a request that generates."""
 
     async def handle(request: Request) -> Response:
         caller = await caller_of(request)
-        asked, gateway = await requests.read(request, body), gateway_of(request)
+        asked, gateway = await requests.read(request, kind.body_type), gateway_of(request)
         asked.check()
         check_model(gateway, asked.model)
         answers = kind(request, asked, caller)
@@ -186,7 +186,7 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
         plans = await answers.plans()
         request.state.overridden = plans[0].overridden
         unheeded = () if plans[0].sampling.tool_grammar else asked.unheeded()
-        paths = body.undeclared.unread
+        paths = asked.undeclared.unread
         unread = [paths[part] for part in plans[0].unread if part in paths]
         request.state.ignored = tuple(sorted({*request.state.ignored, *unheeded, *unread}))
         calls = [gateway.call(plan) for plan in plans]
@@ -247,7 +247,7 @@ async def _pieces(calls: Sequence[Call], *, stream: bool) -> AsyncGenerator[tupl
                 yield 0, piece
         return
 
-    queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(STREAM_QUEUE)
     tasks = [
         asyncio.create_task(_feed(queue, index, call.pieces(stream=stream)))
         for index, call in enumerate(calls)
@@ -256,7 +256,7 @@ async def _pieces(calls: Sequence[Call], *, stream: bool) -> AsyncGenerator[tupl
     try:
         while left:
             index, news = await queue.get()
-            if isinstance(news, PacelineError):
+            if isinstance(news, Exception):
                 raise news
             left -= bool(news.finish)
             yield index, news
@@ -265,7 +265,7 @@ async def _pieces(calls: Sequence[Call], *, stream: bool) -> AsyncGenerator[tupl
 
 
 async def _feed(
-    queue: asyncio.Queue[tuple[int, Piece | PacelineError]],
+    queue: asyncio.Queue[tuple[int, Piece | Exception]],
     index: int,
     pieces: AsyncGenerator[Piece],
 ) -> None:
@@ -273,7 +273,7 @@ async def _feed(
         async with aclosing(pieces):
             async for piece in pieces:
                 await queue.put((index, piece))
-    except PacelineError as error:
+    except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
         await queue.put((index, error))
 
 
