@@ -54,6 +54,7 @@ def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
 
 
 STREAMS_KEPT = 16
+ROW_DTYPES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
 log = get_logger(__name__)
 
 
@@ -172,8 +173,9 @@ class FeaturePublisher:
         positions = kept["position"].astype(np.int32)
         start, end = int(positions[0]), int(positions[-1]) + 1
         version = int(kept["policy_version"][-1])
-        states = np.ascontiguousarray(kept["hidden"])  # [n, 2 H] bytes
-        hidden = NamedTensor("hidden", "BF16", (len(kept), states.shape[1] // 2), states.tobytes())
+        dtype, size = ROW_DTYPES[self._config.dtype]
+        states = np.ascontiguousarray(kept["hidden"])  # [n, H] elements of `size` bytes
+        shape = len(kept), states.shape[1] // size
         return FeatureBatch(
             run_id=origin.run_id,
             step=origin.step,
@@ -182,7 +184,7 @@ class FeaturePublisher:
             temperature=origin.temperature,
             policy_version=version,
             lm_head_hash=self._head_hash(version),
-            hidden=hidden,
+            hidden=NamedTensor("hidden", dtype, shape, states.tobytes()),
             token_ids=np.asarray(origin.token_ids[start : end + 1], dtype=np.int32),
             positions=positions,
             mask=(positions >= origin.prompt_tokens).astype(np.uint8),
