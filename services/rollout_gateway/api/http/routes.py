@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from paceline import telemetry
 from paceline.services.rollout_gateway.api.http import (
     anthropic,
+    anthropic_schema,
     openai,
     requests,
     responses,
@@ -118,7 +119,7 @@ OPERATIONS = (
         "/v1/messages/count_tokens",
         tokens.count_tokens,
         "Tokens of a conversation",
-        tokens.ConversationBody,
+        anthropic_schema.ConversationBody,
     ),
     Operation(
         "post",
