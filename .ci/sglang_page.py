@@ -35,6 +35,7 @@ ROUTER = """
 
 An SGLang router (`pip install sglang-router`) balances the requests of agents over gateways:
 
+<!-- not run: it needs sglang-router and two hosts -->
 ```console
 $ python -m sglang_router.launch_router --policy manual --worker-urls http://HOST1:7408 http://HOST2:7408
 ```

@@ -23,11 +23,11 @@ log = get_logger(__name__)
 def background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start a task; its failure is logged with its traceback."""
     task = asyncio.create_task(work, name=name)
-    task.add_done_callback(_tell_failure)
+    task.add_done_callback(_log_failure)
     return task
 
 
-async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
+async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
     """Cancel tasks and wait until they have ended."""
     started = [task for task in tasks if task is not None]
     for task in started:
@@ -35,7 +35,7 @@ async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
     await asyncio.gather(*started, return_exceptions=True)
 
 
-def _tell_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("a task of the gateway failed", task=task.get_name(), exc_info=task.exception())
 
@@ -68,22 +68,18 @@ T = TypeVar("T")
 class LargeRequests:
     """The two threads of one gateway and the bytes of the requests that they hold."""
 
-    def __init__(self, *, most_bytes: int = MAX_HELD_BYTES, wait_s: float = WAIT_S) -> None:
-        self._most_bytes = most_bytes
-        self._wait_s = wait_s
+    def __init__(self) -> None:
         self._held_bytes = 0
         self._medium = ThreadPoolExecutor(1, "medium-request")
         self._large = ThreadPoolExecutor(1, "large-request")
 
     def hold(self, size: int) -> None:
         """Count bytes of a large request. Raises ResourceExhausted above the limit of bytes."""
-        if self._held_bytes + size > self._most_bytes:
-            raise self._refusal(
-                "too many bytes of large requests wait",
-                f"{self._held_bytes + size} bytes",
-                f"{self._most_bytes} bytes",
-            )
-        self._held_bytes += size
+        held = self._held_bytes + size
+        if held > MAX_HELD_BYTES:
+            allowed = f"{MAX_HELD_BYTES} bytes"
+            raise _refuse("too many bytes of large requests wait", f"{held} bytes", allowed)
+        self._held_bytes = held
 
     def free(self, size: int) -> None:
         """Release bytes that `hold` has counted."""
@@ -99,13 +95,13 @@ class LargeRequests:
         thread = self._medium if size <= LARGE_BYTES else self._large
         self.hold(size)
         try:
-            async with asyncio.timeout(self._wait_s) as limit:
+            async with asyncio.timeout(WAIT_S) as limit:
                 return await asyncio.get_running_loop().run_in_executor(thread, work)
         except TimeoutError:
             if not limit.expired():
                 raise
-            waited = f"{self._wait_s:g} s"
-            raise self._refusal("a large request waited too long", waited, waited) from None
+            waited = f"{WAIT_S:g} s"
+            raise _refuse("a large request waited too long", waited, waited) from None
         finally:
             self.free(size)
 
@@ -114,7 +110,7 @@ class LargeRequests:
         for thread in (self._medium, self._large):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    @staticmethod
-    def _refusal(message: str, seen: str, allowed: str) -> ResourceExhausted:
-        metrics.QUEUE_REFUSED.record(reason="LARGE_REQUESTS")
-        return ResourceExhausted(message, reason="LARGE_REQUESTS", seen=seen, allowed=allowed)
+
+def _refuse(message: str, seen: str, allowed: str) -> ResourceExhausted:
+    metrics.QUEUE_REFUSED.record(reason="LARGE_REQUESTS")
+    return ResourceExhausted(message, reason="LARGE_REQUESTS", seen=seen, allowed=allowed)

@@ -30,8 +30,7 @@ class SpeculationConfig(Config):
 class FeaturesConfig(Config):
     """Hidden rows for the drafter trainer."""
 
-    dtype: ClassVar[Precision] = "bfloat16"
-    """Element type of hidden rows."""
+    dtype: ClassVar[Precision] = "bfloat16"  # element type of hidden rows
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of the training requests with captured rows."""
     layers: tuple[int, ...] = ()
@@ -48,11 +47,8 @@ class SessionsConfig(Config):
     timeout_s: float = Field(default=3600, gt=0)
     """Silence after which a session ends unscored, seconds."""
     implicit: bool = True
-    """Whether callers without a session key get one session per conversation, found by its
-    messages.
-    """
-    implicit_timeout_s: ClassVar[float] = 600
-    """Silence after which such a session ends, seconds."""
+    """Whether callers without a session key get one session per conversation."""
+    implicit_timeout_s: ClassVar[float] = 600  # silence after which such a session ends, seconds
     max_turns: int = Field(default=512, ge=1)
     """Maximum generations per session."""
     max_tokens: int = Field(default=1 << 20, ge=1)
@@ -60,15 +56,13 @@ class SessionsConfig(Config):
     max_parallel: int = Field(default=32, ge=1)
     """Maximum concurrent requests per session."""
     untrainable: Literal["refuse", "override"] = "refuse"
-    """Treatment of untrainable sampling (top_p below 1, a penalty ...) in a trainable session.
-    refuse: refuse the request; override: use the run's sampling and report it in a header.
-    """
+    """Treatment of untrainable sampling (top_p below 1, a penalty ...) in a trainable session:
+    refuse the request, or override it with the run's sampling and report that in a header."""
     temperature: float = Field(default=1.0, ge=TEMPERATURE.low, le=TEMPERATURE.high)
     """Temperature of such a session outside the tasks of a run, which have their own."""
     ended_tokens: int = Field(default=1 << 18, ge=0)
     """Tokens of ended sessions kept for export, newest first, at about 100 bytes each."""
-    group_deadline_s: ClassVar[float] = 3600.0
-    """Time from the first sibling's end until an incomplete group closes, seconds."""
+    group_deadline_s: ClassVar[float] = 3600.0  # from the first sibling's end to a group's close
 
 
 class QueueConfig(Config):
@@ -76,8 +70,7 @@ class QueueConfig(Config):
 
     limit: int = Field(default=1024, ge=1)
     """Maximum waiting requests; further requests are refused."""
-    per_key: ClassVar[int] = 256
-    """Maximum waiting requests per session key."""
+    per_key: ClassVar[int] = 256  # maximum waiting requests per session key
     running: int = Field(default=0, ge=0)
     """Maximum requests in the engine; 0: engine.max_batch plus one per worker."""
     wait_s: float = Field(default=120, gt=0)
@@ -89,10 +82,8 @@ class CanaryConfig(Config):
 
     enabled: bool = True
     """Whether a canary tests each set before the other workers load it."""
-    tokens: ClassVar[int] = 32
-    """Tokens of each of the four probes for a new drafter."""
-    accepted: ClassVar[float] = 0.25
-    """Minimum accepted drafts per round, as a share of the serving drafter's."""
+    tokens: ClassVar[int] = 32  # tokens of each of the four probes for a new drafter
+    accepted: ClassVar[float] = 0.25  # least accepted drafts per round, against the serving drafter
     deadline_s: float = Field(default=30, gt=0)
     """Maximum time of the canary's answer, seconds."""
 
@@ -101,17 +92,11 @@ class ApiConfig(Config):
     """The HTTP API."""
 
     model_names: tuple[str, ...] = ()
-    """Further model names of requests; "*": any. The directory name is always valid; other names
-    return 404.
-    """
+    """Model names of requests besides the directory's name; "*": any. Other names return 404."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages with access to the API, e.g. "https://console.example". "*": all
-    origins, so any page in a browser on this machine can generate and end sessions.
-    """
-    keep_alive_s: ClassVar[int] = 75
-    """Maximum silence of a connection between two requests, seconds. After longer tool calls, an
-    agent reconnects.
-    """
+    origins, so any page in a browser on this machine can generate and end sessions."""
+    keep_alive_s: ClassVar[int] = 75  # maximum silence of a connection between two requests
 
 
 class ChatConfig(Config):
@@ -131,18 +116,13 @@ class ChatConfig(Config):
     ] = "auto"
     """Format of tool calls; auto: the format of the chat template."""
     tool_prompt: Literal["refuse", "default"] = "refuse"
-    """Treatment of tools, past calls and results that the chat template drops. refuse: refuse the
-    request by their names; default: write them into the messages as text, in the format of tool
-    calls.
-    """
+    """Treatment of tools, past calls and results that the chat template drops: refuse the request,
+    or by default write them into the messages as text."""
     tool_grammars: Literal["always", "untrained", "never"] = "untrained"
-    """Use of grammars for calls (tool_choice "required" or a name, strict tools). A grammar changes
-    log-probs. untrained: only without trained tokens; always: trainable sessions refuse such
-    requests; never: only the beginning of a call is forced.
-    """
+    """Use of grammars for calls, which change log-probs. untrained: only without trained tokens;
+    always: trainable sessions refuse such requests; never: a call's beginning alone is forced."""
     reasoning: Literal["auto", "none", "think"] = "auto"
-    """Form of reasoning. think: between <think> and </think>; auto: think if the template has it.
-    """
+    """Form of reasoning. think: between <think> and </think>; auto: as in the template."""
 
 
 class SandboxConfig(Config):
@@ -155,9 +135,7 @@ class SandboxConfig(Config):
     memory_bytes: int = Field(default=512 << 20, ge=1 << 24)
     """Maximum memory of all its processes together, and address space of each, bytes."""
     file_bytes: int = Field(default=16 << 20, ge=0)
-    """Maximum size of a file, bytes. In namespaces its directory holds four times as much, apart
-    from memory_bytes.
-    """
+    """Maximum size of a file, bytes. In namespaces its directory holds four times as much."""
     output_bytes: int = Field(default=64 << 10, ge=1)
     """Maximum kept output of stdout, and of stderr, bytes."""
     processes: int = Field(default=16, ge=1)
@@ -167,9 +145,7 @@ class SandboxConfig(Config):
     isolation: Literal["auto", "namespaces", "landlock", "limits"] = "auto"
     """Isolation of the code. "namespaces": namespaces, Landlock and a system-call filter;
     "landlock": Landlock and filter; "auto": the strongest available. Each refuses to start without
-    its layers. "limits": no isolation; the code reads files and opens sockets as the gateway's
-    user.
-    """
+    its layers. "limits": no isolation; the code has the rights of the gateway's user."""
 
 
 class ToolServerConfig(Config):
@@ -211,10 +187,8 @@ class RemoteRewardConfig(Config):
     """Bearer token of the requests."""
     deadline_s: float = Field(default=30, gt=0)
     """Maximum time of a score with its retries, seconds."""
-    attempts: ClassVar[int] = 4
-    """Maximum requests per score."""
-    parallel: ClassVar[int] = 64
-    """Maximum concurrent requests."""
+    attempts: ClassVar[int] = 4  # maximum requests per score
+    parallel: ClassVar[int] = 64  # maximum concurrent requests
 
 
 class ModelRewardConfig(Config):
@@ -224,8 +198,7 @@ class ModelRewardConfig(Config):
     """Checkpoint directory."""
     threads: int = Field(default=1, ge=1)
     """Compute threads."""
-    max_batch: ClassVar[int] = 16
-    """Maximum texts per batch."""
+    max_batch: ClassVar[int] = 16  # maximum texts per batch
     max_tokens: int = Field(default=2048, ge=8)
     """Maximum tokens of a text; a longer text loses its beginning."""
     deadline_s: float = Field(default=60, gt=0)
@@ -240,9 +213,7 @@ class RewardsConfig(Config):
     processes: int = Field(default=1, ge=1)
     """Number of child processes for rules outside the gateway process."""
     deadline_s: float = Field(default=30, gt=0)
-    """Maximum time of a score in a child, seconds; after that the child is killed and the sample is
-    unscored.
-    """
+    """Maximum time of a score in a child, seconds; a later sample is unscored."""
     own: dict[str, str] = Field(default={})
     """Your own rules: name in requests, and package.module:Class or file.py:Class."""
     mixtures: dict[str, dict[str, float]] = Field(default={})
@@ -261,8 +232,7 @@ class GatewayConfig(ServiceConfig):
     """Directory of the tokenizer; empty: the model's."""
     drafter: str = "ngram"
     """Drafter: "off", "ngram", a trained kind with fresh weights ("eagle", "package.module:KIND"),
-    or a checkpoint directory.
-    """
+    or a checkpoint directory."""
     trajectories: bool | None = None
     """Whether ledger, trajectories and features are written to Redis; empty: only in a run."""
     engine: EngineConfig = EngineConfig()
@@ -270,8 +240,7 @@ class GatewayConfig(ServiceConfig):
     features: FeaturesConfig = FeaturesConfig()
     spool_dir: str = ""
     """Directory of weights kept for restarts; empty: <run.dir>/spool/gateway in a run, a temporary
-    directory without trajectories.
-    """
+    directory without trajectories."""
     max_unsent_bytes: int = Field(default=64 << 20, ge=1)
     """Maximum size of trajectories not yet in Redis before admission stops, bytes."""
     sessions: SessionsConfig = SessionsConfig()
@@ -282,27 +251,18 @@ class GatewayConfig(ServiceConfig):
     environments: dict[str, str] = Field(default={})
     """Your own environments: name in requests, and package.module:Class or file.py:Class."""
     tools: dict[str, str] = Field(default={})
-    """Your own tools for the environment tool_use: name in the model's calls, and
-    package.module:function or file.py:function.
-    """
+    """Your own tools for the environment tool_use: name in calls, and package.module:function."""
     tool_servers: dict[str, ToolServerConfig] = Field(default={})
     """Servers of the Model Context Protocol, by name (the extra mcp)."""
     interactions: dict[str, str] = Field(default={})
     """Your own simulated users for tool_use: name in the tasks' metadata "interaction", and
-    package.module:Class or file.py:Class. A single user applies to all tasks.
-    """
+    package.module:Class or file.py:Class. A single user applies to all tasks."""
     rewards: RewardsConfig = RewardsConfig()
     siblings: Literal["together", "dealt"] = "together"
-    """Placement of a task's samples. together: on one worker, as far as shares stay equal; a worker
-    with short tasks ends earlier, and the drafter trains on its slot. dealt: in turn over the
-    workers, which then end closer to each other.
-    """
-    release_after_s: ClassVar[float] = 1.0
-    """Idle time before a worker lends its slot, in open traffic, seconds."""
-    reclaim_after_s: ClassVar[float] = 2.0
-    """Wait of callers' requests for lent workers before the coordinator reclaims the drafter's
-    slots, seconds.
-    """
+    """Placement of a task's samples. together: on one worker, as far as shares stay equal, so that
+    workers end apart and lend their slots; dealt: in turn over the workers."""
+    release_after_s: ClassVar[float] = 1.0  # idle time before a worker lends its slot
+    reclaim_after_s: ClassVar[float] = 2.0  # callers' wait before the drafter's slots are reclaimed
 
     _number: int = PrivateAttr(default=0)
     _all_addresses: AddressesConfig | None = PrivateAttr(default=None)

@@ -95,15 +95,10 @@ class FeaturePublisher:
         client: redis.asyncio.Redis | None,
         config: FeaturesConfig,
         head_hash: Callable[[int], str],
-        *,
-        queue_batches: int = QUEUE_BATCHES,
-        gather_bytes: int = GATHER_BYTES,
     ) -> None:
         self._client = client
         self._config = config
         self._head_hash = head_hash
-        self._queue_batches = queue_batches
-        self._gather_bytes = gather_bytes
         self._layout = RowLayout.last(0)
         self._gathered: dict[int, list[RowArray]] = {}
         self._gathered_bytes = 0
@@ -129,8 +124,8 @@ class FeaturePublisher:
         if self._client is not None:
             self._gathered[request_id] = []
 
-    def take(self, rows: RowArray) -> None:
-        """Takes rows of any requests, in the ring's order."""
+    def add_rows(self, rows: RowArray) -> None:
+        """Gathers rows of any requests, in the ring's order."""
         # One stable sort instead of a mask per request: a drain has rows of a whole batch.
         rows = rows[np.argsort(rows["request_id"], kind="stable")]
         owners = rows["request_id"]
@@ -140,7 +135,7 @@ class FeaturePublisher:
             gathered = self._gathered.get(int(owners[start]))
             if gathered is None:
                 continue
-            if self._gathered_bytes + part.nbytes > self._gather_bytes:
+            if self._gathered_bytes + part.nbytes > GATHER_BYTES:
                 self._drop(len(part))
                 continue
             gathered.append(part)
@@ -149,18 +144,14 @@ class FeaturePublisher:
     def discard(self, request_id: int) -> None:
         """Drops the rows of a restarted request; later rows are gathered."""
         if request_id in self._gathered:
-            self._release(request_id)
+            self.forget(request_id)
             self._gathered[request_id] = []
-
-    def forget(self, request_id: int) -> None:
-        """Stops gathering a request with no use for its rows."""
-        self._release(request_id)
 
     def publish(self, request_id: int, origin: Origin) -> None:
         """Queues the rows of a finished request. With a full queue, the oldest waiting batch is
         dropped.
         """
-        parts = self._release(request_id)
+        parts = self.forget(request_id)
         if not parts:
             return
         # As bytes: with records, numpy would determine the common type for each part.
@@ -168,7 +159,7 @@ class FeaturePublisher:
         batch = self._batch(joined.view(parts[0].dtype), origin)
         if batch is None:
             return
-        if len(self._queue) >= self._queue_batches:
+        if len(self._queue) >= QUEUE_BATCHES:
             self._drop(self._queue.popleft().rows)
         self._queue.append(batch)
         self._wake.set()
@@ -182,6 +173,9 @@ class FeaturePublisher:
         positions = kept["position"].astype(np.int32)
         start, end = int(positions[0]), int(positions[-1]) + 1
         version = int(kept["policy_version"][-1])
+        dtype, size = ROW_DTYPES[self._config.dtype]
+        states = np.ascontiguousarray(kept["hidden"])  # [n, H] elements of `size` bytes
+        shape = len(kept), states.shape[1] // size
         return FeatureBatch(
             run_id=origin.run_id,
             step=origin.step,
@@ -190,7 +184,7 @@ class FeaturePublisher:
             temperature=origin.temperature,
             policy_version=version,
             lm_head_hash=self._head_hash(version),
-            hidden=self._states(kept),
+            hidden=NamedTensor("hidden", dtype, shape, states.tobytes()),
             token_ids=np.asarray(origin.token_ids[start : end + 1], dtype=np.int32),
             positions=positions,
             mask=(positions >= origin.prompt_tokens).astype(np.uint8),
@@ -199,12 +193,6 @@ class FeaturePublisher:
             convention=self._layout.convention,
             traceparent=inject().get("traceparent", ""),
         )
-
-    def _states(self, rows: RowArray) -> NamedTensor:
-        """[n, H]"""
-        dtype, size = ROW_DTYPES[self._config.dtype]
-        hidden = np.ascontiguousarray(rows["hidden"])
-        return NamedTensor("hidden", dtype, (len(rows), hidden.shape[1] // size), hidden.tobytes())
 
     async def _run(self) -> None:
         while True:
@@ -237,7 +225,8 @@ class FeaturePublisher:
         budget = self._config.byte_budget
         return RedisStream(self._client, run_key(run_id, "features"), byte_budget=budget)
 
-    def _release(self, request_id: int) -> list[RowArray]:
+    def forget(self, request_id: int) -> list[RowArray]:
+        """Stops gathering a request; returns its rows so far."""
         parts = self._gathered.pop(request_id, [])
         self._gathered_bytes -= sum(part.nbytes for part in parts)
         return parts

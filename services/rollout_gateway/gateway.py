@@ -77,7 +77,7 @@ class Gateway:
         self.first_worker = config.number * config.worker_count
         self.router = router.Router(
             config,
-            lambda rows: self.publisher.take(rows),
+            lambda rows: self.publisher.add_rows(rows),
             lambda request_id: self.publisher.discard(request_id),
             forker,
         )

@@ -22,7 +22,7 @@ from paceline.services.rollout_gateway.sandbox import ALL_LAYERS, Sandbox
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def torch_and_gpus() -> list[Finding]:
+def check_torch_and_gpus() -> list[Finding]:
     """Whether torch can be imported and sees the machine's GPUs."""
     try:
         import torch
@@ -35,12 +35,15 @@ def torch_and_gpus() -> list[Finding]:
         seen = ", ".join(f"{card.name} ({card.total_memory >> 30} GiB)" for card in cards)
         return [version, Finding("gpu", "ok", seen)]
     if NVIDIA_DRIVER.exists():
-        advice = "install torch's CUDA build for this driver, and look at CUDA_VISIBLE_DEVICES"
-        return [version, Finding("gpu", "warn", "a driver is there, torch sees no GPU", advice)]
+        advice = "install torch's CUDA build for this driver, and check CUDA_VISIBLE_DEVICES"
+        return [
+            version,
+            Finding("gpu", "warn", "torch does not see the GPU", advice),
+        ]
     return [version, Finding("gpu", "ok", "none: engines and trainers run on the CPU")]
 
 
-def sglang(config: GatewayConfig) -> Finding:
+def check_sglang(config: GatewayConfig) -> Finding:
     """Whether the installed SGLang is supported; only the engine kind sglang requires it."""
     from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 
@@ -50,12 +53,7 @@ def sglang(config: GatewayConfig) -> Finding:
     return Finding("sglang", "ok", f"{found.seen}; engine.kind={config.engine.kind} needs none")
 
 
-def places(config: GatewayConfig) -> Finding:
-    """Number of engine workers that the gateway starts."""
-    return looked_at("engine workers", lambda: f"{config.worker_count} on this host")
-
-
-async def walls(config: GatewayConfig) -> Finding:
+async def check_isolation(config: GatewayConfig) -> Finding:
     """Available isolation of models' code. A gateway only refuses to start if its settings name an
     isolation.
     """
@@ -66,7 +64,7 @@ async def walls(config: GatewayConfig) -> Finding:
         refused = isinstance(error, ConfigError) and isolation != "auto"
         return Finding.of_error("sandbox", error, "fail" if refused else "warn")
     if layers:
-        weaker = "" if layers == ALL_LAYERS else " (not every layer is to be had here)"
+        weaker = "" if layers == ALL_LAYERS else " (this machine lacks some layers)"
         return Finding("sandbox", "ok", f"{'+'.join(layers)}{weaker}")
     advice = 'gateway.rewards.sandbox.isolation = "auto", unless the code is trusted'
     return Finding("sandbox", "warn", "limits alone: code reads files, opens sockets", advice)
@@ -84,10 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         findings.append(Finding.of_error("gateway settings", error))
         config = GatewayConfig()
-    findings += torch_and_gpus()
+    findings += check_torch_and_gpus()
     if findings[-1].check == "gpu":  # torch is installed, and the engine's host imports it
-        findings.append(sglang(config))
-    findings += [places(config), asyncio.run(walls(config))]
+        findings.append(check_sglang(config))
+    workers = Finding("engine workers", "ok", f"{config.worker_count} on this host")
+    findings += [workers, asyncio.run(check_isolation(config))]
     if config.model and Path(config.model).is_dir():
         tokenizer = Path(config.tokenizer) if config.tokenizer else None
         findings += reading_findings(Path(config.model), tokenizer)

@@ -9,12 +9,14 @@ TOKEN_BOUNDARIES_S = (0.002, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0
 FIRST_BOUNDARIES_S = (0.01, 0.015, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 LENGTH_BOUNDARIES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 WAIT_BOUNDARIES_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-HTTP_BOUNDARIES_S = (
-    *(0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1, 2.5, 5, 10, 30, 60, 120, 300),
-)
+HTTP_BOUNDARIES_S = (0.002, 0.005, *WAIT_BOUNDARIES_S[1:])
 ENGINE = ("engine",)
 ENGINE_WORKER = ("engine", "worker")
+DRAFTS = ("engine", "drafts")
+POSITION = ("engine", "position")
+ARM = ("engine", "arm", "batch_group")
+ARM_WORKER = ("engine", "worker", "arm", "batch_group")
+ROUTE = ("route", "status")
 
 # Requests of the engine, at their end.
 TIME_TO_FIRST_TOKEN = Histogram(
@@ -28,8 +30,7 @@ TIME_PER_OUTPUT_TOKEN = Histogram(
     "paceline.engine.time_per_output_token",
     "s",
     ENGINE,
-    "mean time per token after the first, per request; boundaries at the service levels 0.015 and "
-    "0.05",
+    "mean time per token after the first, per request",
     TOKEN_BOUNDARIES_S,
 )
 ACCEPT_LENGTH = Histogram(
@@ -40,31 +41,18 @@ ACCEPT_LENGTH = Histogram(
     LENGTH_BOUNDARIES,
 )
 DRAFTS_PROPOSED = Counter(
-    "paceline.engine.drafts_proposed",
-    "{draft}",
-    ("engine", "position"),
-    "drafts at position 1, 2, ... of their path",
+    "paceline.engine.drafts_proposed", "{draft}", POSITION, "drafts at this position of their path"
 )
 DRAFTS_ACCEPTED = Counter(
-    "paceline.engine.drafts_accepted",
-    "{draft}",
-    ("engine", "position"),
-    "accepted drafts at this position; divided by drafts_proposed, the acceptance by position",
+    "paceline.engine.drafts_accepted", "{draft}", POSITION, "accepted drafts at this position"
 )
-
 QUARANTINED = UpDownCounter(
-    "paceline.gateway.quarantined",
-    "{path}",
-    ("path",),
-    "1 for each path that the audit found inexact and disabled",
+    "paceline.gateway.quarantined", "{path}", ("path",), "1 for each path disabled as inexact"
 )
 
 # Workers, at a poll.
 ENGINE_TOKENS = Counter(
-    "paceline.engine.tokens",
-    "{token}",
-    ENGINE_WORKER,
-    "emitted tokens; its rate is tokens/s of wall time",
+    "paceline.engine.tokens", "{token}", ENGINE_WORKER, "emitted tokens; the rate is tokens/s"
 )
 BUSY_TIME = Counter("paceline.engine.busy_time", "s", ENGINE_WORKER, "time with work")
 ENGINE_REQUESTS = Gauge(
@@ -83,8 +71,7 @@ DEVICE_TFLOPS = Gauge(
     "paceline.engine.device_tflops",
     "{Tflop}",
     ENGINE_WORKER,
-    "measured peak in 10^12 operations/s: a square matrix product in the model's dtype with the "
-    "worker's threads, at the start. Absent without a measurement",
+    "measured peak of a square matrix product at the start, in 10^12 operations/s",
 )
 TOKENS_PER_SECOND_PER_TFLOPS = Gauge(
     "paceline.engine.tokens_per_second_per_tflops",
@@ -94,10 +81,7 @@ TOKENS_PER_SECOND_PER_TFLOPS = Gauge(
 )
 ROUNDS = Counter("paceline.engine.rounds", "{round}", ENGINE, "decode rounds")
 VERIFIED_TOKENS = Counter(
-    "paceline.engine.verified_tokens",
-    "{token}",
-    ENGINE,
-    "tokens that the policy verified in decode rounds",
+    "paceline.engine.verified_tokens", "{token}", ENGINE, "tokens verified in decode rounds"
 )
 ROUND_TIME = Counter(
     "paceline.engine.round_time",
@@ -109,73 +93,54 @@ ROUND_TIME = Counter(
 SEQUENCE_ROUNDS = Counter(
     "paceline.engine.sequence_rounds",
     "{round}",
-    ("engine", "drafts"),
+    DRAFTS,
     "rounds per sequence; drafts: none, untrained (n-grams) or trained",
 )
 SEQUENCE_ROUND_TOKENS = Counter(
     "paceline.engine.sequence_round_tokens",
     "{token}",
-    ("engine", "drafts"),
-    "tokens of rounds with drafts, bonus token included; divided by sequence_rounds, the "
-    "acceptance length",
+    DRAFTS,
+    "tokens of drafted rounds; divided by sequence_rounds, the acceptance length",
 )
 DRAFTED_TOKENS = Counter(
-    "paceline.engine.drafted_tokens",
-    "{token}",
-    ("engine", "fate"),
-    "drafted tokens; fate: accepted or rejected",
+    "paceline.engine.drafted_tokens", "{token}", ("engine", "fate"), "accepted or rejected drafts"
 )
-ARM_ROUNDS = Counter(
-    "paceline.engine.arm_rounds",
-    "{round}",
-    ("engine", "arm", "batch_group"),
-    "rounds by chosen arm",
-)
+ARM_ROUNDS = Counter("paceline.engine.arm_rounds", "{round}", ARM, "rounds by chosen arm")
 ARM_EXPLORATIONS = Counter(
-    "paceline.engine.arm_explorations",
-    "{round}",
-    ("engine", "arm", "batch_group"),
-    "rounds of arm_rounds chosen for exploration",
+    "paceline.engine.arm_explorations", "{round}", ARM, "rounds of arm_rounds chosen to explore"
 )
 ARM_TOKENS_PER_SECOND = Gauge(
     "paceline.engine.arm_tokens_per_second",
     "{token}/s",
-    (*ENGINE_WORKER, "arm", "batch_group"),
+    ARM_WORKER,
     "mean tokens/s over the bandit's window of rounds with the arm",
 )
 ARM_ACCEPT_LENGTH = Gauge(
     "paceline.engine.arm_accept_length",
     "{token}",
-    (*ENGINE_WORKER, "arm", "batch_group"),
+    ARM_WORKER,
     "mean tokens per sequence and round over the same window",
 )
 REGRET = Gauge(
     "paceline.engine.regret",
     "1",
     ENGINE_WORKER,
-    "estimated share of tokens/s lost against the best arm in hindsight, 0 to 1; each arm counts "
-    "by the mean of its own rounds (`workers/metrics.py`)",
+    "estimated share of tokens/s lost against the best arm in hindsight, 0 to 1",
 )
 DEAD_DRAFTERS = Counter(
     "paceline.engine.dead_drafters",
     "{drafter}",
     ("engine", "worker", "speculator", "batch_group"),
-    "drafters without accepted drafts, whose arms rest; also a warning in the gateway's log",
+    "drafters without accepted drafts, whose arms rest",
 )
 PROMPT_TOKENS = Counter(
     "paceline.engine.prompt_tokens", "{token}", ENGINE, "prompt tokens of ended requests"
 )
 KV_HIT_TOKENS = Counter(
-    "paceline.engine.kv_hit_tokens",
-    "{token}",
-    ENGINE,
-    "cached prompt tokens of ended requests",
+    "paceline.engine.kv_hit_tokens", "{token}", ENGINE, "cached tokens of prompt_tokens"
 )
 KV_HIT_RATE = Gauge(
-    "paceline.engine.kv_hit_rate",
-    "1",
-    ENGINE_WORKER,
-    "kv_hit_tokens divided by prompt_tokens since the worker's start, 0 to 1",
+    "paceline.engine.kv_hit_rate", "1", ENGINE_WORKER, "kv_hit_tokens divided by prompt_tokens"
 )
 KV_LOOKUPS = Counter(
     "paceline.engine.kv_lookups", "{lookup}", ENGINE, "prompts looked up in the prefix cache"
@@ -207,45 +172,29 @@ REQUESTS_SUSPENDED = Counter(
     "slot was lent) or commit (of a new policy, mode abort)",
 )
 NOT_FINITE = Counter(
-    "paceline.gateway.not_finite",
-    "{request}",
-    (),
-    "requests ended by a log-prob that is NaN or infinite",
+    "paceline.gateway.not_finite", "{request}", (), "requests with a log-prob that is not finite"
 )
 SETS_REFUSED = Counter(
-    "paceline.gateway.sets_refused",
-    "{set}",
-    ("check",),
-    "version sets that the canary refused, by the failed check",
+    "paceline.gateway.sets_refused", "{set}", ("check",), "version sets that the canary refused"
 )
 TOKENS = Counter("paceline.gateway.tokens", "{token}", (), "tokens received from workers")
 WORKER_RESTARTS = Counter(
     "paceline.gateway.worker_restarts", "{restart}", (), "restarts of workers"
 )
 FEATURE_BATCHES = Counter(
-    "paceline.gateway.feature_batches",
-    "{batch}",
-    (),
-    "batches of hidden rows appended to their stream",
+    "paceline.gateway.feature_batches", "{batch}", (), "batches of hidden rows in their stream"
 )
 FEATURE_ROWS_DROPPED = Counter(
-    "paceline.gateway.feature_rows_dropped",
-    "{row}",
-    (),
-    "hidden rows dropped while their stream was full",
+    "paceline.gateway.feature_rows_dropped", "{row}", (), "hidden rows that found no room"
 )
 HTTP_REQUESTS = Counter(
     "paceline.gateway.http.requests",
     "{request}",
-    ("route", "status"),
+    ROUTE,
     "answers by route pattern; status 499: the client disconnected before the answer",
 )
 HTTP_DURATION = Histogram(
-    "paceline.gateway.http.duration",
-    "s",
-    ("route", "status"),
-    "time from a request to the end of its answer",
-    HTTP_BOUNDARIES_S,
+    "paceline.gateway.http.duration", "s", ROUTE, "time of a request", HTTP_BOUNDARIES_S
 )
 HTTP_OPEN = UpDownCounter("paceline.gateway.http.open", "{request}", (), "requests in progress")
 QUEUE_WAITING = UpDownCounter(
@@ -258,23 +207,17 @@ QUEUE_REFUSED = Counter(
     "paceline.gateway.queue.refused",
     "{request}",
     ("reason",),
-    "requests refused by the queue; reason: QUEUE_FULL, KEY_QUEUE_FULL or QUEUE_WAIT",
+    "requests refused; reason: QUEUE_FULL, KEY_QUEUE_FULL, QUEUE_WAIT or LARGE_REQUESTS",
 )
 QUEUE_WAIT = Histogram(
-    "paceline.gateway.queue.wait",
-    "s",
-    (),
-    "wait of the requests that left the queue for the engine",
-    WAIT_BOUNDARIES_S,
+    "paceline.gateway.queue.wait", "s", (), "wait before the engine", WAIT_BOUNDARIES_S
 )
 
 # Rewards: one series per rule, by its name or the import path of a user's rule; at most 64 series.
-SCORES = Counter("paceline.reward.scores", "{score}", ("rule",), "finite rewards")
+RULE = ("rule",)
+SCORES = Counter("paceline.reward.scores", "{score}", RULE, "finite rewards")
 UNSCORED = Counter(
-    "paceline.reward.unscored",
-    "{score}",
-    ("rule",),
-    "episodes without a reward: null, or a failure by `exception` or `deadline`",
+    "paceline.reward.unscored", "{score}", RULE, "episodes without a reward, or above a deadline"
 )
 REWARD_FAILURES = Counter(
     "paceline.reward.failures",
@@ -286,8 +229,5 @@ REWARD_FAILURES = Counter(
     "sample",
 )
 REWARD_TIME = Histogram(
-    "paceline.reward.time",
-    "s",
-    ("rule",),
-    "time from a request to its reward or failure, with the wait for a child or a connection",
+    "paceline.reward.time", "s", RULE, "time from a request to its reward or failure"
 )

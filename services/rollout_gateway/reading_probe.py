@@ -41,7 +41,7 @@ TOKENS = 200
 """Number of tokens with compared bytes."""
 READING = "model reading"
 _ADVICE = "a directory as transformers saves it: tokenizer.save_pretrained(directory)"
-_SHOWN = 120
+_SHOWN = 80
 
 
 def compared(model: Path, tokenizer: Path) -> list[Finding]:
@@ -100,36 +100,34 @@ def _texts(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
 
 
 def _chats(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
+    if not theirs.chat_template:
+        return
     messages = [{"role": one.role, "content": one.content} for one in TALK]
     for tools in ((), (TOOL,)):
-        name = "chat with tools" if tools else "chat"
+        name, request = "chat with tools" if tools else "chat", ChatRequest(TALK, tools)
         given: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
-        if not theirs.chat_template:
-            return
+        refused: list[Exception] = []
         try:
             other = theirs.apply_chat_template(messages, tokenize=False, **given)
         except Exception as error:  # noqa: BLE001 - a template raises anything
-            other = error
-        request = ChatRequest(TALK, tools)
+            refused.append(error)
+            other = f"the error {error}"
         try:
-            ours: str | InvalidInput = codec.template.render(request)
+            ours = codec.template.render(request)
         except InvalidInput as error:
-            ours = error
-        if isinstance(ours, InvalidInput) or isinstance(other, Exception):
-            if not (isinstance(ours, InvalidInput) and isinstance(other, Exception)):
-                yield Finding(
-                    name, "fail", f"{ours!s:.{_SHOWN}}, in transformers {other!s:.{_SHOWN}}"
-                )
+            refused.append(error)
+            ours = f"the error {error}"
+        if len(refused) == 2:
             continue
         if ours != other:
-            at = slice(begin := _parting(ours, other), begin + _SHOWN // 3)
+            at = slice(begin := _parting(ours, other), begin + _SHOWN)
             seen = f"at character {begin} {ours[at]!r}, in transformers {other[at]!r}"
             yield Finding(name, "fail", seen, _ADVICE)
             continue
-        ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **given)
-        told = list(codec.encode_chat(request))
-        if told != ids:
-            yield Finding(name, "fail", _difference(codec, told, ids), _ADVICE)
+        expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **given)
+        ids = list(codec.encode_chat(request))
+        if ids != expected:
+            yield Finding(name, "fail", _difference(codec, ids, expected), _ADVICE)
 
 
 def _bytes(model: Path, ends: Sequence[int], codec: TextCodec, theirs: Any) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp
 
 from paceline.addresses import is_loopback
 from paceline.errors import ConfigError
-from paceline.local import checks, forking, patience, ports, processes
+from paceline.local import checks, forking, ports, processes
 from paceline.rpc import EPOCHS, EpochGuard, Server, channel
 from paceline.rpc.progress import AGENTS, REDIS, Activity, add_progress
 from paceline.services.rollout_gateway.api import grpc
@@ -78,7 +77,6 @@ def _worker(seat: Seat) -> Part:
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0
-START_DEADLINE_S = 10.0
 BACKLOG = 65_535
 """Connections that wait to be accepted; the system has its own limit (net.core.somaxconn). The
 client's system retries a refused connection after one second, then two, then four.
@@ -91,21 +89,11 @@ log = get_logger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers (the process has its own), and with an event for its
-    start.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
+    """uvicorn without its signal handlers, because the process has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
 
 
 @contextlib.asynccontextmanager
@@ -133,7 +121,7 @@ async def running(
     try:
         await probe
         app = build_app(gateway, loopback=is_loopback(config.addresses.http))
-        http, http_task, http_port = await start_http(app, config)
+        http, http_task, http_port = start_http(app, config)
         try:
             port = await server.start()
             gateway.lending.start()
@@ -180,43 +168,12 @@ def collect_seldom() -> None:
     gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
 
 
-async def start_http(
-    app: ASGIApp, config: GatewayConfig
-) -> tuple[HttpServer, asyncio.Task[None], int]:
-    """Start an HTTP server; returns the server, its task and its port.
+def start_http(app: ASGIApp, config: GatewayConfig) -> tuple[HttpServer, asyncio.Task[None], int]:
+    """Start an HTTP server; returns the server, its task and its port, which accepts connections.
 
-    Raises ConfigError when it cannot listen, or when other machines could use it without
-    authentication.
+    Raises ConfigError when it cannot listen, when files of TLS cannot be read, or when other
+    machines could use it without authentication.
     """
-    address = config.addresses.http
-    _check_reachable(config)
-    settings = _http_config(app, config)
-    server = HttpServer(settings)
-    try:
-        sockets = [ports.bound(settings.host, settings.port)]
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen there: {error.strerror}",
-            seen=address,
-            allowed="a free port",
-        ) from error
-
-    task = asyncio.create_task(server.serve(sockets=sockets))
-    listening = asyncio.create_task(server.listening.wait())
-    await asyncio.wait(
-        (task, listening),
-        timeout=patience.patient(START_DEADLINE_S),
-        return_when=asyncio.FIRST_COMPLETED,
-    )
-    if not server.listening.is_set():
-        cause = task.exception() if task.done() else None
-        await cancel(task, listening)
-        raise ConfigError("the HTTP server did not start", seen=address) from cause
-    return server, task, int(sockets[0].getsockname()[1])
-
-
-def _check_reachable(config: GatewayConfig) -> None:
-    """Raises ConfigError when other machines could use the HTTP API without authentication."""
     address, security = config.addresses.http, config.security
     closed = security.token and security.tls_cert
     if not (is_loopback(address) or security.allow_insecure or closed):
@@ -225,6 +182,20 @@ def _check_reachable(config: GatewayConfig) -> None:
             seen=address,
             allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
         )
+    settings = _http_config(app, config)
+    try:
+        settings.load()
+        listening = ports.bound(settings.host, settings.port)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"HTTP cannot be served: {error.strerror or error}",
+            seen=address,
+            allowed="a free port, and readable files of TLS",
+        ) from error
+    server = HttpServer(settings)
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    return server, task, int(listening.getsockname()[1])
 
 
 def _http_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:

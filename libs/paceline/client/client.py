@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -35,8 +34,8 @@ Info = TypeVar("Info")
 class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
     """The calls of a client. `Client` returns their results, `AsyncClient` awaitables.
 
-    `token` is the gateway's; None uses the result of `find_token`. `verify` and `ca` (a PEM file)
-    set the trusted authorities of TLS; a context may hold a client certificate. `timeout_s` and
+    `token` is the gateway's; None uses the result of `find_token`. `verify` sets the
+    trusted authorities of TLS; a context may hold a client certificate. `timeout_s` and
     `max_retries` are those of an attempt and a call in the `openai` package. Generations keep that
     package's time-out.
     """
@@ -52,12 +51,11 @@ class ClientCalls(Generic[S, OpenedSession, Claimed, Info]):
         timeout_s: float = TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
         verify: bool | ssl.SSLContext = True,
-        ca: str | Path | None = None,
     ) -> None:
         self._url, self._token, self._timeout_s = _root(base_url), token, timeout_s
         if token and not (token.isascii() and token.isprintable()):
             raise InvalidInput("the token does not fit a header", allowed="printable ASCII")
-        options = direct(self._url, _verification(verify, ca))
+        options = direct(self._url, verify)
         self._client = self._connect(
             options,
             api_key="none",
@@ -283,24 +281,12 @@ def find_token(base_url: str) -> str:
     return next(filter(None, given), "") or token_at(urlsplit(base_url).netloc)
 
 
-def _verification(verify: bool | ssl.SSLContext, ca: str | Path | None) -> bool | ssl.SSLContext:
-    if ca is None:
-        return verify
-    try:
-        return ssl.create_default_context(cafile=str(ca))
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidInput("ca is not a PEM file of certificates", seen=str(ca)) from error
-
-
 def _root(base_url: str) -> str:
-    allowed = "http(s)://host[:port][/path]"
     try:
         parts = urlsplit(base_url)
-        well_formed = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        well_formed = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port that is no number, or a broken IPv6 address
-        well_formed = False
-    if not well_formed:
-        raise InvalidInput("base_url is not a URL", seen=repr(base_url), allowed=allowed)
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise InvalidInput("base_url holds a user, a query or a fragment", allowed=allowed)
+        well_formed = None
+    if not well_formed or "@" in parts.netloc or parts.query or parts.fragment:
+        raise InvalidInput("base_url is not valid", allowed="http(s)://host[:port][/path]")
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -288,10 +288,7 @@ def conversation(given: rpb.Conversation, longest: int) -> ChatRequest:
     if choice not in ("auto", "none", "required"):
         choice = {"type": "function", "function": {"name": choice}}
     parts = {"messages": given.messages_json or "[]", "tools": given.tools_json or "null"}
-    listed = [f'"{name}":{text}' for name, text in parts.items()]
-    raw = "{" + ",".join([*listed, f'"tool_choice":{json.dumps(choice)}']) + "}"
-    encoded = raw.encode()
-    outline = requests.Outline(longest)
-    for start in range(0, len(encoded), requests.OUTLINE_BYTES):
-        outline.add(encoded[start : start + requests.OUTLINE_BYTES])
+    parts["tool_choice"] = json.dumps(choice)
+    raw = "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
+    requests.Outline(longest).add(encoded := raw.encode())
     return requests.parse(openai_schema.ChatBody, encoded).request()

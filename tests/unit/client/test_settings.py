@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -93,15 +94,10 @@ def test_what_is_no_base_url_is_refused_without_showing_a_password(url: str) -> 
     assert "secret" not in str(caught.value)
 
 
-def test_wrong_tokens_and_authorities_are_refused(tmp_path: Path) -> None:
+def test_a_token_that_fits_no_header_is_refused() -> None:
     with pytest.raises(InvalidInput) as caught:
         Client("http://h", "secret\nx: y")
     assert "secret" not in str(caught.value)
-    not_pem = tmp_path / "ca.pem"
-    not_pem.write_text("no certificate")
-    for ca in (not_pem, tmp_path / "absent.pem"):
-        with pytest.raises(InvalidInput, match="PEM"):
-            Client("https://h", ca=ca)
 
 
 async def test_no_repr_shows_a_token_or_a_key(client: Any) -> None:
@@ -130,7 +126,9 @@ async def test_tls_trusts_the_authority_given_and_no_other(
     }
     gateway = ScriptedGateway()
     with serving(gateway, listening(), **files):
-        trusting = connect(gateway.base_url, ca=certificate / "cert.pem")
+        trusting = connect(
+            gateway.base_url, verify=ssl.create_default_context(cafile=certificate / "cert.pem")
+        )
         assert (await trusting.session_info("s1")).state == "open"
         unchecked = connect(gateway.base_url, verify=False)
         assert (await unchecked.session_info("s1")).state == "open"

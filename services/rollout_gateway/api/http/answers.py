@@ -24,7 +24,14 @@ from paceline.services.rollout_gateway.calls.planner import CHECKED_FIELDS, Aske
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, ToolCall
 from paceline.services.rollout_gateway.sessions import names, session
 
-STATUS = (
+ERRORS: tuple[tuple[str | type[errors.PacelineError], int, str], ...] = (
+    ("UNAUTHENTICATED", 401, "authentication_error"),
+    ("NOT_ALLOWED", 403, "permission_error"),
+    ("MODEL_NOT_FOUND", 404, "invalid_request_error"),
+    ("BODY_TIMEOUT", 408, "invalid_request_error"),
+    ("BODY_TOO_LARGE", 413, "invalid_request_error"),
+    ("UNSUPPORTED_MEDIA_TYPE", 415, "invalid_request_error"),
+    (names.OTHER_GATEWAY, 421, "invalid_request_error"),
     (errors.InvalidInput, 400, "invalid_request_error"),
     (errors.MissingCapability, 400, "invalid_request_error"),
     (errors.NotFound, 404, "not_found_error"),
@@ -32,16 +39,9 @@ STATUS = (
     (errors.ResourceExhausted, 429, "rate_limit_error"),
     (errors.Unavailable, 503, "server_error"),
     (errors.DeadlineExceeded, 504, "server_error"),
+    (errors.PacelineError, 500, "server_error"),
 )
-REASONS = {
-    "UNAUTHENTICATED": (401, "authentication_error"),
-    "NOT_ALLOWED": (403, "permission_error"),
-    "BODY_TIMEOUT": (408, "invalid_request_error"),
-    "BODY_TOO_LARGE": (413, "invalid_request_error"),
-    "UNSUPPORTED_MEDIA_TYPE": (415, "invalid_request_error"),
-    names.OTHER_GATEWAY: (421, "invalid_request_error"),
-    "MODEL_NOT_FOUND": (404, "invalid_request_error"),
-}
+"""(reason or class of an error, HTTP status, OpenAI's type); the first row that fits counts."""
 ANTHROPIC_TYPES = {
     404: "not_found_error",
     409: "invalid_request_error",
@@ -57,11 +57,10 @@ GATEWAY_HEADER = "x-paceline-gateway"
 
 def status_of(error: errors.PacelineError) -> tuple[int, str]:
     """(status, OpenAI's error type)"""
-    if error.reason in REASONS:
-        return REASONS[error.reason]
     return next(
-        ((code, name) for family, code, name in STATUS if isinstance(error, family)),
-        (500, "server_error"),
+        (status, name)
+        for key, status, name in ERRORS
+        if (key == error.reason if isinstance(key, str) else isinstance(error, key))
     )
 
 
@@ -125,6 +124,7 @@ B = TypeVar("B", bound=shapes.SampledBody)
 class Answers(ABC, Generic[B]):
     """One request in the format of an API, from its plans to its answer."""
 
+    body_type: type[B]
     prefix = ""
     """Prefix of the answer's id."""
     id_headers: tuple[str, ...] = ("x-request-id",)

@@ -49,6 +49,7 @@ class ContentBlocks(answers.MessageParts):
 class AnthropicAnswers(answers.Answers[anthropic_schema.MessagesBody]):
     """The answer `message`, whole and as events."""
 
+    body_type = anthropic_schema.MessagesBody
     prefix = "msg_"
     id_headers = ("x-request-id", "request-id")
 

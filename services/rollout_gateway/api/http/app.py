@@ -40,7 +40,7 @@ NOTED = {"x-paceline-ignored": "ignored", "x-paceline-overridden": "overridden"}
 log = telemetry.get_logger(__name__)
 
 
-class Front:
+class HttpFront:
     """An ASGI application around the routes: checks the site of a request, adds the noted headers
     to its answer, and records its metrics and span.
 
@@ -194,7 +194,7 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> ASGIApp:
     app = Starlette(routes=all_routes(), exception_handlers=dict.fromkeys(kinds, _answer_error))
     app.state.gateway, app.state.past_responses = gateway, responses.PastResponses(gateway.names)
     origins = gateway.config.api.cors_origins
-    front = Front(app, loopback=loopback, origins=origins)
+    front = HttpFront(app, loopback=loopback, origins=origins)
     if not origins:
         return front
     return CORSMiddleware(

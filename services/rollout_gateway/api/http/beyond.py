@@ -174,6 +174,7 @@ RESPONSES = Beyond(
         **_accept("min_p", 0.0),
         **_accept("repetition_penalty", 1.0),
         **_accept("truncation", "disabled"),
+        **_accept("background", False),
         **_accept("text.format.strict", True, False),
         **_accept("input[].content[].type input[].summary[].type"),
     },

@@ -245,6 +245,7 @@ class _Choices(answers.Answers[B]):
 class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
     """The answer `text_completion`. With `echo` a choice begins with its prompt."""
 
+    body_type = openai_schema.CompletionBody
     prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
     facts_per_choice = True
@@ -324,6 +325,7 @@ class CompletionAnswers(_Choices[openai_schema.CompletionBody]):
 class ChatAnswers(_Choices[openai_schema.ChatBody]):
     """The answer `chat.completion` and its chunks."""
 
+    body_type = openai_schema.ChatBody
     prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 

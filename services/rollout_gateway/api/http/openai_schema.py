@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag
 
 from paceline.services.rollout_gateway.api.http import beyond, shapes
 from paceline.services.rollout_gateway.chat import messages as chat
@@ -83,13 +82,6 @@ BiasedToken = Annotated[TokenId, Field(strict=False)]
 Bias = Annotated[float, Field(ge=sampling.BIAS.low, le=sampling.BIAS.high, allow_inf_nan=False)]
 
 
-def _few(bias: object) -> object:
-    """Refuse too many entries before each entry is checked."""
-    if isinstance(bias, dict) and len(bias) > sampling.MAX_BIASED_TOKENS:
-        raise PydanticCustomError("too_long", f"more than {sampling.MAX_BIASED_TOKENS} entries")
-    return bias
-
-
 def _prompt_kind(prompt: object) -> str:
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     if isinstance(first, str):
@@ -129,7 +121,7 @@ class GenerationBody(shapes.SampledBody):
     ] = 1.0
     min_tokens: Annotated[int, shapes.within("min_tokens", whole=True), shapes.NullIs(0)] = 0
     # JSON has the ids as text.
-    logit_bias: Annotated[dict[BiasedToken, Bias], BeforeValidator(_few)] | None = None
+    logit_bias: dict[BiasedToken, Bias] | None = Field(None, max_length=sampling.MAX_BIASED_TOKENS)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=sampling.MAX_STOP_TOKENS)
     include_stop_str_in_output: shapes.Off = False
     allowed_token_ids: list[TokenId] | None = Field(
@@ -189,7 +181,6 @@ class CompletionBody(GenerationBody):
     add_special_tokens: shapes.On = (
         True  # as in vLLM: bos before a text, even if the text begins with it
     )
-    suffix: str | None = None
     best_of: int | None = None
 
     def wanted_logprobs(self) -> int | None:
@@ -203,8 +194,6 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.suffix:
-            raise beyond.FieldError("suffix", "is not served", seen=self.suffix[:40])
         if self.best_of not in (None, self.n):
             raise beyond.FieldError(
                 "best_of", "other than n is not served", seen=self.best_of, allowed=self.n

@@ -184,6 +184,7 @@ class OutputItems(answers.MessageParts):
 class ResponsesAnswers(answers.Answers[responses_schema.ResponsesBody]):
     """The answer `response`, whole and as events."""
 
+    body_type = responses_schema.ResponsesBody
     prefix = "resp_"
 
     def __init__(

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
 from paceline.services.rollout_gateway.api.http import beyond, shapes
 from paceline.services.rollout_gateway.chat import messages as chat
-
-NOT_SERVED = ("background", "conversation", "prompt")
-"""Fields that change the meaning of a request, so they cannot be ignored."""
 
 
 class MessageItem(shapes.Shape):
@@ -130,9 +127,6 @@ class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
     max_tokens: shapes.Limit | None = Field(None, alias="max_output_tokens")
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    background: shapes.JsonValue = None
-    conversation: shapes.JsonValue = None
-    prompt: shapes.JsonValue = None
 
     @property
     def one_call(self) -> bool:
@@ -140,12 +134,6 @@ class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
 
     def functions(self) -> Sequence[shapes.FunctionShape]:
         return self.tools or []
-
-    def check(self) -> None:
-        """Raises FieldError for fields that are not served."""
-        for field in NOT_SERVED:
-            if seen := getattr(self, field):
-                raise beyond.FieldError(field, "is not served", seen=str(seen)[:40])
 
     def json_schema(self) -> str:
         form = self.text.format if self.text is not None else None
@@ -178,50 +166,41 @@ class ResponsesBody(shapes.ToolsShape, shapes.SampledBody):
         return self.chat_request(said, shapes.tool_choice(self.tool_choice))
 
 
-class _Turn:
-    """Items of one assistant turn."""
-
-    def __init__(self) -> None:
-        self.items: list[MessageItem | CallItem | ReasoningItem] = []
-
-    def continues(self, item: MessageItem | CallItem | ReasoningItem) -> bool:
-        """Whether the item belongs to this turn. Reasoning begins a turn, and so does a message
-        directly after another message.
-        """
-        if not self.items or isinstance(item, CallItem):
-            return True
-        return isinstance(item, MessageItem) and not isinstance(self.items[-1], MessageItem)
-
-    def message(self) -> chat.Message:
-        said = [
-            shapes.joined_text(item.content) for item in self.items if isinstance(item, MessageItem)
-        ]
-        thought = [item.text for item in self.items if isinstance(item, ReasoningItem)]
-        calls = [
-            chat.ToolCall(one.call_id, one.name, one.arguments)
-            for one in self.items
-            if isinstance(one, CallItem)
-        ]
-        return chat.Message("assistant", "".join(said), "".join(thought), tuple(calls))
-
-
 def grouped(items: Sequence[Any]) -> Iterator[chat.Message]:
     """Convert items to messages; the items of one assistant turn become one message."""
-    turn = _Turn()
+    turn: list[Any] = []
     for item in items:
-        spoken = isinstance(item, CallItem | ReasoningItem) or (
-            isinstance(item, MessageItem) and item.role == "assistant"
-        )
-        if turn.items and not (spoken and turn.continues(item)):
-            yield turn.message()
-            turn = _Turn()
-        if spoken:
-            turn.items.append(item)
+        own = not isinstance(item, OutputItem) and getattr(item, "role", "assistant") == "assistant"
+        if turn and not (own and _continues(turn, item)):
+            yield _joined(turn)
+            turn = []
+        if own:
+            turn.append(item)
         elif isinstance(item, OutputItem):
             yield chat.Message("tool", shapes.joined_text(item.output), tool_call_id=item.call_id)
         else:
             role = "system" if item.role == "developer" else item.role
-            yield chat.Message(cast("chat.Role", role), shapes.joined_text(item.content))
+            yield chat.Message(role, shapes.joined_text(item.content))
 
-    if turn.items:
-        yield turn.message()
+    if turn:
+        yield _joined(turn)
+
+
+def _continues(turn: Sequence[Any], item: Any) -> bool:
+    """Whether the item belongs to the turn. Reasoning begins a turn, and so does a message directly
+    after another message.
+    """
+    if isinstance(item, MessageItem):
+        return not isinstance(turn[-1], MessageItem)
+    return isinstance(item, CallItem)
+
+
+def _joined(turn: Sequence[Any]) -> chat.Message:
+    content = [shapes.joined_text(one.content) for one in turn if isinstance(one, MessageItem)]
+    reasoning = [one.text for one in turn if isinstance(one, ReasoningItem)]
+    calls = [
+        chat.ToolCall(one.call_id, one.name, one.arguments)
+        for one in turn
+        if isinstance(one, CallItem)
+    ]
+    return chat.Message("assistant", "".join(content), "".join(reasoning), tuple(calls))

@@ -18,18 +18,10 @@ from paceline.services.rollout_gateway.api.http import (
     anthropic,
     anthropic_schema,
     openai,
-    openai_schema,
+    requests,
     responses,
-    responses_schema,
     sessions,
     tokens,
-)
-from paceline.services.rollout_gateway.api.http.requests import (
-    caller_of,
-    check_model,
-    gateway_of,
-    model_names,
-    require_token,
 )
 from paceline.services.rollout_gateway.api.http.streaming import Handler, generating
 
@@ -41,7 +33,7 @@ Prometheus itself waits 10 s by default.
 
 async def health(request: Request) -> Response:
     """200 while at least one worker serves."""
-    gateway = gateway_of(request)
+    gateway = requests.gateway_of(request)
     ready = len(gateway.router.processes())
     body = {"status": "ok" if ready else "starting", "model": gateway.model, "workers": ready}
     return JSONResponse(body, status_code=200 if ready else 503)
@@ -49,34 +41,34 @@ async def health(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """The served model, under each of its names."""
-    await caller_of(request)
-    names = model_names(gateway_of(request))
+    await requests.caller_of(request)
+    names = requests.model_names(requests.gateway_of(request))
     return JSONResponse({"object": "list", "data": [_model(request, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
     """The model of that name."""
-    await caller_of(request)
+    await requests.caller_of(request)
     name = str(request.path_params["name"])
-    check_model(gateway_of(request), name)
+    requests.check_model(requests.gateway_of(request), name)
     return JSONResponse(_model(request, name))
 
 
 async def version(request: Request) -> Response:
     """The version of Paceline."""
-    await caller_of(request)
+    await requests.caller_of(request)
     return JSONResponse({"version": distribution_version("paceline")})
 
 
 async def metrics(request: Request) -> Response:
     """Every instrument of the process in Prometheus text format; polls the workers first."""
-    await require_token(request)
-    await gateway_of(request).router.healths(SCRAPE_DEADLINE_S)
+    await requests.require_token(request)
+    await requests.gateway_of(request).router.healths(SCRAPE_DEADLINE_S)
     return Response(telemetry.prometheus_page(), media_type=telemetry.PROMETHEUS_TYPE)
 
 
 def _model(request: Request, name: str) -> dict[str, Any]:
-    gateway = gateway_of(request)
+    gateway = requests.gateway_of(request)
     return {
         "id": name,
         "object": "model",
@@ -100,8 +92,8 @@ class Operation:
     open: bool = False  # needs no key
 
 
-def _generate(path: str, summary: str, answers: type[Any], body: type[Any]) -> Operation:
-    return Operation("post", path, generating(answers, body), summary, body)
+def _generate(path: str, summary: str, answers: type[Any]) -> Operation:
+    return Operation("post", path, generating(answers), summary, answers.body_type)
 
 
 _ONE = "/v1/sessions/{id}"
@@ -116,27 +108,12 @@ OPERATIONS = (
         "post", "/tokenize", tokens.tokenize, "Tokens of a text or chat", tokens.TokenizeBody
     ),
     Operation("post", "/detokenize", tokens.detokenize, "Text of tokens", tokens.DetokenizeBody),
-    _generate(
-        "/v1/completions",
-        "OpenAI's completions",
-        openai.CompletionAnswers,
-        openai_schema.CompletionBody,
-    ),
-    _generate("/v1/chat/completions", "OpenAI's chat", openai.ChatAnswers, openai_schema.ChatBody),
-    _generate(
-        "/v1/responses",
-        "OpenAI's responses",
-        responses.ResponsesAnswers,
-        responses_schema.ResponsesBody,
-    ),
+    _generate("/v1/completions", "OpenAI's completions", openai.CompletionAnswers),
+    _generate("/v1/chat/completions", "OpenAI's chat", openai.ChatAnswers),
+    _generate("/v1/responses", "OpenAI's responses", responses.ResponsesAnswers),
     Operation("get", _STORED, responses.show, "A stored response"),
     Operation("delete", _STORED, responses.delete, "Delete a stored response"),
-    _generate(
-        "/v1/messages",
-        "Anthropic's messages",
-        anthropic.AnthropicAnswers,
-        anthropic_schema.MessagesBody,
-    ),
+    _generate("/v1/messages", "Anthropic's messages", anthropic.AnthropicAnswers),
     Operation(
         "post",
         "/v1/messages/count_tokens",

@@ -16,6 +16,7 @@ from paceline.errors import InternalError, PacelineError, Unavailable
 from paceline.services.rollout_gateway.api.http import requests
 from paceline.services.rollout_gateway.api.http.answers import Answers, B, Event, framed
 from paceline.services.rollout_gateway.api.http.requests import caller_of, check_model, gateway_of
+from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.calls.call import Call, Piece
 
 MAX_HEAD_BYTES = 64 << 10
@@ -150,8 +151,7 @@ class EventStream(Response):
                 raise
             sending.uncancel()
         finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
+            await cancel(gone)
 
     def _write_at_once(self, parts: BodyParts) -> None:
         [call] = self._calls
@@ -173,12 +173,12 @@ def _message(part: StreamPart) -> Message:
     return {"type": "http.response.body", "body": part[0], "more_body": part[1]}
 
 
-def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
+def generating(kind: type[Answers[B]]) -> Handler:
     """The handler of a request that generates."""
 
     async def handle(request: Request) -> Response:
         caller = await caller_of(request)
-        asked, gateway = await requests.read(request, body), gateway_of(request)
+        asked, gateway = await requests.read(request, kind.body_type), gateway_of(request)
         asked.check()
         check_model(gateway, asked.model)
         answers = kind(request, asked, caller)
@@ -186,7 +186,7 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
         plans = await answers.plans()
         request.state.overridden = plans[0].overridden
         unheeded = () if plans[0].sampling.tool_grammar else asked.unheeded()
-        paths = body.undeclared.unread
+        paths = asked.undeclared.unread
         unread = [paths[part] for part in plans[0].unread if part in paths]
         request.state.ignored = tuple(sorted({*request.state.ignored, *unheeded, *unread}))
         calls = [gateway.call(plan) for plan in plans]
@@ -204,18 +204,9 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
 
 async def _run(calls: Sequence[Call]) -> None:
     """Run every choice; when one choice fails the other choices end."""
-    tasks = [asyncio.create_task(_whole(call)) for call in calls]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _whole(call: Call) -> None:
-    await call.run()
-    _refuse(call.finish, call.whole.error)
+    async with aclosing(_pieces(calls, stream=False)) as pieces:
+        async for _, piece in pieces:
+            _refuse(piece)
 
 
 async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerator[StreamPart]:
@@ -223,9 +214,9 @@ async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerato
     began, left = False, len(calls)
     try:
         ending: list[Event] = []
-        async with aclosing(_pieces(calls)) as pieces:
+        async with aclosing(_pieces(calls, stream=True)) as pieces:
             async for index, piece in pieces:
-                _refuse(piece.finish, piece.chunk.error)
+                _refuse(piece)
                 events = [*(() if began else answers.first())]
                 events += answers.piece(index, calls[index], piece)
                 left -= bool(piece.finish)
@@ -242,44 +233,47 @@ async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerato
         yield framed([answers.failed(error)]), False
 
 
-def _refuse(finish: str, error: str) -> None:
+def _refuse(piece: Piece) -> None:
     """Raises InternalError when the engine failed."""
-    if finish == "error":
-        raise InternalError(error)
+    if piece.finish == "error":
+        raise InternalError(piece.chunk.error)
 
 
-async def _pieces(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Piece]]:
+async def _pieces(calls: Sequence[Call], *, stream: bool) -> AsyncGenerator[tuple[int, Piece]]:
     """(choice, its next piece) as they arrive. Each of several choices runs in its own task."""
     if len(calls) == 1:
-        async with aclosing(calls[0].pieces(stream=True)) as pieces:
+        async with aclosing(calls[0].pieces(stream=stream)) as pieces:
             async for piece in pieces:
                 yield 0, piece
         return
 
-    queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
-    tasks = [asyncio.create_task(_feed(queue, index, call)) for index, call in enumerate(calls)]
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(STREAM_QUEUE)
+    tasks = [
+        asyncio.create_task(_feed(queue, index, call.pieces(stream=stream)))
+        for index, call in enumerate(calls)
+    ]
     left = len(calls)
     try:
         while left:
             index, news = await queue.get()
-            if isinstance(news, PacelineError):
+            if isinstance(news, Exception):
                 raise news
             left -= bool(news.finish)
             yield index, news
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def _feed(
-    queue: asyncio.Queue[tuple[int, Piece | PacelineError]], index: int, call: Call
+    queue: asyncio.Queue[tuple[int, Piece | Exception]],
+    index: int,
+    pieces: AsyncGenerator[Piece],
 ) -> None:
     try:
-        async with aclosing(call.pieces(stream=True)) as pieces:
+        async with aclosing(pieces):
             async for piece in pieces:
                 await queue.put((index, piece))
-    except PacelineError as error:
+    except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
         await queue.put((index, error))
 
 
@@ -294,6 +288,4 @@ async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
             raise Unavailable("the client went away")
         return work.result()
     finally:
-        work.cancel()
-        gone.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        await cancel(work, gone)

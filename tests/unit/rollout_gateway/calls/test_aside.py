@@ -12,6 +12,7 @@ import pytest
 
 from paceline.errors import InvalidInput, ResourceExhausted
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway import background
 from paceline.services.rollout_gateway.background import LARGE_BYTES, SMALL_BYTES, LargeRequests
 
 LOOP = "MainThread"
@@ -19,8 +20,10 @@ MEDIUM, LARGE = SMALL_BYTES + 1, LARGE_BYTES + 1
 
 
 @pytest.fixture
-def aside() -> Iterator[LargeRequests]:
-    made = LargeRequests(most_bytes=3 * LARGE, wait_s=0.2)
+def aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[LargeRequests]:
+    monkeypatch.setattr(background, "MAX_HELD_BYTES", 3 * LARGE)
+    monkeypatch.setattr(background, "WAIT_S", 0.2)
+    made = LargeRequests()
     yield made
     made.stop()
 

@@ -15,6 +15,7 @@ from counted import counted
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway import features
 from paceline.services.rollout_gateway.config import FeaturesConfig
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_dtype
@@ -40,18 +41,19 @@ def origin() -> Origin:
     return Origin("run", 0, "s", "g", 0.7, 2, TOKENS)
 
 
-def publisher(**settings: int) -> FeaturePublisher:
+def publisher() -> FeaturePublisher:
     client = redis.asyncio.Redis(port=1)  # never reached: nothing is started
-    return FeaturePublisher(client, FeaturesConfig(), lambda version: f"head-{version}", **settings)
+    return FeaturePublisher(client, FeaturesConfig(), lambda version: f"head-{version}")
 
 
 async def test_a_full_queue_drops_the_oldest_batch_and_counts_its_rows(
-    metric_reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = publisher(queue_batches=1)
+    monkeypatch.setattr(features, "QUEUE_BATCHES", 1)
+    sender = publisher()
     for _ in range(3):
         sender.expect(1)
-        sender.take(rows(0, 1, 2, 3, 4))
+        sender.add_rows(rows(0, 1, 2, 3, 4))
         sender.publish(1, origin())
     assert sender.rows_dropped == 10
     assert counted(metric_reader, "paceline.gateway.feature_rows_dropped") == 10
@@ -74,7 +76,7 @@ async def test_sessions_that_end_together_travel_together(
     sender.start(RowLayout.last(2))
     for session in ("s", "t", "u"):
         sender.expect(1)
-        sender.take(rows(0, 1, 2, 3, 4))
+        sender.add_rows(rows(0, 1, 2, 3, 4))
         sender.publish(1, replace(origin(), run_id=run_id, session_id=session))
     async with asyncio.timeout(patient(10)):
         await arrived.wait()
@@ -86,21 +88,24 @@ async def test_sessions_that_end_together_travel_together(
     await stream.close()
 
 
-async def test_rows_beyond_the_budget_are_dropped_and_counted() -> None:
-    sender = publisher(gather_bytes=rows(0, 1).nbytes)
+async def test_rows_beyond_the_budget_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(features, "GATHER_BYTES", rows(0, 1).nbytes)
+    sender = publisher()
     sender.expect(1)
-    sender.take(rows(0, 1))
-    sender.take(rows(2))
+    sender.add_rows(rows(0, 1))
+    sender.add_rows(rows(2))
     assert sender.rows_dropped == 1
     sender.forget(1)
     sender.expect(1)
-    sender.take(rows(0, 1))
+    sender.add_rows(rows(0, 1))
     assert sender.rows_dropped == 1
 
 
 async def test_rows_nobody_asked_for_are_ignored() -> None:
     sender = publisher()
-    sender.take(rows(0, 1))
+    sender.add_rows(rows(0, 1))
     sender.publish(1, origin())
     assert sender.rows_dropped == 0
 
@@ -108,7 +113,7 @@ async def test_rows_nobody_asked_for_are_ignored() -> None:
 async def test_a_request_that_is_not_recorded_leaves_no_rows() -> None:
     sender = publisher()
     sender.expect(1)
-    sender.take(rows(0, 1))
+    sender.add_rows(rows(0, 1))
     router = SimpleNamespace(abort=lambda generation: None)
     gateway: Any = SimpleNamespace(router=router, publisher=sender)
     Gateway.abort(gateway, Generation(pb.EngineRequest(request_id=1), 0))
