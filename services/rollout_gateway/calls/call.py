@@ -97,19 +97,15 @@ class EngineAccess(Protocol):
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
         """Send the request to a worker."""
-        ...
 
     def abort(self, generation: Generation) -> None:
         """Free the engine's resources of the generation."""
-        ...
 
     def place(self, key: str) -> AbstractAsyncContextManager[object]:
         """Wait for a place in the engine."""
-        ...
 
     def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
         """Called when a turn of a session has ended."""
-        ...
 
 
 class Call:

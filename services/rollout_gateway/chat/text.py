@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -68,12 +69,9 @@ class TextCodec:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside ordinary text, by their text: marks, beginnings and ends."""
         self._bytes: dict[int, bytes] = {}
-        try:
-            self._spelling: tokenizer.TokenSpelling | None = tokenizer.TokenSpelling(
-                self._tokenizer
-            )
-        except InvalidInput:  # a decoder without bytes: a token's text is then its own decoding
-            self._spelling = None
+        self._spelling: tokenizer.TokenSpelling | None = None
+        with suppress(InvalidInput):  # of a decoder without bytes: a token is then decoded alone
+            self._spelling = tokenizer.TokenSpelling(self._tokenizer)
         self._stages = () if self._spelling is None else self._spelling.kinds
         own_end = self._tokenizer.token_to_id(files.named.get("eos_token", ""))
         self.end_ids = frozenset([*end_ids, *([] if own_end is None else [own_end])])

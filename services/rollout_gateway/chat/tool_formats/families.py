@@ -13,7 +13,6 @@ from paceline.services.rollout_gateway.chat.tool_formats.harmony import HARMONY
 from paceline.services.rollout_gateway.chat.tool_formats.typed_text import Parameters, Tags
 
 Calls = base.Reading[list[base.SpelledCall]]
-_KEYS = ("arguments", "parameters")
 
 
 def _framed_calls(
@@ -37,7 +36,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 def _read_hermes(text: base.GrowingText, _: Schemas) -> Calls:
     yield from text.expect(_OPEN)
-    call = yield from json_text.call_object(text, _KEYS)
+    call = yield from json_text.call_object(text)
     yield from text.expect(_CLOSE)
     return [call]
 
@@ -62,7 +61,7 @@ def _read_llama(text: base.GrowingText, _: Schemas) -> Calls:
     if (yield from text.skip(";")):
         yield from text.blanks()
     yield from text.skip(_TAG)
-    return [(yield from json_text.call_object(text, _KEYS[::-1], required=True))]
+    return [(yield from json_text.call_object(text, required=True))]
 
 
 class _Llama(ToolFormat):
@@ -109,11 +108,11 @@ def _read_mistral(text: base.GrowingText, _: Schemas) -> Calls:
     yield from text.blanks()
     if not (yield from text.skip("[")):
         if (yield from text.at("{")):  # one call without an array around it
-            return [(yield from json_text.call_object(text, _KEYS))]
+            return [(yield from json_text.call_object(text))]
         return [(yield from _read_named(text))]
     calls: list[base.SpelledCall] = []
     while True:
-        calls.append((yield from json_text.call_object(text, _KEYS)))
+        calls.append((yield from json_text.call_object(text)))
         yield from text.blanks()
         if (yield from text.skip("]")):
             return calls

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.services.rollout_gateway.chat.tool_formats import base
@@ -131,16 +130,16 @@ def _arguments_object(written: str) -> str:
 
 
 def call_object(
-    text: base.GrowingText, argument_keys: Sequence[str], *, required: bool = False
+    text: base.GrowingText, *, required: bool = False
 ) -> base.Reading[base.SpelledCall]:
-    """Reads a call written as an object with "name" and one of `argument_keys`; other members are
-    ignored.
+    """Reads a call written as an object with "name", and "arguments" or "parameters"; other members
+    are ignored.
 
     Absent arguments are `{}`, unless `required`. Raises Deviation when it is no call, and for
     arguments that are no object.
     """
     members = json_members((yield from json_object(text)))
-    arguments = next((members[key] for key in argument_keys if key in members), None)
+    arguments = members.get("arguments", members.get("parameters"))
     name = _sendable(members.get("name", ""))
     if not name or (required and arguments is None):
         raise base.Deviation
