@@ -61,9 +61,9 @@ def check(tab: Tab, width: int) -> None:
     state = tab.value("document.getElementById('state').textContent")
     assert re.match(r"step \d+ of 40  ·  .*slot 0: \w+", state), state
     queues = tab.value("document.getElementById('queues').innerText")
-    for name in ("serving", "promoted", "gateway", "policy_trainer"):
+    for name in ("serving", "promoted", "policy trainer"):
         assert name in queues
-    assert re.search(r"p\d+\.d\d+ serving", queues), queues
+    assert re.search(r"serving p\d+\.d\d+", queues), queues
     titles = tab.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
     for title in (
         *("Reward and held-out accuracy", "Exactness audit", "Exactness audit by path"),

@@ -263,7 +263,11 @@ async def read_figures(config: ServiceConfig) -> dict[str, str]:
     return {
         "serving": str(versions_from_proto(snapshot.versions)),
         "promoted": "none" if promoted is None else f"d{promoted}",
-        **{part.name: part.trouble or _counts_text(part) for part in progress.parts[1:]},
+        **{
+            part.name: text
+            for part in progress.parts[1:]
+            if (text := part.trouble or _counts_text(part))
+        },
     }
 
 

@@ -22,7 +22,7 @@ function showFigures(figures) {
   queues.replaceChildren(...Object.entries(figures).map(([name, value]) => {
     const one = document.createElement("span"), figure = document.createElement("b");
     figure.textContent = value;
-    one.append(figure, ` ${name}`);
+    one.append(`${name.replaceAll("_", " ")} `, figure);
     return one;
   }));
 }
