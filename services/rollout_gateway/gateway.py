@@ -17,7 +17,6 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local import forking, user_directory
 from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
-from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import background, engines, metrics, sandbox
 from paceline.services.rollout_gateway.calls import planner, queue
@@ -31,7 +30,7 @@ from paceline.services.rollout_gateway.environments import table, toolbox
 from paceline.services.rollout_gateway.features import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sessions import agents, names, outbox, tree
-from paceline.services.rollout_gateway.workers import lending, quarantine, router, weights
+from paceline.services.rollout_gateway.workers import quarantine, router, weights
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.streams import connect
@@ -40,7 +39,6 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 
 STOP_GRACE_S = 10.0
-LENDING_EPOCHS = f"lending_{EPOCHS}"
 _SHARES = 10_000
 """Resolution of features.share."""
 
@@ -105,10 +103,8 @@ class Gateway:
         self._arming = asyncio.Lock()
         self.quarantined = quarantine.Quarantined(self.router)
         self.router.on_ready, self.router.orders = self._equip, self._orders
-        self.router.loans.on_return = self.weights.take_memory
-        guard = EpochGuard(config.security, self.state and self.state / LENDING_EPOCHS)
-        lent = self.state and self.state / "lent.json"
-        self.lending = lending.Lending(self.router.loans, len(self.router.seats), guard, lent)
+        self.lending = self.router.lending
+        self.lending.on_return = self.weights.take_memory
 
     def _log_end_tokens(self) -> None:
         """Log the end tokens; a warning if the model has none."""

@@ -186,7 +186,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> rpb.ReleaseWorkersResponse:
         drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
         outlasts_s = request.outlasts_s or OUTLASTS_S
-        freed = await self._gateway.lending.release(
+        freed = await self._gateway.lending.grant(
             request.context, request.workers, drain_s, outlasts_s
         )
         return rpb.ReleaseWorkersResponse(released_bytes=freed)
@@ -194,7 +194,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def ResumeWorkers(
         self, request: rpb.ResumeWorkersRequest, context: Any
     ) -> rpb.ResumeWorkersResponse:
-        back = await self._gateway.lending.resume(request.context)
+        back = await self._gateway.lending.revoke(request.context)
         versions = versions_to_proto(self._gateway.weights.versions)
         return rpb.ResumeWorkersResponse(workers=back, versions=versions)
 

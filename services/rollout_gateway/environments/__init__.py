@@ -60,9 +60,8 @@ def checked_episode(found: object) -> Episode:
     Raises InvalidInput for any other value.
     """
     if not isinstance(found, Episode):
-        raise InvalidInput(
-            "an environment returned no Episode", seen=repr(found)[:80], allowed="an Episode"
-        )
+        seen = repr(found)[:80]
+        raise InvalidInput("an environment returned no Episode", seen=seen, allowed="an Episode")
     messages = found.messages
     wrong = {
         "finish": (found.finish in FINISHES, ", ".join(FINISHES)),
@@ -76,11 +75,8 @@ def checked_episode(found: object) -> Episode:
     }
     for name, (right, allowed) in wrong.items():
         if not right:
-            raise InvalidInput(
-                f"an environment returned an Episode with another {name}",
-                seen=repr(getattr(found, name))[:80],
-                allowed=allowed,
-            )
+            message = f"an environment returned an Episode with an invalid {name}"
+            raise InvalidInput(message, seen=repr(getattr(found, name))[:80], allowed=allowed)
     return replace(found, text=whole_text(found.text))
 
 

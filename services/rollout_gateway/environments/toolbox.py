@@ -30,7 +30,7 @@ class ToolServer:
     """One server, connected on first use and again after a loss."""
 
     def __init__(self, name: str, config: ToolServerConfig) -> None:
-        self._name = name
+        self._name, self._place = name, f"gateway.tool_servers.{name}"
         self._config = config
         self._turn = asyncio.Lock()
         self._held: asyncio.Task[None] | None = None
@@ -48,11 +48,8 @@ class ToolServer:
         wanted = self._config.tools or tuple(listed)
         missing = [name for name in wanted if name not in listed]
         if missing:
-            raise ConfigError(
-                f"gateway.tool_servers.{self._name}.tools",
-                seen=", ".join(missing),
-                allowed=", ".join(listed) or "none: the server has no tools",
-            )
+            seen, allowed = ", ".join(missing), ", ".join(listed) or "none: the server has no tools"
+            raise ConfigError(f"{self._place}.tools", seen=seen, allowed=allowed)
         found = [listed[name] for name in wanted]
         return {
             one.name: Tool(
@@ -140,11 +137,8 @@ class ToolServer:
             from mcp import Client, StdioServerParameters
             from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:
-            raise ConfigError(
-                "tool servers need the library mcp",
-                seen=f"gateway.tool_servers.{self._name}",
-                allowed="pip install 'paceline[mcp]'",
-            ) from error
+            message, allowed = "tool servers need the library mcp", "pip install 'paceline[mcp]'"
+            raise ConfigError(message, seen=self._place, allowed=allowed) from error
         if self._config.url:
             async with (
                 AsyncClient(  # deadlines of this class are shorter
@@ -164,11 +158,8 @@ class ToolServer:
         if not variable:
             return {}
         if not (token := os.environ.get(variable, "")):
-            raise ConfigError(
-                f"gateway.tool_servers.{self._name}.token_env",
-                seen=f"{variable} is not set",
-                allowed="a variable with the server's token",
-            )
+            place, allowed = f"{self._place}.token_env", "a variable with the server's token"
+            raise ConfigError(place, seen=f"{variable} is not set", allowed=allowed)
         return {"Authorization": f"Bearer {token}"}
 
     @asynccontextmanager

@@ -84,7 +84,7 @@ class ChildPlace:
 
     async def _running(self) -> Child:
         """The child that lives, or a new one. Raises Unavailable."""
-        if self._child is None or not self.pids:
+        if not self.closed and not self.pids:
             self._loaded.clear()
             try:
                 self._child = await Child.execute(
@@ -97,8 +97,8 @@ class ChildPlace:
             except OSError as error:
                 message = f"a child process of the rewards cannot start: {error}"
                 raise Unavailable(message) from error
-        if self.closed:
-            await self._child.stop()
+        if self._child is None or self.closed:
+            await self.close()  # also a child that started meanwhile
             raise Unavailable(STOPPED)
         return self._child
 

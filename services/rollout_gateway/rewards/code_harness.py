@@ -102,7 +102,7 @@ def unpack(packed: Any, find: Callable[[int], Any]) -> Any:
 # ---- the child: the code
 
 
-class Servant:
+class CodeSide:
     """Answers calls on the code's own objects."""
 
     def __init__(self, wire: Wire) -> None:
@@ -198,8 +198,8 @@ class Handle:
     results.
     """
 
-    def __init__(self, master: Master, number: int) -> None:
-        object.__setattr__(self, "_of", (master, number))
+    def __init__(self, side: TestSide, number: int) -> None:
+        object.__setattr__(self, "_of", (side, number))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
@@ -227,11 +227,11 @@ class Handle:
 
 
 def _ask(handle: Handle, action: str, *arguments: Any, **named: Any) -> Any:
-    master, number = object.__getattribute__(handle, "_of")
-    return master.ask(number, action, arguments, named)
+    side, number = object.__getattribute__(handle, "_of")
+    return side.ask(number, action, arguments, named)
 
 
-class Master:
+class TestSide:
     """Calls the code for the tests and returns its results."""
 
     def __init__(self, wire: Wire) -> None:
@@ -253,7 +253,11 @@ class Master:
         }
         if entry_point and entry_point not in own:  # a builtin of that name must not replace it
             raise KeyError(entry_point)
-        return {"__name__": "tests", **_imported(modules), **own}
+        space: dict[str, Any] = {"__name__": "tests"}
+        for name in modules:
+            with contextlib.suppress(ImportError):  # a module of another system
+                space[name] = importlib.import_module(name)
+        return space | own
 
     def ask(
         self, number: int, action: str, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -307,18 +311,8 @@ def _raise(name: str, message: str) -> NoReturn:
     raise RuntimeError(f"{name}: {message}")
 
 
-def _imported(names: list[str]) -> dict[str, Any]:
-    found = {}
-    for name in names:
-        with contextlib.suppress(ImportError):  # a module of another system
-            found[name] = importlib.import_module(name)
-    return found
-
-
-def run_tests(
-    statements: list[dict[str, Any]], space: dict[str, Any], passed: Callable[[int], None]
-) -> None:
-    """Run the statements of the tests in order and report the number of each passed test."""
+def passed_tests(statements: list[dict[str, Any]], space: dict[str, Any]) -> Iterator[int]:
+    """Run the statements of the tests in order and yield the number of each passed test."""
     for statement in statements:
         try:
             exec(compile(statement["source"], "tests.py", "exec"), space)  # noqa: S102
@@ -327,7 +321,7 @@ def run_tests(
         except BaseException:  # noqa: BLE001, S112  (a test fails; or a preparation, and then the tests that need it)
             continue
         if statement["test"] is not None:
-            passed(statement["test"])
+            yield statement["test"]
 
 
 def main() -> None:
@@ -347,7 +341,7 @@ def main() -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, 0)
         os.dup2(nowhere, 1)
-        Servant(Wire(to_child, from_child)).run()
+        CodeSide(Wire(to_child, from_child)).run()
         os._exit(0)
 
     os.close(to_child)
@@ -356,15 +350,12 @@ def main() -> None:
     asked = json.load(sys.stdin)
     report, sys.stdout = sys.stdout, sys.stderr  # output of the tests is no report
     try:
-        space = Master(Wire(to_parent, from_parent)).names(asked["modules"], asked["entry_point"])
+        space = TestSide(Wire(to_parent, from_parent)).names(asked["modules"], asked["entry_point"])
     except Exception:  # noqa: BLE001  (the code does not load: no test passes)
         return
 
-    run_tests(
-        asked["statements"],
-        space,
-        lambda number: print(asked["nonce"], number, file=report, flush=True),
-    )
+    for number in passed_tests(asked["statements"], space):
+        print(asked["nonce"], number, file=report, flush=True)
 
 
 if __name__ == "__main__":

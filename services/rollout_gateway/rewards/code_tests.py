@@ -116,9 +116,7 @@ class CodeTests(RewardRule):
             self._check_room(asked)
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             # Python's parsers raise the last two for deep nesting.
-            log.warning(
-                "tests of a task cannot be used", task=episode.task.task_id, error=repr(error)
-            )
+            log.warning("unusable tests", task=episode.task.task_id, error=repr(error))
             return None
         code = last_code_block(episode.text)
         passed = await self._tests_passed(code, asked) + await self._cases_passed(code, asked)
@@ -128,10 +126,7 @@ class CodeTests(RewardRule):
     def _check_room(self, asked: _Asked) -> None:
         room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
         if asked.test_count > room:
-            raise ValueError(
-                f"{asked.test_count} tests; rewards.sandbox.output_bytes has room for reports of "
-                f"{room}"
-            )
+            raise ValueError(f"{asked.test_count} tests; sandbox.output_bytes allows {room}")
 
     async def _tests_passed(self, code: str, asked: _Asked) -> int:
         if not asked.test_count:
@@ -142,11 +137,8 @@ class CodeTests(RewardRule):
         stdin = json.dumps(orders)
         result = await self._sandbox.run(self._harness, stdin=stdin, files={CANDIDATE_FILE: code})
         if not result.stdout.startswith(f"{READY}\n"):
-            raise Unavailable(
-                "the tests' own process did not start",
-                seen=f"{result.reason}: {result.stderr[-300:]}",
-            )
-
+            seen = f"{result.reason}: {result.stderr[-300:]}"
+            raise Unavailable("the process of the tests did not start", seen=seen)
         reported = {line for line in result.stdout.splitlines() if line.startswith(f"{nonce} ")}
         return sum(f"{nonce} {number}" in reported for number in range(asked.test_count))
 

@@ -158,11 +158,8 @@ def reward_of(answer: bytes) -> float | None:
     except (ValueError, KeyError, RecursionError, OverflowError):
         pass  # raised below, with the same message as for JSON of another form
 
-    raise Unavailable(
-        "the reward at a URL answered something else",
-        seen=shown(answer),
-        allowed='{"reward": 0.5 | null}',
-    )
+    message, allowed = "the reward at a URL sent an invalid answer", '{"reward": 0.5 | null}'
+    raise Unavailable(message, seen=shown(answer), allowed=allowed)
 
 
 def shown(answer: bytes) -> str:

@@ -18,7 +18,10 @@ from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.environments import Episode
 from paceline.services.rollout_gateway.rewards.child_program import BatchRule, Raised
 
-ALLOWED = "a sequence-classification checkpoint with one label, or two"
+ALLOWED = (
+    "a directory with a sequence-classification checkpoint of one or two labels, a tokenizer and "
+)
+ALLOWED += "*.safetensors; pickled weights are not loaded, since they can run code"
 
 
 class RewardModel(BatchRule):
@@ -43,9 +46,8 @@ class RewardModel(BatchRule):
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(
-                f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED
-            ) from error
+            message = f"gateway.rewards.model.model cannot be loaded: {error}"
+            raise ConfigError(message, seen=model or "nothing", allowed=ALLOWED) from error
 
         if loaded["missing_keys"]:  # transformers would continue with random weights
             missing = ", ".join(sorted(loaded["missing_keys"])[:5])

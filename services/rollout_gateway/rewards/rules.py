@@ -158,11 +158,8 @@ class RewardRules:
             return Mixture({part: (self.rule(part), weight) for part, weight in parts})
         if name not in own:
             allowed = ", ".join(sorted([*REWARDS, *own, *mixtures]))
-            raise NotFound(
-                "no such reward rule",
-                seen=name,
-                allowed=f"{allowed}; gateway.rewards.own adds yours",
-            )
+            allowed += "; gateway.rewards.own adds yours"
+            raise NotFound("no such reward rule", seen=name, allowed=allowed)
         return child.ChildRule(own[name], self.children)
 
 

@@ -43,7 +43,7 @@ class IdleWorkers:
         self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> IdleWorkers:
-        self._router.loans.keep_spare()
+        self._router.lending.keep_spare()
         self._watchers = [
             background(self._watch(seat.index), f"idle worker {seat.index}")
             for seat in self._router.seats
@@ -71,7 +71,7 @@ class IdleWorkers:
         serving = [seat for seat in seats if not seat.released]
         if seats[index].released or len(serving) > 1:
             if not seats[index].released:
-                self._router.loans.spare(index)
+                self._router.lending.spare(index)
             self._lent.append(index)
             self._news.set()
 
@@ -80,11 +80,7 @@ class Totals:
     """Counts outcomes by worker and in total."""
 
     def __init__(
-        self,
-        shares: Iterable[int],
-        groups: Iterable[str],
-        workers: Iterable[int],
-        started: float,
+        self, shares: Iterable[int], groups: Iterable[str], workers: Iterable[int], started: float
     ) -> None:
         """`shares`: the worker of each sample. `groups`: the group of each training sample.
         `workers`: all workers with a share, even an empty share. `started`: seconds of the event
@@ -149,9 +145,7 @@ class Totals:
     def _closed(self, group_id: str) -> rpb.ClosedGroup:
         rewards = self._rewards[group_id]
         return rpb.ClosedGroup(
-            group_id=group_id,
-            scored_sessions=len(rewards),
-            equal_rewards=equal_rewards(rewards),
+            group_id=group_id, scored_sessions=len(rewards), equal_rewards=equal_rewards(rewards)
         )
 
     def share(self, worker: int) -> rpb.ShareDone:
@@ -254,11 +248,8 @@ class OpenRuns:
         """
         taken, groups = await self._taken(context), self._gateway.agents.groups
         if context.epoch < taken.epoch:
-            raise StaleEpoch(
-                f"a later call assigns the groups of step {context.step}",
-                seen=context.epoch,
-                allowed=f"at least {taken.epoch}",
-            )
+            message = f"a later call assigns the groups of step {context.step}"
+            raise StaleEpoch(message, seen=context.epoch, allowed=f"at least {taken.epoch}")
         taken.epoch = context.epoch
         wanted = len(taken.groups) + most
         while len(taken.groups) < wanted and (group := groups.pop()) is not None:

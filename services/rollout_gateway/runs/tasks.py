@@ -58,11 +58,8 @@ async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> Non
         own = isinstance(error, InvalidInput) and not isinstance(error, ConfigError)
         if isinstance(error, PacelineError) and not own:
             raise
-        log.warning(
-            "an environment could not prepare the tasks of a call",
-            environment=request.environment,
-            error=f"{type(error).__name__}: {error}",
-        )
+        seen = f"{type(error).__name__}: {error}"
+        log.warning("tasks are not prepared", environment=request.environment, error=seen)
 
 
 class RunningSample(NamedTuple):

@@ -21,13 +21,7 @@ from paceline.local.child import Child
 from paceline.local.patience import patient
 from paceline.local.user_directory import enterable_directory, locked_directory, user_directory
 from paceline.services.rollout_gateway.config import SandboxConfig
-from paceline.services.rollout_gateway.sandbox.launcher.request import (
-    CODE_FILE,
-    RunRequest,
-    SandboxResult,
-    encode,
-    remove_tree,
-)
+from paceline.services.rollout_gateway.sandbox.launcher import request as launch
 from paceline.telemetry import get_logger
 from paceline.whole_text import is_whole
 
@@ -75,21 +69,19 @@ class Sandbox:
 
     async def run(
         self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None
-    ) -> SandboxResult:
+    ) -> launch.SandboxResult:
         """Runs a program as `python main.py` with the standard library, in a directory with
         `files`.
 
         `files` maps relative paths to texts; modules among them can be imported. Waits while
         `parallel` other programs run. Cancelling kills the program. Raises InvalidInput for a path
-        outside the directory and for text that UTF-8 cannot encode, ConfigError as `layers`,
+        outside the directory and for text that UTF-8 cannot launch.encode, ConfigError as `layers`,
         Unavailable when the sandbox fails, which is independent of the code.
         """
         checked = checked_files(files or {})
         if not all(map(is_whole, (code, stdin, *checked.values()))):
-            raise InvalidInput(
-                "a program, its input or a file of it holds half a character",
-                allowed="text that UTF-8 can spell",
-            )
+            message = "a program, its input or one of its files has an unpaired surrogate"
+            raise InvalidInput(message, allowed="text that UTF-8 can launch.encode")
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)
@@ -127,28 +119,22 @@ class Sandbox:
         async with self._slots:
             answer = await self._launch(layers, f"print({word!r})", "", {})
         if answer.reason in ("timeout", "cpu"):  # a busy machine does not justify weaker layers
-            raise Unavailable(
-                "the sandbox is too slow to be tried out",
-                seen=f"{answer.reason}, {answer.wall_s:.1f} s",
-            )
-
+            seen = f"{answer.reason}, {answer.wall_s:.1f} s"
+            raise Unavailable("a trivial program is too slow in the sandbox", seen=seen)
         if not answer.failed and answer.stdout.strip() != word:
-            return (
-                f"a trivial program ended with {answer.reason} {answer.exit_code}: "
-                f"{answer.stderr[-300:]}"
-            )
-
+            ended = f"{answer.reason} {answer.exit_code}: {answer.stderr[-300:]}"
+            return f"a trivial program ended with {ended}"
         return answer.failed
 
     async def _launch(
         self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]
-    ) -> SandboxResult:
+    ) -> launch.SandboxResult:
         try:
             box = tempfile.mkdtemp(prefix="box-", dir=_boxes())
         except OSError as error:
             raise Unavailable("no directory could be made for a sandbox", seen=error) from error
 
-        request = RunRequest(
+        request = launch.RunRequest(
             parent=os.getpid(),
             box=box,
             layers=layers,
@@ -163,7 +149,7 @@ class Sandbox:
             await asyncio.shield(asyncio.to_thread(_remove, box))
 
 
-async def _ask_launcher(request: RunRequest) -> SandboxResult:
+async def _ask_launcher(request: launch.RunRequest) -> launch.SandboxResult:
     """Starts a launcher and waits for its answer; in every case the launcher has ended on return.
 
     Raises Unavailable.
@@ -178,27 +164,23 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
     deadline_s = request.wall_s + patient(START_S)
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await child.program.communicate(encode(request))
+            out, err = await child.program.communicate(launch.encode(request))
     except TimeoutError as error:
         raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
         await asyncio.shield(child.stop(STOP_S))  # it kills its program first
 
     if child.returncode != 0 or not out:
-        last_words = err[-500:].decode(errors="replace")
-        raise Unavailable(
-            "a sandbox's launcher was lost",
-            seen=f"exit code {child.returncode} {last_words}".strip(),
-        )
-
-    return SandboxResult(**json.loads(out))
+        seen = f"exit code {child.returncode} {err[-500:].decode(errors='replace')}".strip()
+        raise Unavailable("a sandbox's launcher was lost", seen=seen)
+    return launch.SandboxResult(**json.loads(out))
 
 
 def _remove(box: str) -> None:
     """Removes the directory if the launcher, which does so at its end, has left it."""
     if os.path.exists(box):
         try:
-            remove_tree(box)
+            launch.remove_tree(box)
         except OSError as error:
             log.warning("a sandbox's directory could not be removed", path=box, error=str(error))
 
@@ -207,7 +189,7 @@ def _boxes() -> Path:
     """This gateway's directory for runs; directories of killed gateways are removed."""
     private = os.geteuid() != 0  # otherwise the code has its own user id and must enter it
     parent = user_directory() / "boxes" if private else enterable_directory()
-    return locked_directory(parent, 0o711, remove_tree)
+    return locked_directory(parent, 0o711, launch.remove_tree)
 
 
 def _python() -> str:
@@ -221,7 +203,7 @@ def checked_files(files: Mapping[str, str]) -> dict[str, str]:
     """Files of a program. Raises InvalidInput for a path outside its directory."""
     for name in files:
         parts = PurePosixPath(name).parts
-        if not parts or {"/", "//", ".."} & {*parts} or name == CODE_FILE or "\0" in name:
-            allowed = f"relative paths other than {CODE_FILE}"
+        if not parts or {"/", "//", ".."} & {*parts} or name == launch.CODE_FILE or "\0" in name:
+            allowed = f"relative paths other than {launch.CODE_FILE}"
             raise InvalidInput("the path of a sandbox's file", seen=repr(name), allowed=allowed)
     return dict(files)

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 from paceline.arm_names import OFF, speculator_of
@@ -56,14 +57,6 @@ class Drafted(NamedTuple):
         return self.accepted / self.rounds if self.rounds else 0.0
 
 
-class FailedCheck(NamedTuple):
-    """A check that a set has failed."""
-
-    check: str
-    seen: str
-    allowed: str
-
-
 class Canary:
     """Chooses the canary worker and probes it."""
 
@@ -95,20 +88,16 @@ class Canary:
             about = {names.WORKER: number, names.SET_SEQ: versions.seq}
             try:
                 with span(names.WEIGHTS_CANARY, about):
-                    failed = await self._judge(process, served, versions, commit)
+                    await self._judge(process, served, versions, commit)
+                return process
             except PacelineError as error:
+                if error.reason == REFUSED:
+                    raise
                 log.warning("no verdict of a canary", worker=process.index, error=str(error))
                 failures.append(error)
-                continue
-            if failed is None:
-                return process
-            raise _refusal(process, versions, failed)
         if all(isinstance(one, Unavailable | DeadlineExceeded) for one in failures):
-            raise WeightsError(
-                f"every engine worker that tried set {versions.seq} was lost",
-                seen=str(failures[0]),
-                reason=LOST,
-            )
+            message = f"every engine worker that tried set {versions.seq} was lost"
+            raise WeightsError(message, seen=str(failures[0]), reason=LOST)
         raise failures[0]
 
     def _order(self, processes: Sequence[WorkerProcess]) -> list[WorkerProcess]:
@@ -126,9 +115,9 @@ class Canary:
         served: VersionSet,
         versions: VersionSet,
         commit: Callable[[WorkerProcess], Awaitable[None]],
-    ) -> FailedCheck | None:
-        """The failed check of the set on this worker, or None. A worker that failed is replaced by
-        a worker with the former set.
+    ) -> None:
+        """Raises WeightsError with the reason REFUSED when the set fails a check on this worker. A
+        worker that failed is replaced by a worker with the former set.
         """
         seat = self._router.seats[process.index]
         arm = self._arm(process, versions.drafter) if versions.drafter > served.drafter else ""
@@ -138,44 +127,43 @@ class Canary:
             seat.withheld = []
             try:
                 await commit(process)
-                failed = await self._failed(seat, process, versions, before, arm)
-                if failed is not None:
+                await self._check_set(seat, process, versions, before, arm)
+            except PacelineError as error:
+                if error.reason == REFUSED or isinstance(error, DeadlineExceeded):
                     await _replace(process)
-            except DeadlineExceeded:
-                await _replace(process)
                 raise
             finally:
                 if not process.lost.done():  # else the router places its requests again
                     self._router.deliver_withheld(seat)
-        return failed
 
-    async def _failed(
+    async def _check_set(
         self,
         seat: Seat,
         process: WorkerProcess,
         versions: VersionSet,
         before: Drafted | None,
         arm: str,
-    ) -> FailedCheck | None:
+    ) -> None:
+        refusal = partial(_refusal, process, versions)
         try:
             answer = (await self._probe(seat, OFF, FINITE_TOKENS, 1))[0]
         except DeadlineExceeded as error:
-            return FailedCheck("an answer to the probe", str(error), "one in time")
+            raise refusal("an answer to the probe", str(error), "one in time") from error
         _still_there(process)
         if answer.error:
-            return FailedCheck("finite log-probs", answer.error, "finite numbers")
+            raise refusal("finite log-probs", answer.error, "finite numbers")
         # a worker leaves out a damaged drafter
         taken = process.versions.drafter == versions.drafter
         if before is None or before.accepted < LEAST_ACCEPTED or not taken:
-            return None
+            return
         after = await self._drafted(seat, arm)
         _still_there(process)
         least = self._config.accepted * before.per_round
         if after is not None and after.per_round >= least:
-            return None
+            return
         seen = "no drafts" if after is None else f"{after.per_round:.3f} accepted drafts a round"
         share = f"{self._config.accepted:g} of the serving drafter's {before.per_round:.3f}"
-        return FailedCheck("acceptance", seen, f">= {least:.3f}, {share}")
+        raise refusal("acceptance", seen, f">= {least:.3f}, {share}")
 
     async def _drafted(self, seat: Seat, arm: str) -> Drafted | None:
         """Draft counts of an arm on the probes; None when the arm cannot draft."""
@@ -212,8 +200,7 @@ class Canary:
         finally:
             answers.cancel()
         raise DeadlineExceeded(
-            f"engine worker {seat.index} does not answer the canary's probe",
-            seen=f"{seconds:g} s",
+            f"engine worker {seat.index} does not answer the canary's probe", seen=f"{seconds:g} s"
         )
 
     def _arm(self, process: WorkerProcess, drafter: int) -> str:
@@ -234,29 +221,28 @@ class Canary:
         if not seat.lent:
             yield
             return
-        await self._router.loans.wake(process)
+        await self._router.lending.wake(process)
         try:
             yield
         finally:
             if seat.lent and not process.lost.done():
                 try:
-                    await self._router.loans.free(process)
+                    await self._router.lending.free(process)
                 except PacelineError as error:
                     log.error("a canary keeps a lent slot's memory", error=str(error))
                     await _replace(process)
 
 
-def _refusal(process: WorkerProcess, versions: VersionSet, failed: FailedCheck) -> WeightsError:
+def _refusal(
+    process: WorkerProcess, versions: VersionSet, check: str, seen: str, allowed: str
+) -> WeightsError:
     """The error for a set that failed a check; counts it."""
-    metrics.SETS_REFUSED.record(check=failed.check)
-    log.error("set_refused", worker=process.index, seq=versions.seq, **failed._asdict())
-    return WeightsError(
-        f"engine worker {process.index}, the canary, refused set {versions.seq} "
-        f"({versions}): {failed.check}",
-        seen=failed.seen,
-        allowed=failed.allowed,
-        reason=REFUSED,
-    )
+    metrics.SETS_REFUSED.record(check=check)
+    about = {"check": check, "seen": seen, "allowed": allowed}
+    log.error("set_refused", worker=process.index, seq=versions.seq, **about)
+    worker = f"engine worker {process.index}, the canary"
+    message = f"{worker}, refused set {versions.seq} ({versions}): {check}"
+    return WeightsError(message, seen=seen, allowed=allowed, reason=REFUSED)
 
 
 def _still_there(process: WorkerProcess) -> None:

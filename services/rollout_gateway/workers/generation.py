@@ -73,8 +73,10 @@ class Generation:
             if chunk.finish_reason:
                 tried = self._counted
                 self._count(chunk)
-                if tried:
-                    self._counters_to(chunk)
+                if tried:  # the last try's counters become the whole request's
+                    chunk.speculation.CopyFrom(stats_to_proto(self.speculation))
+                    chunk.smallest_gap = self._smallest_gap
+                    chunk.time_to_first_token_s = self._first_token_s
                 prompt = len(self.request.prompt_token_ids)
                 chunk.cached_prompt_tokens = min(chunk.cached_prompt_tokens, prompt)
             self._push(chunk)
@@ -105,23 +107,12 @@ class Generation:
         self._smallest_gap = min(self._smallest_gap, chunk.smallest_gap)
         self._first_token_s = self._first_token_s or chunk.time_to_first_token_s
 
-    def _counters_to(self, chunk: pb.TokenChunk) -> None:
-        """Replace the last try's counters by the whole request's."""
-        chunk.speculation.CopyFrom(stats_to_proto(self.speculation))
-        chunk.smallest_gap = self._smallest_gap
-        chunk.time_to_first_token_s = self._first_token_s
-
     def fail(self, message: str, kind: type[PacelineError] = InternalError) -> None:
         """End with FINISH_REASON_ERROR, unless the request has ended."""
         if not self.finished:
-            text = f"{kind.reason}: {message}"
-            self._push(
-                pb.TokenChunk(
-                    request_id=self.request.request_id,
-                    finish_reason=tpb.FINISH_REASON_ERROR,
-                    error=text,
-                )
-            )
+            request_id, error = self.request.request_id, f"{kind.reason}: {message}"
+            finish = tpb.FINISH_REASON_ERROR
+            self._push(pb.TokenChunk(request_id=request_id, finish_reason=finish, error=error))
 
     def tell_at_once(self, take: Callable[[pb.TokenChunk], bool] | None) -> None:
         """While the reader of `chunks` waits, pass chunks to `take` first, except the last chunk.

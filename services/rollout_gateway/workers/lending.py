@@ -10,12 +10,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from paceline.errors import DataLoss, DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
-from paceline.rpc import EpochGuard, Track
+from paceline.rpc import EPOCHS, EpochGuard, Track
 from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
 from paceline.services.rollout_gateway.workers.placement import Seat
@@ -32,43 +32,168 @@ MOST_DRAIN_S = 3600.0
 OUTLASTS_S = 30.0
 """Default seconds that a lease outlasts its coordinator; a killed coordinator is back sooner."""
 MOST_OUTLASTS_S = 7 * 86_400.0
+LENDING_EPOCHS = f"lending_{EPOCHS}"
 
 log = get_logger(__name__)
 
 
-class Loans:
-    """Tracks the lent workers. The router owns their requests."""
+class Lending:
+    """Tracks the lent workers and serialises the leases: commands of an older lease are refused.
+
+    Returns lent workers when no coordinator has listened for as long as their lease may outlast it.
+    The router owns their requests. For use on one event loop.
+    """
 
     def __init__(
         self,
         seats: Sequence[Seat],
         held: HeldRequests,
-        deadline_s: float,
+        config: GatewayConfig,
         place: Callable[[Generation], None],
     ) -> None:
-        """deadline_s: maximum time of a worker's answer. place: finds a worker for a request."""
+        """place: finds a worker for a request."""
         self._seats = seats
         self._held = held
-        self._deadline_s = deadline_s
+        self._deadline_s = config.engine.command_deadline_s
         self._place = place
         self.on_return: Callable[[WorkerProcess], Awaitable[None]] | None = None
         """Awaited when a lent worker returns: restores its memory and checks its version set."""
+        # The file keeps the lent workers over a restart; None keeps nothing.
+        self._file = config.spool and config.spool / "lent.json"
+        # Separate from the weights' guard, since a push under the previous lease stays valid.
+        self._guard = EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS)
+        self._turn = asyncio.Lock()
+        self._outlasts_s: float | None = None  # None while no worker is lent
+        self.epoch = 0  # of the newest lease
+        self._listeners = 1  # no coordinator can listen before `start`
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
 
-    @property
-    def lent(self) -> list[int]:
-        """Indices of the workers that have released their memory."""
-        return [seat.index for seat in self._seats if seat.lent]
+    def take_up(self) -> None:
+        """Restore the leases of the previous process. Call before workers start.
 
-    def numbers(self, workers: Iterable[int]) -> list[int]:
-        """Numbers of these workers within the run, as spans show them."""
-        return [self._seats[index].number for index in workers]
-
-    def keep(self, workers: Iterable[int]) -> None:
-        """Mark workers as lent before they start: they release their memory at once and get no
-        requests.
+        Raises DataLoss when the file is damaged.
         """
-        for index in workers:
-            self._seats[index].released = self._seats[index].lent = True
+        if self._file is None or not self._file.exists():
+            return
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            lent = [int(index) for index in found["workers"]]
+            outlasts_s, epoch = float(found["outlasts_s"]), int(found["epoch"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            message = f"the list of lent workers in {self._file} is damaged"
+            allowed = "remove it when no trainer of the run is alive"
+            raise DataLoss(message, seen=str(error)[:120], allowed=allowed) from error
+        for seat in self._seats:  # they release their memory at once and get no requests
+            seat.released = seat.lent = seat.index in lent
+        self.epoch = epoch
+        self._outlasts_s = outlasts_s if any(seat.lent for seat in self._seats) else None
+
+    def _note_lent(self, lent: Iterable[int], outlasts_s: float | None = None) -> None:
+        if self._file is not None:
+            noted = {"workers": sorted(lent), "outlasts_s": outlasts_s or 0.0, "epoch": self.epoch}
+            write_whole(self._file, json.dumps(noted))
+        self._outlasts_s = outlasts_s
+        self._renew()
+
+    async def grant(
+        self,
+        context: CommandContext,
+        workers: Iterable[int],
+        drain_s: float = DRAIN_S,
+        outlasts_s: float = OUTLASTS_S,
+    ) -> dict[int, int]:
+        """Lend workers under a new lease of their slots; returns the released bytes by worker.
+
+        drain_s: see lend. outlasts_s: seconds that the lease outlasts its coordinator. Raises
+        StaleEpoch, InvalidInput for an index out of range, ResourceExhausted on a full disk, and
+        the errors of lend.
+        """
+        wanted = sorted(set(workers))
+        if unknown := [index for index in wanted if index >= len(self._seats)]:
+            allowed = f"0..{len(self._seats) - 1}"
+            raise InvalidInput("there is no such worker", seen=unknown[0], allowed=allowed)
+        if not 0 <= drain_s <= MOST_DRAIN_S:
+            raise InvalidInput("drain_s", seen=drain_s, allowed=f"0 to {MOST_DRAIN_S:g} s")
+        if not 0 < outlasts_s <= MOST_OUTLASTS_S:
+            allowed = f"above 0, at most {MOST_OUTLASTS_S:g} s"
+            raise InvalidInput("outlasts_s", seen=outlasts_s, allowed=allowed)
+        async with self._turn:
+            self._guard.check(context, Track.SLOTS)
+            self.epoch = context.epoch
+            lent = {seat.index for seat in self._seats if seat.lent}
+            self._note_lent({*lent, *wanted}, outlasts_s)
+            numbers = [self._seats[index].number for index in wanted]
+            about: Attributes = {names.WORKERS: numbers, names.EPOCH: context.epoch}
+            with span(names.WORKERS_RELEASE, about) as current:
+                freed = await asyncio.gather(*(self.lend(index, drain_s) for index in wanted))
+                current.set_attribute(names.RELEASED_BYTES, sum(freed))
+        return dict(zip(wanted, freed, strict=True))
+
+    async def revoke(self, context: CommandContext) -> list[int]:
+        """Take all lent workers back; returns their indices. Raises StaleEpoch, and
+        ResourceExhausted on a full disk.
+        """
+        async with self._turn:
+            self._guard.check(context, Track.SLOTS)
+            self.epoch = context.epoch
+            with span(names.WORKERS_RESUME, {names.EPOCH: context.epoch}) as current:
+                back = await self.take_back()
+                numbers = [self._seats[index].number for index in back]
+                current.set_attribute(names.WORKERS, numbers)
+            self._note_lent(())
+        return back
+
+    def start(self) -> None:
+        """Coordinators can listen from now on."""
+        self._listeners -= 1
+        self._renew()
+
+    async def stop(self) -> None:
+        """Stop the expiry of leases for good."""
+        self._listeners += 1
+        self._renew()
+        await cancel(self._ending)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside the block the coordinator is connected, and no lease expires."""
+        self._listeners += 1
+        self._renew()
+        try:
+            yield
+        finally:
+            self._listeners -= 1
+            self._renew()
+
+    def _renew(self) -> None:
+        """Restart the timer; it runs while workers are lent and no coordinator listens."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._outlasts_s is not None and not self._listeners:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._outlasts_s, self._expire)
+
+    def _expire(self) -> None:
+        self._ending = background(self._end_leases(), "expiry of leases")
+
+    async def _end_leases(self) -> None:
+        after_s = self._outlasts_s
+        try:
+            async with self._turn:
+                if self._listeners:
+                    return
+                back = await self.take_back()
+                self._note_lent(())
+        except PacelineError as error:
+            log.error("expired leases cannot be ended", error=str(error))
+            self._renew()
+            return
+        if back:
+            message = f"workers {back} serve again: their coordinator is gone for {after_s:g} s"
+            log.warning("leases have expired", workers=back, after_s=after_s)
+            tell_supervisor("recovered", message)
 
     def release(self, index: int) -> None:
         """Send no more requests to the worker; its unsent requests move or wait. Idempotent."""
@@ -86,10 +211,8 @@ class Loans:
             asked = pb.AbortRequests(request_ids=suspended)
             seat.process.send(pb.WorkerCommand(abort=asked))
         if not await seat.idle_within(self._deadline_s):
-            raise DeadlineExceeded(
-                f"requests of engine worker {seat.index} do not stop",
-                seen=f"{self._deadline_s:g} s",
-            )
+            message = f"requests of engine worker {seat.index} do not stop"
+            raise DeadlineExceeded(message, seen=f"{self._deadline_s:g} s")
 
     async def lend(self, index: int, drain_s: float = DRAIN_S) -> int:
         """Have a worker release its memory; returns the bytes, 0 if the engine cannot release
@@ -179,160 +302,3 @@ class Loans:
             process.kill()
             # Wait for its end, so that no request is sent to it; its keeper starts another worker.
             await asyncio.shield(process.lost)
-
-
-class Lending:
-    """Serialises the leases: commands of an older lease are refused. Returns lent workers when no
-    coordinator has listened for as long as their lease may outlast it.
-
-    For use on one event loop.
-    """
-
-    def __init__(self, loans: Loans, workers: int, guard: EpochGuard, file: Path | None) -> None:
-        """guard: separate from the weights' guard, since a push under the previous lease stays
-        valid. `file`: keeps the lent workers over a restart; None keeps nothing.
-        """
-        self._loans = loans
-        self._file = file
-        self._workers = workers
-        self._guard = guard
-        self._turn = asyncio.Lock()
-        self._outlasts_s: float | None = None  # None while no worker is lent
-        self.epoch = 0  # of the newest lease
-        self._listeners = 1  # no coordinator can listen before `start`
-        self._timer: asyncio.TimerHandle | None = None
-        self._ending: asyncio.Task[None] | None = None
-
-    def take_up(self) -> None:
-        """Restore the leases of the previous process. Call before workers start.
-
-        Raises DataLoss when the file is damaged.
-        """
-        if self._file is None or not self._file.exists():
-            return
-        try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
-            lent = [int(index) for index in found["workers"]]
-            outlasts_s, epoch = float(found["outlasts_s"]), int(found["epoch"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise DataLoss(
-                f"{self._file} does not say which workers are lent",
-                seen=str(error)[:120],
-                allowed="remove it when no trainer of the run is alive",
-            ) from error
-        self._loans.keep(index for index in lent if 0 <= index < self._workers)
-        self.epoch = epoch
-        self._lent_for(outlasts_s if self._loans.lent else None)
-
-    def _note(self, lent: Iterable[int], outlasts_s: float = 0.0) -> None:
-        if self._file is not None:
-            noted = {"workers": sorted(lent), "outlasts_s": outlasts_s, "epoch": self.epoch}
-            write_whole(self._file, json.dumps(noted))
-
-    def _lent_for(self, outlasts_s: float | None) -> None:
-        self._outlasts_s = outlasts_s
-        self._renew()
-
-    async def release(
-        self,
-        context: CommandContext,
-        workers: Iterable[int],
-        drain_s: float = DRAIN_S,
-        outlasts_s: float = OUTLASTS_S,
-    ) -> dict[int, int]:
-        """Lend workers under a new lease of their slots; returns the released bytes by worker.
-
-        drain_s: see Loans.lend. outlasts_s: seconds that the lease outlasts its coordinator. Raises
-        StaleEpoch, InvalidInput for an index out of range, ResourceExhausted on a full disk, and
-        the errors of Loans.lend.
-        """
-        wanted = sorted(set(workers))
-        if unknown := [index for index in wanted if index >= self._workers]:
-            allowed = f"0..{self._workers - 1}"
-            raise InvalidInput("there is no such worker", seen=unknown[0], allowed=allowed)
-        if not 0 <= drain_s <= MOST_DRAIN_S:
-            raise InvalidInput("drain_s", seen=drain_s, allowed=f"0 to {MOST_DRAIN_S:g} s")
-        if not 0 < outlasts_s <= MOST_OUTLASTS_S:
-            allowed = f"above 0, at most {MOST_OUTLASTS_S:g} s"
-            raise InvalidInput("outlasts_s", seen=outlasts_s, allowed=allowed)
-        async with self._turn:
-            self._guard.check(context, Track.SLOTS)
-            self.epoch = context.epoch
-            self._note({*self._loans.lent, *wanted}, outlasts_s)
-            self._lent_for(outlasts_s)
-            numbers = self._loans.numbers(wanted)
-            about: Attributes = {names.WORKERS: numbers, names.EPOCH: context.epoch}
-            with span(names.WORKERS_RELEASE, about) as current:
-                freed = await asyncio.gather(
-                    *(self._loans.lend(index, drain_s) for index in wanted)
-                )
-                current.set_attribute(names.RELEASED_BYTES, sum(freed))
-        return dict(zip(wanted, freed, strict=True))
-
-    async def resume(self, context: CommandContext) -> list[int]:
-        """Take all lent workers back; returns their indices. Raises StaleEpoch, and
-        ResourceExhausted on a full disk.
-        """
-        async with self._turn:
-            self._guard.check(context, Track.SLOTS)
-            self.epoch = context.epoch
-            with span(names.WORKERS_RESUME, {names.EPOCH: context.epoch}) as current:
-                back = await self._loans.take_back()
-                current.set_attribute(names.WORKERS, self._loans.numbers(back))
-            self._all_back()
-        return back
-
-    def _all_back(self) -> None:
-        self._note(())
-        self._lent_for(None)
-
-    def start(self) -> None:
-        """Coordinators can listen from now on."""
-        self._listeners -= 1
-        self._renew()
-
-    async def stop(self) -> None:
-        """Stop the expiry of leases for good."""
-        self._listeners += 1
-        self._renew()
-        await cancel(self._ending)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside the block the coordinator is connected, and no lease expires."""
-        self._listeners += 1
-        self._renew()
-        try:
-            yield
-        finally:
-            self._listeners -= 1
-            self._renew()
-
-    def _renew(self) -> None:
-        """Restart the timer; it runs while workers are lent and no coordinator listens."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._outlasts_s is not None and not self._listeners:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._outlasts_s, self._expire)
-
-    def _expire(self) -> None:
-        self._ending = background(self._end_leases(), "expiry of leases")
-
-    async def _end_leases(self) -> None:
-        after_s = self._outlasts_s
-        try:
-            async with self._turn:
-                if self._listeners:
-                    return
-                back = await self._loans.take_back()
-                self._all_back()
-        except PacelineError as error:
-            log.error("expired leases cannot be ended", error=str(error))
-            self._renew()
-            return
-        if back:
-            message = f"workers {back} serve again: their coordinator is gone for {after_s:g} s"
-            log.warning("leases have expired", workers=back, after_s=after_s)
-            tell_supervisor("recovered", message)

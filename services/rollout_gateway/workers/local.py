@@ -97,12 +97,8 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     kind = engines.find_engine(engine.kind)
     spec: type[Config] = import_object(kind.settings)
     if config.features.layers and "capture_inner" not in spec.model_fields:
-        raise ConfigError(
-            "this engine cannot be told gateway.features.layers",
-            seen=engine.kind,
-            allowed="embedded",
-        )
-
+        message = "gateway.features.layers is unavailable with this engine"
+        raise ConfigError(message, seen=engine.kind, allowed="embedded")
     section = getattr(engine, engine.kind, None)
     values = {
         **engine.model_dump(mode="json", include=set(ModelSettings.model_fields)),
@@ -119,11 +115,8 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     known = {name: values[name] for name in spec.model_fields if name in values}
     own = set() if engine.kind in engines.ENGINES else set(spec.model_fields) - set(known)
     if unknown := engine.options.keys() - own:
-        raise ConfigError(
-            "gateway.engine.options",
-            seen=", ".join(sorted(unknown)),
-            allowed=", ".join(sorted(own)),
-        )
+        seen, allowed = ", ".join(sorted(unknown)), ", ".join(sorted(own))
+        raise ConfigError("gateway.engine.options", seen=seen, allowed=allowed)
 
     return known | engine.options
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +46,8 @@ class Seat:
     """time.monotonic() at the end of its last request; None while a request runs."""
     _busy_since_ns: int = 0
     activity: Activity = field(init=False)
-    # completed at the next change between idle and busy
-    _watchers: set[asyncio.Future[None]] = field(default_factory=set)
+    # of idle and busy; replaced when it is set
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.activity = Activity(f"worker {self.index}")
@@ -64,7 +65,7 @@ class Seat:
         if self.idle_since_s is not None:
             self.idle_since_s, self._busy_since_ns = None, time.time_ns()
             self.activity.begins("decodes")
-            self._tell()
+            self._wake()
 
     def end(self, request_id: int) -> None:
         """A request of this place has ended."""
@@ -104,19 +105,14 @@ class Seat:
         Sleeps between changes; does not poll.
         """
         while True:
-            left_s = (
-                None
-                if self.idle_since_s is None
-                else self.idle_since_s + seconds - time.monotonic()
-            )
-            if left_s is not None and left_s <= 0:
-                return
-            change = asyncio.get_running_loop().create_future()
-            self._watchers.add(change)
-            try:
-                await asyncio.wait((change,), timeout=left_s)
-            finally:
-                self._watchers.discard(change)
+            left_s = None
+            if self.idle_since_s is not None:
+                left_s = self.idle_since_s + seconds - time.monotonic()
+                if left_s <= 0:
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._change.wait()
 
     async def idle_within(self, seconds: float) -> bool:
         """Whether all requests here have ended within the seconds."""
@@ -132,12 +128,11 @@ class Seat:
             self.idle_since_s = time.monotonic()
             self.activity.begins("")
             past_span(names.ENGINE_BUSY, {names.WORKER: self.number}, self._busy_since_ns)
-            self._tell()
+            self._wake()
 
-    def _tell(self) -> None:
-        watchers, self._watchers = self._watchers, set()
-        for change in watchers:
-            change.set_result(None)
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
 
 def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
@@ -170,7 +165,7 @@ class Waiting:
 
 
 class WaitingTraffic:
-    """Notifies its listeners once when requests have waited for `after_s` seconds in a row, and
+    """Reports once when requests have waited for `after_s` seconds in a row, and
     again only after a time without waiting. For use on one event loop.
 
     A request waits when no worker may take it, or when its worker has more requests than it decodes
@@ -185,7 +180,8 @@ class WaitingTraffic:
         self._seats, self._held, self._at_once, self._after_s = seats, held, at_once, after_s
         self._timer: asyncio.TimerHandle | None = None
         self._now: Waiting | None = None  # the current report
-        self._listeners: set[asyncio.Queue[Waiting | None]] = set()
+        self._change = asyncio.Event()  # of the report; replaced when it is set
+        self._stopped = False
 
     def look(self) -> None:
         """Update after a change of requests."""
@@ -200,20 +196,18 @@ class WaitingTraffic:
 
     async def news(self) -> AsyncGenerator[Waiting]:
         """Yield the current report if it still holds, then every new report until `stop`."""
-        told: asyncio.Queue[Waiting | None] = asyncio.Queue()
-        if self._now is not None:
-            told.put_nowait(self._now)
-        self._listeners.add(told)
-        try:
-            while (one := await told.get()) is not None:
-                yield one
-        finally:
-            self._listeners.discard(told)
+        last: Waiting | None = None
+        while not self._stopped:
+            if self._now is not None and self._now is not last:
+                last = self._now
+                yield last
+            else:
+                await self._change.wait()
 
     def stop(self) -> None:
         """End all `news`."""
-        for listener in self._listeners:
-            listener.put_nowait(None)
+        self._stopped = True
+        self._wake()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -223,8 +217,11 @@ class WaitingTraffic:
             return
         released = tuple(seat.index for seat in self._seats if seat.released)
         self._now = Waiting(self._waiting(), released)
-        for listener in self._listeners:
-            listener.put_nowait(self._now)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
     def _somebody_waits(self) -> bool:
         return any(seat.released for seat in self._seats) and self._waiting() > 0

@@ -16,13 +16,8 @@ from paceline.local import child_socket, forking, work
 from paceline.local.child import LIMIT_S, Child
 from paceline.messages import versions_from_proto
 from paceline.services.rollout_gateway.background import background, cancel
-from paceline.services.rollout_gateway.engines import find_engine
-from paceline.services.rollout_gateway.engines.worker import (
-    SOCKET_VARIABLE,
-    SPEC_VARIABLE,
-    WorkerSpec,
-    wire,
-)
+from paceline.services.rollout_gateway.engines import find_engine, worker
+from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
@@ -43,7 +38,7 @@ class WorkerProcess:
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: worker.WorkerSpec,
         forker: forking.Forker,
         ring: RowRing | None,
         directory: Path,
@@ -105,8 +100,8 @@ class WorkerProcess:
         self._socket = socket = child_socket.ChildSocket(self._context, address, self._take)
         environment = {
             **dict.fromkeys(_LIBRARIES, str(self._spec.threads or len(self._spec.cores))),
-            SPEC_VARIABLE: str(spec_path),
-            SOCKET_VARIABLE: address,
+            worker.SPEC_VARIABLE: str(spec_path),
+            worker.SOCKET_VARIABLE: address,
         }
         module = find_engine(self._spec.kind).process
         self._child = child = await self._forker.fork(

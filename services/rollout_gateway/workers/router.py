@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
 from paceline.services.rollout_gateway.workers.keeper import WorkerKeeper
-from paceline.services.rollout_gateway.workers.lending import Loans
+from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.services.rollout_gateway.workers.local import LocalWorkers
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
 from paceline.services.rollout_gateway.workers.placement import Seat, WaitingTraffic, choose
@@ -48,14 +48,14 @@ class Router:
         self._on_discard = on_discard
         first = config.number * config.worker_count
         self._seats = [Seat(i, first=first) for i in range(config.worker_count)]
-        local, deadline_s = LocalWorkers(config, forker), self._config.command_deadline_s
+        local = LocalWorkers(config, forker)
         self.keeper = WorkerKeeper(local, self._config.ready_deadline_s, self._seats, self)
         self._flushing = False
         self._held = HeldRequests(config.queue.wait_s)
         self.traffic = WaitingTraffic(
             self._seats, self._held, self._config.max_batch, config.reclaim_after_s
         )
-        self.loans = Loans(self._seats, self._held, deadline_s, self._place)
+        self.lending = Lending(self._seats, self._held, config, self._place)
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
         self.orders: Callable[[], object] = lambda: None
@@ -248,7 +248,7 @@ class Router:
             given = now
             if self.on_ready is not None:
                 await self.on_ready(process)
-            away = await self.loans.follow(seat, process, away=away)
+            away = await self.lending.follow(seat, process, away=away)
 
     def serves(self, seat: Seat) -> None:
         """See Routing."""

@@ -70,15 +70,12 @@ class WorkerWeights:
         set, and the worker's errors.
         """
         async with self._swap:
-            await self._router.loans.wake(process)
+            await self._router.lending.wake(process)
             answer = await self._router.ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
             served = versions_from_proto(answer.health.versions)
             if served != process.versions:
-                raise WeightsError(
-                    f"engine worker {process.index} serves another set",
-                    seen=served,
-                    allowed=process.versions,
-                )
+                message = f"engine worker {process.index} serves another set"
+                raise WeightsError(message, seen=served, allowed=process.versions)
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Load a version beside the serving version on every worker. A policy is loaded under the
@@ -103,12 +100,7 @@ class WorkerWeights:
                         raise answer
 
     async def on_commit(
-        self,
-        versions: VersionSet,
-        mode: int,
-        leased: Collection[int],
-        *,
-        judge: bool | None = None,
+        self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
     ) -> None:
         """Serve a set on every worker: first on a canary, then on all other workers in parallel. A
         leased worker is no canary. `judge`: whether to use a canary; None: with two or more
@@ -146,11 +138,8 @@ class WorkerWeights:
                 self._remember(versions.policy, self._spooled_hash(versions.policy))
                 for process, answer in zip(processes, answers, strict=True):
                     if isinstance(answer, BaseException):
-                        log.error(
-                            "worker cannot follow a commit; it is replaced",
-                            worker=process.index,
-                            error=answer,
-                        )
+                        message = "a commit failed on an engine worker; it is replaced"
+                        log.error(message, worker=process.index, error=answer)
                         process.kill()
 
     async def on_abort(self, target: int, version: int) -> None:

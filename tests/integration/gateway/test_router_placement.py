@@ -55,7 +55,7 @@ def serve_router(tmp_path: Path) -> Serve:
         config = GatewayConfig.model_validate(settings)
         router = Router(config, lambda _: None, lambda _: None)
         weights = WorkerWeights(router, Spool(tmp_path, initial={}))
-        router.loans.on_return = weights.take_memory
+        router.lending.on_return = weights.take_memory
         await router.start()
         try:
             yield router
@@ -92,13 +92,13 @@ async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_bac
 ) -> None:
     async with serve_router("scripted") as router:
         assert (await ended(router, request(1, [5]), prefer=1))[0] == 1
-        router.loans.release(1)
+        router.lending.release(1)
         assert (await ended(router, request(2, [5]), prefer=1))[0] == 0
         pinned = asyncio.create_task(ended(router, request(3, [5]), worker=1))
         await asyncio.sleep(0)
         assert not router.seats[1].live
-        assert await router.loans.take_back() == [1]
-        assert await router.loans.take_back() == []
+        assert await router.lending.take_back() == [1]
+        assert await router.lending.take_back() == []
         assert (await pinned)[0] == 1
         assert (await ended(router, request(4, [5]), prefer=1))[0] == 1
         (lost,) = [process for process in router.processes() if process.index == 1]
@@ -159,16 +159,16 @@ async def test_requests_wait_while_all_workers_are_lent_and_run_when_one_is_back
 ) -> None:
     async with serve_router("scripted") as router:
         expected = (await ended(router, request(1, [5], max_tokens=9)))[1].token_ids
-        lent = await asyncio.gather(router.loans.lend(0), router.loans.lend(1))
+        lent = await asyncio.gather(router.lending.lend(0), router.lending.lend(1))
         assert set(lent) == {2_107_392}
-        assert await router.loans.lend(1) == 0
+        assert await router.lending.lend(1) == 0
         waiting = router.submit(request(1, [5], max_tokens=9))
         given_up = router.submit(request(2, [5]))
         router.abort(given_up)
         assert given_up.whole.finish_reason == tpb.FINISH_REASON_ABORT
         assert not router.seats[0].live
         assert not router.seats[1].live
-        assert await router.loans.take_back() == [0, 1]
+        assert await router.lending.take_back() == [0, 1]
         async with asyncio.timeout(DEADLINE_S):
             async for _ in waiting.chunks():
                 pass
@@ -179,8 +179,8 @@ async def test_a_request_that_no_worker_comes_back_for_ends_at_its_deadline(
     serve_router: Serve,
 ) -> None:
     async with serve_router("scripted", wait_s=0.05) as router:
-        router.loans.release(0)
-        router.loans.release(1)
+        router.lending.release(0)
+        router.lending.release(1)
         generation = router.submit(request(1, [5]))
         async with asyncio.timeout(DEADLINE_S):
             async for _ in generation.chunks():
@@ -215,7 +215,7 @@ async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same
         generation.request.sampling.seed = 1
         await anext(generation.chunks())
         lent = [0] if others else [0, 1]
-        freed = await asyncio.gather(*(router.loans.lend(one, drain_s) for one in lent))
+        freed = await asyncio.gather(*(router.lending.lend(one, drain_s) for one in lent))
         assert min(freed) > 0
         kept = list(generation.request.response_token_ids)
         assert 0 < len(kept) < 60
@@ -223,7 +223,7 @@ async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same
         assert not any(router.seats[index].live for index in lent)
         ends.come()
         if not others:
-            await router.loans.take_back()
+            await router.lending.take_back()
         async with asyncio.timeout(DEADLINE_S):
             async for _ in generation.chunks():
                 pass
@@ -239,7 +239,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
     reading, writing = news_pipe()
     monkeypatch.setenv(NEWS_VARIABLE, str(writing))
     async with serve_router("scripted") as router, aclosing(heard(reading)) as news:
-        await router.loans.lend(0)
+        await router.lending.lend(0)
         (lost,) = [process for process in router.processes() if process.index == 0]
         lost.kill()
         async with asyncio.timeout(DEADLINE_S):
@@ -248,7 +248,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
         assert fresh is not None
         refused = pb.WorkerCommand(resume_memory=pb.ResumeMemory(tags=[pb.MEMORY_TAG_KV_CACHE]))
         await fresh.ask(refused, DEADLINE_S)  # it had been released: else refused
-        assert await router.loans.take_back() == [0]
+        assert await router.lending.take_back() == [0]
         assert (await ended(router, request(4, [5]), worker=0))[0] == 0
     os.close(writing)
 

@@ -17,14 +17,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from . import landlock, linux, mounts, seccomp
+from . import linux, mounts
 from .request import CODE_FILE, MEMORY_EXIT, RunRequest
-
-_OWN_IDS = 0x7000_0000
-_NEWEST_ID = 1 << 22  # Linux process ids are below
 
 
 def own_id() -> int | None:
@@ -33,13 +29,8 @@ def own_id() -> int | None:
         return None
     with open("/proc/self/uid_map") as table:
         ranges = [tuple(map(int, line.split())) for line in table]
-    wanted = _OWN_IDS + os.getpid()
-    if any(
-        start <= _OWN_IDS and start + count > _OWN_IDS + _NEWEST_ID for start, _, count in ranges
-    ):
-        return wanted
     start, _, count = max(ranges, key=lambda one: one[2])
-    # A container with a small map: its upper half, so that parallel runs seldom share an id.
+    # The upper half of the map. In a container with a small map, parallel runs seldom share an id.
     return start + count // 2 + os.getpid() % (count // 2 - 1) if count > 4096 else None
 
 
@@ -132,26 +123,20 @@ OPEN_FILES = 64
 _COUNTED_BY_NAMESPACE = (5, 14)  # since this Linux a user namespace counts its own processes only
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The code's ends of its pipes."""
-
-    stdin: int
-    stdout: int
-    stderr: int
-    report: int  # JSON lines: {"started": true}, then {"exit_code", "cpu_s"}, or {"failed": text}
-
-
 class Confinement:
     """The isolation layers of one program.
 
     Built in the launcher before the first fork, so that a broken setting appears there.
     """
 
-    def __init__(self, request: RunRequest, ends: Ends) -> None:
-        """Raises OSError."""
+    def __init__(self, request: RunRequest, streams: tuple[int, int, int], report: int) -> None:
+        """`streams`: descriptors of the code's stdin, stdout and stderr. `report`: of the pipe for
+        JSON lines: {"started": true}, then {"exit_code", "cpu_s"}, or {"failed": text}.
+
+        Raises OSError.
+        """
         self._request = request
-        self._ends = ends
+        self._streams, self._report = streams, report
         self._own_id = own_id()
         self._python = mounts.find()
         self._spaces = "namespaces" in request.layers
@@ -160,10 +145,10 @@ class Confinement:
     def start(self) -> int:
         """Forks. Returns the process id of the child that ends last. Raises OSError."""
         if not self._spaces:
-            return _forked(self._guard, self._ends.report)
+            return _forked(self._guard, self._report)
         asking, asked = os.pipe()
         answered, answer = os.pipe()
-        child = _forked(lambda: self._broker(asked, answered), self._ends.report)
+        child = _forked(lambda: self._broker(asked, answered), self._report)
         os.close(asked)
         os.close(answered)
         if os.read(asking, 1):  # nothing: it failed and has reported the reason
@@ -204,7 +189,7 @@ class Confinement:
         os.write(asked, b"u")
         if not os.read(answered, 1):
             raise OSError("the ids of a user namespace could not be mapped")
-        os.waitpid(_forked(self._guard, self._ends.report), 0)
+        os.waitpid(_forked(self._guard, self._report), 0)
 
     def _guard(self) -> None:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -218,16 +203,16 @@ class Confinement:
 
         self._fill(box)
         os.setsid()
-        child = _forked(lambda: self._code(box), self._ends.report)
-        for end in (self._ends.stdin, self._ends.stdout, self._ends.stderr):
-            os.close(end)
+        child = _forked(lambda: self._code(box), self._report)
+        for stream in self._streams:
+            os.close(stream)
         while True:  # in a pid namespace it also inherits the code's orphans
             pid, status, used = os.wait4(-1, 0)
             if pid == child:
                 break
 
         exit_code, cpu_s = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
-        _report(self._ends.report, {"exit_code": exit_code, "cpu_s": cpu_s})
+        _report(self._report, {"exit_code": exit_code, "cpu_s": cpu_s})
 
     def _fill(self, box: str) -> None:
         for name, text in {**self._request.files, CODE_FILE: self._request.code}.items():
@@ -244,8 +229,8 @@ class Confinement:
         return 1 if self._spaces and self._own_id is not None else self._own_id
 
     def _code(self, box: str) -> None:
-        for number, end in enumerate((self._ends.stdin, self._ends.stdout, self._ends.stderr)):
-            os.dup2(end, number, inheritable=True)
+        for number, stream in enumerate(self._streams):
+            os.dup2(stream, number, inheritable=True)
         os.chdir(box)
         os.umask(0o077)
         for caught in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
@@ -259,22 +244,21 @@ class Confinement:
         scoped = False
         if "landlock" in self._request.layers:
             with _layer("landlock"):
-                landlock.restrict(self._rules(box))
-                scoped = landlock.scopes_signals(landlock.abi())
+                scoped = linux.restrict_files(self._rules(box))
         if "seccomp" in self._request.layers:
             with _layer("seccomp"):
                 machine, pid = os.uname().machine, os.getpid()
-                seccomp.install(
-                    seccomp.program(machine, alone=self._spaces, signals_are_scoped=scoped, pid=pid)
+                linux.install_filter(
+                    linux.filter_program(machine, alone=self._spaces, scoped=scoped, pid=pid)
                 )
-        _report(self._ends.report, {"started": True})
+        _report(self._report, {"started": True})
         replace_process()
 
     def _rules(self, box: str) -> list[tuple[str, int]]:
-        rules = [(path, landlock.EXECUTE) for path in self._python.executables]
-        rules += [(path, landlock.READ) for path in self._python.readable]
-        rules += [(path, landlock.READ_WRITE) for path in mounts.DEVICES]
-        return [*rules, (box, landlock.EVERYTHING)]
+        rules = [(path, linux.EXECUTE) for path in self._python.executables]
+        rules += [(path, linux.READ) for path in self._python.readable]
+        rules += [(path, linux.READ_WRITE) for path in mounts.DEVICES]
+        return [*rules, (box, linux.EVERYTHING)]
 
     def _others_counted(self) -> int:
         """Other processes that count for the limit of the code's user."""

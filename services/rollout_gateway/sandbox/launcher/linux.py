@@ -1,11 +1,19 @@
-"""Linux calls that Python lacks, by ctypes, and the numbers of refused system calls."""
+"""Linux calls that Python lacks, by ctypes: mounts, capabilities, Landlock (files that a process
+and its children may access) and the system-call filter, a BPF program over system_calls.csv.
+
+The filter refuses calls known to reach outside and permits the rest, so that any Python runs.
+Landlock governs files.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import stat
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ALWAYS, SHARED, SIGNALS, ARGUMENTS = "always", "shared", "signals", "arguments"
@@ -123,3 +131,160 @@ def shrink_bounding_set(kept: int) -> None:
         if not kept >> capability & 1:
             with contextlib.suppress(OSError):  # none, or not permitted: no_new_privs applies
                 prctl(PR_CAPBSET_DROP, capability)
+
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+_LANDLOCK_VERSION = 1
+_PATH_BENEATH = 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_MAKE_DEVICE_OR_SOCKET = 1 << 6 | 1 << 9 | 1 << 11
+_TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
+_ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # the number of handled lowest bits
+_NETWORK_ABI, _SCOPE_ABI = 4, 6
+_BIND_AND_CONNECT = 3
+_ABSTRACT_SOCKETS_AND_SIGNALS = 3
+
+READ = _READ_FILE | _READ_DIR
+EXECUTE = _EXECUTE | _READ_FILE
+READ_WRITE = _READ_FILE | _WRITE_FILE
+EVERYTHING = (1 << 16) - 1 & ~_EXECUTE & ~_MAKE_DEVICE_OR_SOCKET
+"""Rights of the code in its own directory: all except running programs and making devices and
+sockets.
+"""
+
+
+def restrict_files(rules: Sequence[tuple[str, int]]) -> bool:
+    """Denies this process every file except those beneath the paths, each with its rights.
+
+    Returns whether it can now signal restricted processes only, which depends on the kernel.
+    Raises OSError without Landlock.
+    """
+    version = syscall("landlock", _CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)
+    scoped = version >= _SCOPE_ABI
+    handled = (1 << _RIGHTS_OF_ABI.get(version, 16)) - 1
+    network = _BIND_AND_CONNECT if version >= _NETWORK_ABI else 0
+    scope = _ABSTRACT_SOCKETS_AND_SIGNALS if scoped else 0
+    attributes = struct.pack("=QQQ", handled, network, scope)
+    size = 8 if version < _NETWORK_ABI else 16 if version < _SCOPE_ABI else 24
+    ruleset = syscall(
+        "landlock_create_ruleset", _CREATE_RULESET, ctypes.c_char_p(attributes), size, 0
+    )
+    for path, rights in rules:
+        _allow(ruleset, path, rights & handled)
+    syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return scoped
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if not stat.S_ISDIR(os.fstat(fd).st_mode):
+        rights &= _ON_FILES
+    rule = struct.pack("=Qi", rights, fd)
+    syscall("landlock_add_rule", _ADD_RULE, ruleset, _PATH_BENEATH, ctypes.c_char_p(rule), 0)
+    os.close(fd)
+
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_MODE_FILTER = 2
+_LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
+_JUMP_EQUAL, _JUMP_AT_LEAST = 0x15, 0x35
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_AF_UNIX = _SOCK_STREAM = 1
+_SOCKET_TYPE = 0xF
+_SHARED_ANONYMOUS, _HUGE_PAGES = 0x21, 0x40000
+_FILE_COMMANDS = (8, 15, 1024, 1026, 1031)
+"""F_SETOWN and F_SETOWN_EX (they let a pipe signal any process), F_SETLEASE, F_NOTIFY,
+F_SETPIPE_SZ.
+"""
+_SOCKET_OWNERS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP: the same by ioctl
+
+Instruction = tuple[int, int, int, int]
+
+
+def _refuse(number: int, error: int = errno.EPERM) -> list[Instruction]:
+    return [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
+
+
+def _check(number: int, *conditions: list[Instruction]) -> list[Instruction]:
+    """Permits the call when every condition on its arguments holds."""
+    body = [*(one for condition in conditions for one in condition), (_RETURN, 0, 0, _ALLOW)]
+    return [(_JUMP_EQUAL, 0, len(body), number), *body]
+
+
+def _is(argument: int, value: int, mask: int = 0xFFFFFFFF) -> list[Instruction]:
+    return [
+        *_masked(argument, mask),
+        (_JUMP_EQUAL, 1, 0, value),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+    ]
+
+
+def _is_none_of(argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) -> list[Instruction]:
+    return _masked(argument, mask) + [one for value in values for one in _refuse(value)]
+
+
+def _masked(argument: int, mask: int) -> list[Instruction]:
+    """Loads the low word (of a little-endian long) of the argument with that index."""
+    return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (_AND, 0, 0, mask)]
+
+
+def _conditions(known: Mapping[str, int]) -> list[Instruction]:
+    checks: Mapping[str, list[list[Instruction]]] = {
+        "clone": [_is(0, 0, mask=ALL_NAMESPACES)],
+        # a datagram socket of a pair can still send to any address
+        "socketpair": [_is(0, _AF_UNIX), _is(1, _SOCK_STREAM, mask=_SOCKET_TYPE)],
+        "prlimit64": [_is(0, 0)],
+        # both leave uncounted memory when all but one page is unmapped
+        "mmap": [
+            _is_none_of(3, [_SHARED_ANONYMOUS], mask=_SHARED_ANONYMOUS),
+            _is(3, 0, mask=_HUGE_PAGES),
+        ],
+        "fcntl": [_is_none_of(1, _FILE_COMMANDS)],
+        "ioctl": [_is_none_of(1, _SOCKET_OWNERS)],
+        # its size and its huge pages stay unchanged
+        "prctl": [_is_none_of(0, [PR_SET_DUMPABLE, PR_SET_THP_DISABLE])],
+    }
+    return [one for name, asked in checks.items() for one in _check(known[name], *asked)]
+
+
+def filter_program(machine: str, *, alone: bool, scoped: bool, pid: int) -> list[Instruction]:
+    """The filter. `alone`: in its own namespaces; `scoped`: Landlock confines its signals; `pid`:
+    of the process that becomes the code.
+
+    Raises OSError for an unknown architecture.
+    """
+    refused = [ALWAYS]
+    if not alone:
+        refused.append(SHARED)
+        if not scoped:
+            refused.append(SIGNALS)
+
+    known = numbers(machine, ARGUMENTS)
+    filter_ = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_AT_LEAST, 0, 1, UNKNOWN),  # x32's numbers too
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    ]
+    for number in numbers(machine, *refused).values():
+        filter_ += _refuse(number)
+    # its flags are in memory; libc then uses clone
+    filter_ += _refuse(known["clone3"], errno.ENOSYS)
+    filter_ += _conditions(known)
+    if not alone and not scoped:
+        filter_ += _check(known["tgkill"], _is(0, pid))
+
+    return [*filter_, (_RETURN, 0, 0, _ALLOW)]
+
+
+def install_filter(instructions: Sequence[Instruction]) -> None:
+    """Filters this process and its children from now on; needs no_new_privs. Raises OSError."""
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
+    prctl(PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(header))

@@ -177,7 +177,7 @@ def add(a, b):
     "patches the harness it came from": """
 import sys
 main = sys.modules["__main__"]
-for name in ("run_tests", "pack", "unpack", "Wire", "Master", "Handle"):
+for name in ("passed_tests", "pack", "unpack", "Wire", "TestSide", "Handle"):
     setattr(main, name, lambda *a, **k: True)
 def add(a, b): return 99""",
     "answers with a broken message": """

@@ -277,7 +277,7 @@ async def test_anything_else_is_an_error_that_shows_it(
     server: Server, rules: Rules, body: bytes
 ) -> None:
     server.script = [Answer(body), ok()]
-    with pytest.raises(Unavailable, match="something else; seen: "):
+    with pytest.raises(Unavailable, match="an invalid answer; seen: "):
         await ask(rules())
     assert len(server.seen) == 1
 

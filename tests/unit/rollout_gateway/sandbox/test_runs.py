@@ -184,7 +184,7 @@ async def test_odd_texts_arrive_as_they_can() -> None:
     [("'\ud800'", {}), ("", {"stdin": "\ud800"}), ("", {"files": {"a": "\ud800"}})],
 )
 async def test_text_that_utf_8_cannot_spell_is_refused(code: str, given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="half a character"):
+    with pytest.raises(InvalidInput, match="unpaired surrogate"):
         await Sandbox(SandboxConfig()).run(code, **given)
 
 
@@ -216,7 +216,7 @@ import asyncio, sys
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.sandbox import Sandbox
-from paceline.services.rollout_gateway.sandbox.launcher import linux, seccomp
+from paceline.services.rollout_gateway.sandbox.launcher import linux
 
 # clone, unshare: of another user namespace; landlock_create_ruleset; prctl: of a filter
 bits = {"namespaces": {56: (0, 0x10000000), 272: (0, 0x10000000)}, "landlock": {444: None},
@@ -224,10 +224,10 @@ bits = {"namespaces": {56: (0, 0x10000000), 272: (0, 0x10000000)}, "landlock": {
 filter_ = [(0x20, 0, 0, 0)]
 for layer in sys.argv[2:]:
     for number, argument in bits[layer].items():
-        refused = [] if argument is None else seccomp._is_none_of(0, [argument[1]], argument[1])
-        filter_ += seccomp._refuse(number) if argument is None else seccomp._check(number, refused)
+        refused = [] if argument is None else linux._is_none_of(0, [argument[1]], argument[1])
+        filter_ += linux._refuse(number) if argument is None else linux._check(number, refused)
 linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-seccomp.install([*filter_, (0x06, 0, 0, 0x7FFF0000)])
+linux.install_filter([*filter_, (0x06, 0, 0, 0x7FFF0000)])
 try:
     print(*asyncio.run(Sandbox(SandboxConfig(isolation=sys.argv[1])).layers()))
 except ConfigError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.rollout_gateway.sandbox.launcher import linux, seccomp
+from paceline.services.rollout_gateway.sandbox.launcher import linux
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -24,7 +24,7 @@ READ = {"x86_64": 0, "aarch64": 63}
 
 
 def decide(
-    program: list[seccomp.Instruction], number: int, architecture: int, *arguments: int
+    program: list[linux.Instruction], number: int, architecture: int, *arguments: int
 ) -> int:
     """What the filter returns for a call: classic BPF, the five instructions it uses."""
     passed = [*arguments, *[0] * (6 - len(arguments))]
@@ -65,7 +65,7 @@ def test_numbers_are_the_kernels(machine: str) -> None:
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("scoped", [True, False])
 def test_every_call_gets_its_answer(machine: str, alone: bool, scoped: bool) -> None:
-    program = seccomp.program(machine, alone=alone, signals_are_scoped=scoped, pid=77)
+    program = linux.filter_program(machine, alone=alone, scoped=scoped, pid=77)
     assert len(program) < 4096
     assert all(jump < 256 for _, true, false, _ in program for jump in (true, false))
     numbers = linux.numbers(machine, *LISTED)
@@ -114,16 +114,16 @@ def test_every_call_gets_its_answer(machine: str, alone: bool, scoped: bool) -> 
 def test_a_call_passes_by_its_arguments(
     machine: str, name: str, arguments: tuple[int, ...], passes: bool
 ) -> None:
-    program = seccomp.program(machine, alone=True, signals_are_scoped=True, pid=77)
+    program = linux.filter_program(machine, alone=True, scoped=True, pid=77)
     number = linux.numbers(machine, linux.ARGUMENTS)[name]
     answer = decide(program, number, ARCHITECTURES[machine], *arguments)
     assert answer == (ALLOW if passes else REFUSE)
 
 
 def test_calls_of_another_architecture_end_the_process_and_newer_ones_are_unknown() -> None:
-    program = seccomp.program("x86_64", alone=True, signals_are_scoped=True, pid=1)
+    program = linux.filter_program("x86_64", alone=True, scoped=True, pid=1)
     assert decide(program, 41, 0x40000003) == KILL
     for number in (0x40000000 + 41, linux.UNKNOWN, 0xFFFFFFFF):
         assert decide(program, number, ARCHITECTURES["x86_64"]) == UNKNOWN
     with pytest.raises(OSError, match="riscv64"):
-        seccomp.program("riscv64", alone=True, signals_are_scoped=True, pid=1)
+        linux.filter_program("riscv64", alone=True, scoped=True, pid=1)
