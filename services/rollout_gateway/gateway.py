@@ -131,7 +131,7 @@ class Gateway:
         self._log_end_tokens()
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
-        self.lending.take_up()
+        self.lending.restore_leases()
         await self.router.start()
         self.outbox.start()
         self.publisher.start(wire.rows_from(self.router.ready))
@@ -239,7 +239,7 @@ class Gateway:
     async def _equip(self, process: WorkerProcess) -> None:
         """Prepare a worker before its first request."""
         await self.weights.load_committed(process)
-        await self.quarantined.tell(process)
+        await self.quarantined.send_paths(process)
         await self._force(process)
 
     async def _force(self, process: WorkerProcess) -> None:

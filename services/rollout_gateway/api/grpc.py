@@ -204,7 +204,7 @@ class RolloutServicer(RolloutServiceServicer):
         gateway = self._gateway
         with gateway.lending.listening():
             await context.send_initial_metadata(())  # the caller now counts as listening
-            async with aclosing(gateway.router.traffic.news()) as news:
+            async with aclosing(gateway.router.traffic.reports()) as news:
                 async for waiting in news:
                     yield rpb.WatchTrafficResponse(
                         epoch=gateway.lending.epoch,

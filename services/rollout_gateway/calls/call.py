@@ -186,7 +186,7 @@ class Call:
                         yield piece
         finally:
             if self.generation is not None:
-                self.generation.tell_at_once(None)
+                self.generation.set_direct_reader(None)
                 if not self._recorded:
                     engine.abort(self.generation)
             if plan.session is not None and not self._recorded:
@@ -206,7 +206,7 @@ class Call:
             give(self._take(chunk))
             return True
 
-        self.generation.tell_at_once(take)
+        self.generation.set_direct_reader(take)
 
     async def run(self) -> Call:
         """Run to the end without streaming."""

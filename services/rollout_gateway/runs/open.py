@@ -53,7 +53,7 @@ class IdleWorkers:
     async def __aexit__(self, *exception: object) -> None:
         await cancel(*self._watchers)
 
-    async def lent(self) -> None:
+    async def wait_released(self) -> None:
         """Return once `pop` has a worker."""
         while not self._lent:
             self._news.clear()
@@ -214,7 +214,7 @@ class OpenRuns:
                 if whole or (not assigned and told >= request.open_groups):
                     break
                 comes = taken.given.wait() if assigned else self._group_closes(step)
-                await first_of(comes, idle.lent(), gateway.weights.damaged())
+                await first_of(comes, idle.wait_released(), gateway.weights.damaged())
                 while (worker := idle.pop()) is not None:
                     yield rpb.RunTasksResponse(share=totals.share(worker))
                 if not assigned and step == min(self._collecting):

@@ -88,7 +88,7 @@ class TaskRuns:
         Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while
         too many trajectories wait.
         """
-        self._tell_claimers(request)
+        self._set_offers(request)
         if request.open_groups and not request.tasks:
             async with aclosing(self.open.run(request)) as responses:
                 async for response in responses:
@@ -122,7 +122,7 @@ class TaskRuns:
             describe_rounds(current, finished, metrics.split - split)
             yield rpb.RunTasksResponse(finished=finished)
 
-    def _tell_claimers(self, request: rpb.RunTasksRequest) -> None:
+    def _set_offers(self, request: rpb.RunTasksRequest) -> None:
         """Decide whether agents may claim the tasks of this run."""
         offers = self._gateway.agents.offers
         if request.tasks and request.environment == EXTERNAL:

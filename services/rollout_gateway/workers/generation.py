@@ -20,8 +20,8 @@ class Generation:
     tries.
 
     Unread output waits in one merged chunk, so memory is bounded by the request's max_tokens.
-    `tell_at_once` hands output to a waiting reader directly. That saves a turn of the event loop
-    and a task's wake-up per chunk.
+    A direct reader gets output while `chunks` waits. That saves a turn of the event loop and a
+    task's wake-up per chunk.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Generation:
                 chunk.cached_prompt_tokens = min(chunk.cached_prompt_tokens, prompt)
             self._push(chunk)
 
-    def suspended(self, chunk: pb.TokenChunk) -> None:
+    def suspend_try(self, chunk: pb.TokenChunk) -> None:
         """Take the last chunk of a try that the engine ended early. The next try continues from its
         tokens, under the weights that then serve.
         """
@@ -89,14 +89,14 @@ class Generation:
         for name in ("finish_reason", "speculation", "smallest_gap", "time_to_first_token_s"):
             chunk.ClearField(name)  # the request's final chunk carries these totals
         self.accept(chunk)
-        self._goes_on()
+        self._continue()
 
-    def lost(self) -> None:
+    def lose_worker(self) -> None:
         """Record the loss of the worker; the next try continues from the tokens received."""
         self.tries += 1
-        self._goes_on()
+        self._continue()
 
-    def _goes_on(self) -> None:
+    def _continue(self) -> None:
         said = self.request.response_token_ids
         said.extend(self.whole.token_ids[len(said) :])
 
@@ -114,7 +114,7 @@ class Generation:
             finish = tpb.FINISH_REASON_ERROR
             self._push(pb.TokenChunk(request_id=request_id, finish_reason=finish, error=error))
 
-    def tell_at_once(self, take: Callable[[pb.TokenChunk], bool] | None) -> None:
+    def set_direct_reader(self, take: Callable[[pb.TokenChunk], bool] | None) -> None:
         """While the reader of `chunks` waits, pass chunks to `take` first, except the last chunk.
 
         A chunk for which `take` returns False goes to the reader. An exception of `take` is raised

@@ -29,23 +29,25 @@ log = get_logger(__name__)
 class Routing(Protocol):
     """Callbacks for the requests as workers start and end."""
 
-    async def equip(self, seat: Seat, process: WorkerProcess) -> None:
+    async def equip_worker(self, seat: Seat, process: WorkerProcess) -> None:
         """Prepare a ready worker before its first request; an exception ends the worker."""
         ...
 
-    def serves(self, seat: Seat) -> None:
+    def flush_requests(self, seat: Seat) -> None:
         """The place has a worker that accepts requests."""
         ...
 
-    def tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: ring.RowArray | None) -> None:
+    def deliver_tokens(
+        self, seat: Seat, tokens: pb.TokensEmitted, rows: ring.RowArray | None
+    ) -> None:
         """The worker in this place has sent tokens."""
         ...
 
-    def lost(self, seat: Seat) -> None:
+    def lose_worker(self, seat: Seat) -> None:
         """The worker in this place is lost."""
         ...
 
-    def fail(self, seat: Seat, message: str, kind: type[PacelineError]) -> None:
+    def fail_requests(self, seat: Seat, message: str, kind: type[PacelineError]) -> None:
         """End the requests of this place with an error after repeated failed starts."""
         ...
 
@@ -98,7 +100,7 @@ class WorkerKeeper:
         try:
             await self._start_worker(seat)
         except DataLoss as error:
-            self._tell_failed_start(seat, error)
+            self._report_failed_start(seat, error)
             return error
         return None
 
@@ -107,7 +109,7 @@ class WorkerKeeper:
 
         Raises ConfigError when the engine's row layout differs from the ring's.
         """
-        process = self._local.make(seat.index, partial(self._routing.tokens, seat))
+        process = self._local.make(seat.index, partial(self._routing.deliver_tokens, seat))
         try:
             await process.start(self._ready_s)
             declared, layout = wire.rows_from(process.ready), self._local.layout
@@ -115,13 +117,13 @@ class WorkerKeeper:
                 message = "the engine's rows do not fit their ring"
                 raise ConfigError(message, seen=declared, allowed=layout)
             self.ready = process.ready
-            await self._routing.equip(seat, process)
+            await self._routing.equip_worker(seat, process)
         except BaseException:
             await process.close()
             raise
 
         seat.process = process
-        self._routing.serves(seat)
+        self._routing.flush_requests(seat)
 
     async def _keep(self, seat: Seat) -> None:
         """Replace the worker whenever it is lost or fails to start."""
@@ -135,7 +137,7 @@ class WorkerKeeper:
                 news.tell_supervisor("impaired", f"engine worker {seat.index} {reason}")
                 await process.close()
                 metrics.WORKER_RESTARTS.record()
-                self._routing.lost(seat)
+                self._routing.lose_worker(seat)
             await self._replace(seat)
             took_s = time.monotonic() - lost_s
             news.tell_supervisor("recovered", f"engine worker {seat.index} after {took_s:.1f} s")
@@ -148,12 +150,12 @@ class WorkerKeeper:
             try:
                 await self._start_worker(seat)
             except (PacelineError, OSError) as error:
-                message = self._tell_failed_start(seat, error)
+                message = self._report_failed_start(seat, error)
                 if len(policy.ends) >= STARTS_BEFORE_GIVING_UP:
                     kind = Unavailable if isinstance(error, DataLoss) else InternalError
-                    self._routing.fail(seat, message, kind)
+                    self._routing.fail_requests(seat, message, kind)
 
-    def _tell_failed_start(self, seat: Seat, error: PacelineError | OSError) -> str:
+    def _report_failed_start(self, seat: Seat, error: PacelineError | OSError) -> str:
         message = f"engine worker {seat.index} does not start: {error}"
         log.error("engine worker does not start", worker=seat.index, error=str(error))
         news.tell_supervisor("impaired", message)

@@ -69,7 +69,7 @@ class Lending:
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    def take_up(self) -> None:
+    def restore_leases(self) -> None:
         """Restore the leases of the previous process. Call before workers start.
 
         Raises DataLoss when the file is damaged.

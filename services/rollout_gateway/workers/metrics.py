@@ -61,7 +61,7 @@ class EngineMetrics:
         self.split = RoundSplit()
         """Sum of the rounds of all workers up to the last poll; not changed in place."""
 
-    def ended(self, generation: Generation) -> None:
+    def record_end(self, generation: Generation) -> None:
         """Record an ended request."""
         whole, engine = generation.whole, self._engine
         if not whole.token_ids or generation.request.probe:
@@ -78,7 +78,7 @@ class EngineMetrics:
             metrics.DRAFTS_PROPOSED.record(proposed, engine=engine, position=position)
             metrics.DRAFTS_ACCEPTED.record(taken, engine=engine, position=position)
 
-    def look(self, ready: pb.WorkerReady, health: pb.WorkerHealth) -> None:
+    def record_health(self, ready: pb.WorkerReady, health: pb.WorkerHealth) -> None:
         """Record a worker's health: only growth since the last poll counts.
 
         A process begins with counters of 0. Answers that arrive out of order count once.

@@ -183,7 +183,7 @@ class WaitingTraffic:
         self._change = asyncio.Event()  # of the report; replaced when it is set
         self._stopped = False
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update after a change of requests."""
         if not self._somebody_waits():
             self._now = None
@@ -194,7 +194,7 @@ class WaitingTraffic:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._after_s, self._tell)
 
-    async def news(self) -> AsyncGenerator[Waiting]:
+    async def reports(self) -> AsyncGenerator[Waiting]:
         """Yield the current report if it still holds, then every new report until `stop`."""
         last: Waiting | None = None
         while not self._stopped:
@@ -205,7 +205,7 @@ class WaitingTraffic:
                 await self._change.wait()
 
     def stop(self) -> None:
-        """End all `news`."""
+        """End all `reports`."""
         self._stopped = True
         self._wake()
         if self._timer is not None:

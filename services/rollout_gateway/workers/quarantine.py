@@ -51,7 +51,7 @@ class Quarantined:
                     raise answer
         return [path for path in wanted if self._unmet(path)]
 
-    async def tell(self, process: WorkerProcess) -> None:
+    async def send_paths(self, process: WorkerProcess) -> None:
         """Send the disabled paths to a starting worker, before its first request."""
         if self.paths:
             await self._router.ask(process, self._command())

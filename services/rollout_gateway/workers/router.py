@@ -95,7 +95,7 @@ class Router:
         """End requests with an error, and shut the workers down."""
         await self.keeper.stop_keeping()
         for seat in self._seats:
-            self.fail(seat, "the gateway is stopping")
+            self.fail_requests(seat, "the gateway is stopping")
         for generation in self._held.take_all():
             generation.fail("the gateway is stopping")
         await self.keeper.stop()
@@ -191,7 +191,7 @@ class Router:
         }
         for process in processes:
             if process.index in found:
-                self.metrics.look(process.ready, found[process.index])
+                self.metrics.record_health(process.ready, found[process.index])
         return found
 
     async def probe(self, seat: Seat, requests: Sequence[pb.EngineRequest]) -> list[pb.TokenChunk]:
@@ -223,10 +223,10 @@ class Router:
             seat = choose(self._seats, prefer)
         if seat is None or seat.released:
             self._held.add(generation)
-            self.traffic.look()
+            self.traffic.update()
             return
         seat.add(generation)
-        self.traffic.look()
+        self.traffic.update()
         if not self._flushing:
             # Requests of one turn of the event loop leave in one message, so that the engine admits
             # them together.
@@ -241,7 +241,7 @@ class Router:
                 seat.unsent = []
                 seat.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
-    async def equip(self, seat: Seat, process: WorkerProcess) -> None:
+    async def equip_worker(self, seat: Seat, process: WorkerProcess) -> None:
         """See Routing. Repeats until no order has changed meanwhile."""
         given, away = object(), False
         while given != (now := (self.orders(), seat.lent)):
@@ -250,11 +250,11 @@ class Router:
                 await self.on_ready(process)
             away = await self.lending.follow(seat, process, away=away)
 
-    def serves(self, seat: Seat) -> None:
+    def flush_requests(self, seat: Seat) -> None:
         """See Routing."""
         self._flush()
 
-    def tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+    def deliver_tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         """See Routing."""
         seat.activity.moves()
         self.rows_dropped[seat.index] = tokens.rows_dropped
@@ -277,7 +277,7 @@ class Router:
             return 0
         moves = chunk.finish_reason == tpb.FINISH_REASON_ABORT and request_id in seat.moving
         if moves:
-            generation.suspended(chunk)
+            generation.suspend_try(chunk)
         else:
             generation.accept(chunk)
         if moves or generation.finished:
@@ -290,18 +290,18 @@ class Router:
         reason = seat.moving.pop(request_id, None)
         seat.end(request_id)
         if generation.finished:
-            self.traffic.look()
-            self.metrics.ended(generation)
+            self.traffic.update()
+            self.metrics.record_end(generation)
             return
         metrics.REQUESTS_SUSPENDED.record(reason=str(reason))
         self._on_discard(request_id)
         self._place(generation)
 
-    def lost(self, seat: Seat) -> None:
+    def lose_worker(self, seat: Seat) -> None:
         """See Routing."""
         sent, unsent = seat.clear()
         for generation in sent:
-            generation.lost()
+            generation.lose_worker()
             self._on_discard(generation.request.request_id)
         for generation in (*sent, *unsent):
             if generation.tries >= MAX_TRIES:
@@ -315,7 +315,9 @@ class Router:
             else:
                 self._place(generation)
 
-    def fail(self, seat: Seat, message: str, kind: type[PacelineError] = InternalError) -> None:
+    def fail_requests(
+        self, seat: Seat, message: str, kind: type[PacelineError] = InternalError
+    ) -> None:
         """See Routing."""
         for generations in seat.clear():
             for generation in generations:

@@ -74,14 +74,14 @@ async def test_a_round_of_the_engine_is_one_message_with_the_news_of_all_request
 ) -> None:
     told: list[Counter[int]] = []
     routers: list[Router] = []
-    rest = Router.tokens
+    rest = Router.deliver_tokens
 
     def counted(self: Router, seat: Seat, tokens: pb.TokensEmitted, rows: Any) -> None:
         routers[:] = [self]
         told.append(Counter(chunk.request_id for chunk in tokens.chunks))
         rest(self, seat, tokens, rows)
 
-    monkeypatch.setattr(Router, "tokens", counted)
+    monkeypatch.setattr(Router, "deliver_tokens", counted)
     script = engine_settings(PACE) | {"max_sequence_tokens": 4096}
     async with serving(model_dir, script) as served:
         port = int(str(served.http.base_url.port))

@@ -87,7 +87,7 @@ class BoxUsage:
         self._child = child
         self._fill = _FILL_BYTES_PER_S * min(os.cpu_count() or 1, request.processes)
 
-    def look(self) -> tuple[bool, float]:
+    def check(self) -> tuple[bool, float]:
         """Whether the run exceeds its memory, and seconds until the next check, fewer near the
         limit.
 
@@ -178,7 +178,7 @@ class _Launcher:
         signal.set_wakeup_fd(self._wake_writer)
         signal.signal(signal.SIGTERM, lambda *_: None)
         self._began: float | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._seconds = 0.0
         self._stopped_by = ""
 
@@ -204,20 +204,20 @@ class _Launcher:
         requested.
         """
         usage = BoxUsage(self._request, child)
-        usage.look()
+        usage.check()
         ended = os.pidfd_open(child)
         poll = select.poll()
         for fd in (*self._outputs, self._report_reader, self._wake_reader, ended):
             poll.register(fd, select.POLLIN)
         while not self._stopped_by:
-            patience = self._patience(usage)
+            patience = self._next_check_s(usage)
             if self._stopped_by:
                 break
             ready = [fd for fd, _ in poll.poll(None if patience is None else patience * 1000)]
             for fd in ready:
                 if fd == self._wake_reader:
                     self._stopped_by = "killed"
-                elif fd != ended and not self._take(fd):
+                elif fd != ended and not self._read(fd):
                     poll.unregister(fd)
             if ended in ready:
                 break
@@ -226,23 +226,23 @@ class _Launcher:
             self._seconds = time.monotonic() - self._began
         os.close(ended)
 
-    def _patience(self, usage: BoxUsage) -> float | None:
+    def _next_check_s(self, usage: BoxUsage) -> float | None:
         """Seconds until the next check or the end of the run's time, whichever is first; None
         before the code has begun.
         """
         if self._began is None:
             return None
-        if time.monotonic() >= self._next_look:
-            too_much, pause = usage.look()
+        if time.monotonic() >= self._next_check:
+            too_much, pause = usage.check()
             self._stopped_by = "memory" if too_much else ""
-            self._next_look = time.monotonic() + pause
+            self._next_check = time.monotonic() + pause
         now = time.monotonic()
         left = self._began + self._request.wall_s - now
         if left <= 0:
             self._stopped_by = "timeout"
-        return max(0.0, min(left, self._next_look - now))  # negative: for ever
+        return max(0.0, min(left, self._next_check - now))  # negative: for ever
 
-    def _take(self, fd: int) -> bool:
+    def _read(self, fd: int) -> bool:
         if fd in self._outputs:
             return self._outputs[fd].read()
         piece = os.read(fd, _PIECE)
@@ -259,7 +259,7 @@ class _Launcher:
             ready, _, _ = select.select([*open_], [], [], max(0.0, until - time.monotonic()))
             if not ready:
                 return
-            open_ -= {fd for fd in ready if not self._take(fd)}
+            open_ -= {fd for fd in ready if not self._read(fd)}
 
     def _answer(self) -> SandboxResult:
         lines: dict[str, object] = {}

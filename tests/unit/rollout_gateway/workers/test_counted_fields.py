@@ -72,7 +72,7 @@ def looked_at(health: pb.WorkerHealth) -> dict[Any, float]:
     reader = InMemoryMetricReader()
     use_meter(MeterProvider([reader]))
     seen = EngineMetrics("embedded")
-    seen.look(pb.WorkerReady(worker_index=1, pid=7, device_tflops=0.5), health)
+    seen.record_health(pb.WorkerReady(worker_index=1, pid=7, device_tflops=0.5), health)
     return all_points(reader)
 
 
@@ -96,7 +96,7 @@ def test_drafts_by_position_are_told_when_their_request_ends(
     chunk = pb.TokenChunk(request_id=1, token_ids=[4], speculation=stats)
     chunk.finish_reason = tpb.FINISH_REASON_STOP
     generation.accept(chunk)
-    EngineMetrics("embedded").ended(generation)
+    EngineMetrics("embedded").record_end(generation)
     named = {name for name, _ in all_points(metric_reader)}
     assert set(WHEN_A_REQUEST_ENDS.values()) <= named
 

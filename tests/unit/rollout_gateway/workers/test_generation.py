@@ -65,11 +65,11 @@ def test_whatever_becomes_of_its_tries_a_request_has_every_token_once(
             generation.accept(chunk(at, piece, version=number))
             at, owners = at + len(piece), owners + [number] * len(piece)
         if loses:
-            generation.lost()
+            generation.lose_worker()
         else:
             piece = tokens[at : at + 1][: len(tokens) - 1 - at]
             ended = chunk(at, piece, version=number, finish=tpb.FINISH_REASON_ABORT)
-            generation.suspended(ended)
+            generation.suspend_try(ended)
             at, owners, drafted = at + len(piece), owners + [number] * len(piece), drafted + 3
         assert list(generation.request.response_token_ids) == tokens[:at]
         assert not generation.finished
@@ -95,7 +95,7 @@ def test_the_counters_of_a_suspended_request_are_told_with_its_end() -> None:
     generation = Generation(pb.EngineRequest(request_id=1, prompt_token_ids=[5, 6]), None)
     first = chunk(0, [7, 8], finish=tpb.FINISH_REASON_ABORT)
     first.smallest_gap, first.time_to_first_token_s, first.cached_prompt_tokens = 0.25, 3.0, 1
-    generation.suspended(first)
+    generation.suspend_try(first)
     assert generation.whole.finish_reason == tpb.FINISH_REASON_UNSPECIFIED
     assert not generation.whole.HasField("speculation")
     second = chunk(2, [9], finish=tpb.FINISH_REASON_LENGTH)
@@ -110,7 +110,7 @@ def test_a_suspended_request_whose_numbers_are_worthless_ends() -> None:
     generation = Generation(pb.EngineRequest(request_id=1), None)
     bad = chunk(0, [1, 2], finish=tpb.FINISH_REASON_ABORT)
     bad.behavior_logprobs[1] = math.nan
-    generation.suspended(bad)
+    generation.suspend_try(bad)
     assert generation.whole.finish_reason == tpb.FINISH_REASON_ERROR
 
 
@@ -141,7 +141,7 @@ async def test_news_are_told_at_once_while_the_reader_waits_and_the_last_ones_to
         news = generation.chunks()
         generation.accept(first)
         read.append(list((await anext(news)).token_ids))
-        generation.tell_at_once(take)
+        generation.set_direct_reader(take)
         generation.accept(middle[0])  # the reader is busy: nothing may overtake it
         read.append(list((await anext(news)).token_ids))
         waiting = asyncio.ensure_future(anext(news))
@@ -165,7 +165,7 @@ async def test_what_goes_wrong_with_news_told_at_once_is_raised_where_they_are_r
     def take(piece: pb.TokenChunk) -> bool:
         raise ZeroDivisionError
 
-    generation.tell_at_once(take)
+    generation.set_direct_reader(take)
     waiting = asyncio.ensure_future(anext(generation.chunks()))
     await asyncio.sleep(0)
     generation.accept(chunk(0, [1]))
@@ -192,7 +192,7 @@ async def test_the_scores_of_a_prompt_are_told_once_however_often_its_request_go
         generation = Generation(pb.EngineRequest(request_id=1, prompt_token_ids=[5, 6, 7]), 0)
         first = chunk(0, [8], finish=tpb.FINISH_REASON_ABORT)
         first.prompt_scores.extend([score, score] if told_first else [])
-        generation.suspended(first)
+        generation.suspend_try(first)
         last = chunk(1, [9], last=True)
         last.prompt_scores.extend([score, score])
         generation.accept(last)

@@ -54,7 +54,7 @@ def test_a_request_gives_first_token_time_per_token_and_acceptance_length(
         )
     )
     generation.ended_s = generation.queued_s + 0.6
-    EngineMetrics("sglang").ended(generation)
+    EngineMetrics("sglang").record_end(generation)
     found = points(metric_reader)
     assert found["paceline.engine.time_to_first_token"][0].sum == pytest.approx(0.2)
     assert found["paceline.engine.time_per_output_token"][0].sum == pytest.approx(0.1)
@@ -79,7 +79,7 @@ def test_a_request_of_one_token_has_no_time_per_output_token(
     generation.accept(
         pb.TokenChunk(request_id=1, token_ids=[4], finish_reason=tpb.FINISH_REASON_STOP)
     )
-    EngineMetrics("sglang").ended(generation)
+    EngineMetrics("sglang").record_end(generation)
     found = points(metric_reader)
     assert "paceline.engine.time_to_first_token" in found
     assert "paceline.engine.time_per_output_token" not in found
@@ -98,7 +98,7 @@ def look(
     }
     load = EngineLoad(**{**known, "speculation": SpeculationStats(), **facts})
     ready = pb.WorkerReady(worker_index=worker, pid=pid, device_tflops=tflops)
-    seen.look(ready, wire.health_to(load, VersionSet()))
+    seen.record_health(ready, wire.health_to(load, VersionSet()))
 
 
 def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(

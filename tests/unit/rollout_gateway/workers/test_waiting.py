@@ -20,9 +20,9 @@ async def test_callers_are_told_of_while_the_worker_that_they_wait_for_is_lent(b
     traffic = WaitingTraffic(seats, HeldRequests(60.0), at_once=1, after_s=AFTER_S)
     for number in (1, 2, 3):
         seats[0].add(Generation(pb.EngineRequest(request_id=number), None))
-    traffic.look()
+    traffic.update()
     seats[1].released = not back  # no request has changed by it
-    told = traffic.news()
+    told = traffic.reports()
     first = asyncio.ensure_future(anext(told))
     done, _ = await asyncio.wait({first}, timeout=4 * AFTER_S if back else patient(10))
     assert bool(done) is not back
