@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.plugins import find_variant
@@ -91,7 +92,18 @@ DEFAULT_TURNS = 8
 MAX_TURNS = 512
 MAX_CALLS = 16
 """Calls of one message that run; further calls of the message get an error."""
-_ROLES = ("system", "user", "assistant")
+T = TypeVar("T")
+
+
+class _Opening(BaseModel):
+    """One message of the start of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+_MESSAGES = TypeAdapter(Annotated[list[_Opening], Field(min_length=1)])
+_TURNS = TypeAdapter(Annotated[int, Field(ge=1, le=MAX_TURNS)])
 
 
 class ToolUse:
@@ -133,7 +145,8 @@ class ToolUse:
         own = interaction_class(self._interactions, task.metadata)
         user = None if own is None else begin_interaction(own, task)
         schemas = [schema(tool) for tool in tools.values()]
-        for left in reversed(range(_turns(task))):
+        turns = _read(task, "max_turns", _TURNS) if "max_turns" in task.metadata else DEFAULT_TURNS
+        for left in reversed(range(turns)):
             turn = await model.chat(tuple(messages), schemas)
             messages.append(turn.message)
             calls = turn.message.tool_calls
@@ -157,11 +170,10 @@ class ToolUse:
         known = await self._toolbox.tools()
         if "tools" not in task.metadata:
             return known
-        names = _json(task, "tools")
-        if not isinstance(names, list) or not all(
-            isinstance(name, str) and name in known for name in names
-        ):
-            raise _refuse(task, "tools", repr(names), f"a JSON list of {', '.join(known)}")
+        names = _read(task, "tools", TypeAdapter(tuple[str, ...]))
+        if unknown := [name for name in names if name not in known]:
+            message = f'metadata["tools"] of task {task.task_id}'
+            raise InvalidInput(message, seen=unknown[0], allowed=", ".join(known))
         return {name: known[name] for name in names}
 
 
@@ -198,38 +210,16 @@ def opening(task: EpisodeTask) -> list[Message]:
     if "messages" not in task.metadata:
         system = task.metadata.get("system")
         return [*([Message("system", system)] if system else []), Message("user", task.prompt)]
-    found = _json(task, "messages")
-    if not isinstance(found, list) or not found or not all(_is_message(one) for one in found):
-        allowed = f"a JSON list of {{role: {' | '.join(_ROLES)}, content: text}}"
-        raise _refuse(task, "messages", repr(found), allowed)
-    return [Message(one["role"], one["content"]) for one in found]
+    return [Message(one.role, one.content) for one in _read(task, "messages", _MESSAGES)]
 
 
-def _is_message(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.get("role") in _ROLES
-        and isinstance(value.get("content"), str)
-    )
-
-
-def _turns(task: EpisodeTask) -> int:
-    text = task.metadata.get("max_turns", str(DEFAULT_TURNS))
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MAX_TURNS):
-        raise _refuse(task, "max_turns", text, f"1 to {MAX_TURNS}")
-    return int(text)
-
-
-def _json(task: EpisodeTask, key: str) -> object:
+def _read(task: EpisodeTask, key: str, form: TypeAdapter[T]) -> T:
+    """A value of the task's metadata, which is JSON. Raises InvalidInput."""
     try:
-        return json.loads(task.metadata[key])
-    except (ValueError, RecursionError) as error:
-        raise _refuse(task, key, task.metadata[key], "JSON") from error
-
-
-def _refuse(task: EpisodeTask, key: str, seen: str, allowed: str) -> InvalidInput:
-    message = f'metadata["{key}"] of task {task.task_id}'
-    return InvalidInput(message, seen=seen[:80], allowed=allowed)
+        return form.validate_json(task.metadata[key])
+    except ValidationError as error:
+        message, seen = f'metadata["{key}"] of task {task.task_id}', task.metadata[key][:80]
+        raise InvalidInput(message, seen=seen, allowed=error.errors()[0]["msg"]) from error
 
 
 class SingleTurn:

@@ -34,13 +34,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, TypeAdapter
+
 from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
 from paceline.services.rollout_gateway.rewards import RewardRule
 from paceline.services.rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
-from paceline.whole_text import is_whole
 
 log = get_logger(__name__)
 _HARNESS = Path(__file__).with_name("code_harness.py")
@@ -58,6 +59,16 @@ _PREPARATIONS = (
     ast.Pass,
 )
 _SCORINGS = ("share", "all")
+
+
+class _Case(BaseModel):
+    """One run of a program."""
+
+    stdin: str = ""
+    stdout: str
+
+
+_CASES = TypeAdapter(tuple[_Case, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +201,9 @@ def _asked(task: EpisodeTask) -> _Asked:
     scoring, entry_point = metadata.get("scoring", "share"), metadata.get("entry_point", "")
     if scoring not in _SCORINGS:
         raise ValueError(f'metadata["scoring"] is {scoring!r}, not one of {", ".join(_SCORINGS)}')
-    cases = json.loads(metadata.get("cases") or "[]")
-    if not isinstance(cases, list) or not all(_is_case(case) for case in cases):
-        raise ValueError(
-            'metadata["cases"] is not a JSON list of {"stdin", "stdout"}, texts of UTF-8'
-        )
+    cases = _CASES.validate_json(metadata.get("cases") or "[]")
     tree = ast.parse(metadata.get("tests", ""))
-    pairs = tuple((case.get("stdin", ""), case["stdout"]) for case in cases)
+    pairs = tuple((case.stdin, case.stdout) for case in cases)
     asked = _Asked(_statements(tree), _modules(tree, entry_point), entry_point, pairs, scoring)
     if not asked.test_count and not cases:
         raise ValueError('neither metadata["tests"] nor metadata["cases"] holds a test')
@@ -245,12 +252,3 @@ def _modules(tree: ast.Module, entry_point: str) -> tuple[str, ...]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     return tuple(sorted((bases - stored - {entry_point}) & sys.stdlib_module_names))
-
-
-def _is_case(case: object) -> bool:
-    return (
-        isinstance(case, dict)
-        and isinstance(case.get("stdout"), str)
-        and isinstance(case.get("stdin", ""), str)
-        and is_whole(case["stdout"] + case.get("stdin", ""))
-    )

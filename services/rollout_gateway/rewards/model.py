@@ -91,5 +91,6 @@ class ModelReward(rewards.RewardRule):
 
 
 def _value(given: float | child_program.Raised | None) -> float | Exception | None:
-    raised = isinstance(given, child_program.Raised)
-    return rewards.Unscored("exception", given.text) if raised else given
+    if isinstance(given, child_program.Raised):
+        return rewards.Unscored("exception", given.text)
+    return given

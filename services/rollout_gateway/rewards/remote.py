@@ -8,6 +8,7 @@ A server failure never becomes reward 0: a permanent failure raises Unavailable.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
@@ -15,6 +16,7 @@ import re
 from typing import Any
 
 import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.addresses import direct
 from paceline.errors import ConfigError, Unavailable
@@ -145,19 +147,21 @@ def check_url(url: str) -> None:
     )
 
 
+class _Answer(BaseModel):
+    """The answer of a server."""
+
+    model_config = ConfigDict(strict=True)
+    reward: float | None
+
+
 def reward_of(answer: bytes) -> float | None:
     """The reward of an answer; infinite or NaN when the server returns such a number.
 
     Raises Unavailable for anything else.
     """
-    try:
-        value = json.loads(answer) if len(answer) <= MAX_ANSWER_BYTES else None
-        reward = value["reward"] if isinstance(value, dict) else ""
-        if reward is None or type(reward) in (int, float):
-            return None if reward is None else float(reward)
-    except (ValueError, KeyError, RecursionError, OverflowError):
-        pass  # raised below, with the same message as for JSON of another form
-
+    if len(answer) <= MAX_ANSWER_BYTES:
+        with contextlib.suppress(ValidationError):  # raised below
+            return _Answer.model_validate_json(answer).reward
     message, allowed = "the reward at a URL sent an invalid answer", '{"reward": 0.5 | null}'
     raise Unavailable(message, seen=shown(answer), allowed=allowed)
 

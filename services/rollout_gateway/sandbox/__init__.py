@@ -156,8 +156,8 @@ async def _ask_launcher(request: launch.RunRequest) -> launch.SandboxResult:
     """
     try:
         command = (_python(), "-I", "-S", "-c", _START, str(Path(__file__).parent))
-        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE}
-        child = await Child.execute(*command, env={"PYTHONUTF8": "1"}, **pipes)
+        environment = {"PYTHONUTF8": "1"}
+        child = await Child.execute(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
     except OSError as error:
         raise Unavailable("no launcher of a sandbox could be started", seen=error) from error
 
@@ -196,7 +196,8 @@ def _python() -> str:
     """The interpreter itself instead of a virtual environment's, whose packages are not for the
     code.
     """
-    return os.path.realpath(sys._base_executable)
+    interpreter: str = getattr(sys, "_base_executable", sys.executable)
+    return os.path.realpath(interpreter)
 
 
 def checked_files(files: Mapping[str, str]) -> dict[str, str]:
