@@ -64,20 +64,15 @@ def python(sandbox: Sandbox) -> Tool:
 
 def shown(result: SandboxResult, wall_s: float) -> str:
     """A run's output and errors for the model, and the reason of an early end."""
-    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
-    match result.reason:
-        case "timeout":
-            parts.append(f"[stopped: it ran longer than {wall_s:g} s]")
-        case "cpu":
-            parts.append("[stopped: it used too much CPU time]")
-        case "memory":
-            parts.append("[stopped: it used too much memory]")
-        case "killed":
-            parts.append(f"[ended by signal {-result.exit_code}]")
-        case "exit" if result.exit_code:
-            parts.append(f"[exit code {result.exit_code}]")
-    if result.truncated:
-        parts.append("[output was cut]")
+    ends = {
+        "timeout": f"[stopped: it ran longer than {wall_s:g} s]",
+        "cpu": "[stopped: it used too much CPU time]",
+        "memory": "[stopped: it used too much memory]",
+        "killed": f"[ended by signal {-result.exit_code}]",
+        "exit": f"[exit code {result.exit_code}]" if result.exit_code else "",
+    }
+    cut = "[output was cut]" if result.truncated else ""
+    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n"), ends[result.reason], cut]
     return "\n".join(part for part in parts if part) or "[no output]"
 
 
