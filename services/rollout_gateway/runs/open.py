@@ -213,7 +213,7 @@ class OpenRuns:
                         yield news
                 if whole or (not assigned and told >= request.open_groups):
                     break
-                comes = taken.given.wait() if assigned else self._group_closes(step)
+                comes = self._group_comes(step, taken if assigned else None)
                 await first_of(comes, idle.wait_released(), gateway.weights.damaged())
                 while (worker := idle.pop()) is not None:
                     yield rpb.RunTasksResponse(share=totals.share(worker))
@@ -231,8 +231,15 @@ class OpenRuns:
             self._collecting.discard(step)
             self._step_left.set()
 
-    async def _group_closes(self, step: int) -> None:
-        """Return once a group is closed and no earlier step collects groups."""
+    async def _group_comes(self, step: int, taken: _Taken | None) -> None:
+        """Return once groups are assigned, or a group is closed and no earlier step collects
+        groups.
+
+        `taken`: of a step whose groups are assigned.
+        """
+        if taken is not None:
+            await taken.given.wait()
+            return
         while True:
             await self._gateway.agents.groups.closed()
             if step == min(self._collecting):

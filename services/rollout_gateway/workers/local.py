@@ -1,26 +1,37 @@
-"""Runs engine workers on this host, each with a process, a socket and a ring."""
+"""Runs engine workers on this host, each with a process, a socket and a ring: starts a worker for
+each place, and replaces workers that are lost or fail to start.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from paceline.config import Config
-from paceline.errors import ConfigError
-from paceline.local import checks, forking, processes, user_directory
+from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
+from paceline.local import checks, forking, launch, news, processes, user_directory
 from paceline.plugins import import_object
-from paceline.services.rollout_gateway import engines, features
+from paceline.services.rollout_gateway import engines, features, metrics
+from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines import nouns, worker
 from paceline.services.rollout_gateway.engines.settings import ModelSettings
-from paceline.services.rollout_gateway.engines.worker.ring import RowRing
-from paceline.services.rollout_gateway.workers.process import OnTokens, WorkerProcess
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
+from paceline.services.rollout_gateway.workers.placement import Seat
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.telemetry import get_logger
+from paceline.v1 import engine_pb2 as pb
 
 
 def own_cores(index: int, count: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
@@ -31,15 +42,53 @@ def own_cores(index: int, count: int, threads: int, cores: Sequence[int]) -> tup
     return tuple(cores[(index * each + number) % len(cores)] for number in range(each))
 
 
-class LocalWorkers:
-    """Makes the workers of this host, each in its own place: make, close."""
+STARTS_BEFORE_GIVING_UP = 3
+"""Failed starts in a row after which the requests of that worker fail; restarts continue."""
 
-    def __init__(self, config: GatewayConfig, forker: forking.Forker | None = None) -> None:
-        """`forker`: an already started forker of the engine's modules; `close` ends it."""
-        self._config, self._count = config.engine, config.worker_count
+log = get_logger(__name__)
+
+
+class Routing(Protocol):
+    """Callbacks for the requests as workers start and end."""
+
+    async def equip_worker(self, seat: Seat, process: WorkerProcess) -> None:
+        """Prepare a ready worker before its first request; an exception ends the worker."""
+        ...
+
+    def flush_requests(self, seat: Seat) -> None:
+        """The place has a worker that accepts requests."""
+        ...
+
+    def deliver_tokens(self, seat: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+        """The worker in this place has sent tokens."""
+        ...
+
+    def lose_worker(self, seat: Seat) -> None:
+        """The worker in this place is lost."""
+        ...
+
+    def fail_requests(self, seat: Seat, message: str, kind: type[PacelineError]) -> None:
+        """End the requests of this place with an error after repeated failed starts."""
+        ...
+
+
+class LocalWorkers:
+    """Keeps a worker in each place. Use on one event loop: start, stop."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        seats: Sequence[Seat],
+        routing: Routing,
+        forker: forking.Forker | None = None,
+    ) -> None:
+        """`forker`: an already started forker of the engine's modules; `stop` ends it."""
+        self._config, self._seats, self._routing = config.engine, seats, routing
+        self._keepers: list[asyncio.Task[None]] = []
+        self.ready = pb.WorkerReady()
+        """The engine's properties, from the worker that became ready last."""
         self._settings = engine_settings(config)
-        self.layout = row_layout(config)
-        """Content of the hidden rows that workers capture; None when no consumer reads rows."""
+        self._layout = row_layout(config)
         self._value_bytes = features.ROW_DTYPES[config.features.dtype][1]
         self._heartbeat_s = config.run.heartbeat_s
         kind = engines.find_engine(self._config.kind)
@@ -49,37 +98,128 @@ class LocalWorkers:
         self._directory: Path | None = None
         self._context: zmq.Context[Any] = zmq.Context()
 
-    def make(self, index: int, on_tokens: OnTokens) -> WorkerProcess:
+    async def start(self) -> None:
+        """Start a worker in each place; returns when all serve.
+
+        A worker that finds the serving set damaged may start later, after the next push. Raises the
+        first start's error; the caller then calls `stop`.
+        """
+        found = await asyncio.gather(*(self._start_first(seat) for seat in self._seats))
+        late = [error for error in found if error is not None]
+        if late and not self.ready.ListFields():  # no worker serves
+            raise late[0]
+        self._keepers = [
+            background(self._keep(seat), f"keeper of worker {seat.index}") for seat in self._seats
+        ]
+
+    async def stop_keeping(self) -> None:
+        """Stop replacing workers."""
+        await cancel(*self._keepers)
+
+    async def stop(self) -> None:
+        """Shut the workers down, and end the forker with its remaining processes."""
+        there = [seat.process for seat in self._seats if seat.process is not None]
+        await asyncio.gather(*(process.stop() for process in there))
+        for seat in self._seats:
+            seat.process = None
+        await self._forker.close()
+        self._context.destroy(linger=0)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _start_first(self, seat: Seat) -> PacelineError | None:
+        """A start error that a push can repair while other workers serve; None after a successful
+        start.
+        """
+        try:
+            await self._start_worker(seat)
+        except DataLoss as error:
+            self._report_failed_start(seat, error)
+            return error
+        return None
+
+    async def _start_worker(self, seat: Seat) -> None:
+        """Start a worker that serves the committed versions.
+
+        Raises ConfigError when the engine's row layout differs from the ring's.
+        """
+        process = self._make_worker(seat)
+        try:
+            await process.start(self._config.ready_deadline_s)
+            declared, layout = wire.rows_from(process.ready), self._layout
+            if layout is not None and declared != layout:
+                message = "the engine's rows do not fit their ring"
+                raise ConfigError(message, seen=declared, allowed=layout)
+            self.ready = process.ready
+            await self._routing.equip_worker(seat, process)
+        except BaseException:
+            await process.close()
+            raise
+
+        seat.process = process
+        self._routing.flush_requests(seat)
+
+    async def _keep(self, seat: Seat) -> None:
+        """Replace the worker whenever it is lost or fails to start."""
+        while True:
+            process = seat.process
+            reason = await asyncio.shield(process.lost) if process is not None else ""
+            seat.process = None
+            lost_s = time.monotonic()
+            if process is not None:
+                log.warning("engine worker lost", worker=seat.index, reason=reason)
+                news.tell_supervisor("impaired", f"engine worker {seat.index} {reason}")
+                await process.close()
+                metrics.WORKER_RESTARTS.record()
+                self._routing.lose_worker(seat)
+            await self._replace(seat)
+            took_s = time.monotonic() - lost_s
+            news.tell_supervisor("recovered", f"engine worker {seat.index} after {took_s:.1f} s")
+
+    async def _replace(self, seat: Seat) -> None:
+        policy = launch.RestartPolicy(window_s=inf, base_s=0.2, cap_s=5.0)
+        while seat.process is None:
+            policy.note_end()
+            await policy.pause()
+            try:
+                await self._start_worker(seat)
+            except (PacelineError, OSError) as error:
+                message = self._report_failed_start(seat, error)
+                if len(policy.ends) >= STARTS_BEFORE_GIVING_UP:
+                    kind = Unavailable if isinstance(error, DataLoss) else InternalError
+                    self._routing.fail_requests(seat, message, kind)
+
+    def _report_failed_start(self, seat: Seat, error: PacelineError | OSError) -> str:
+        message = f"engine worker {seat.index} does not start: {error}"
+        log.error("engine worker does not start", worker=seat.index, error=str(error))
+        news.tell_supervisor("impaired", message)
+        return message
+
+    def _make_worker(self, seat: Seat) -> WorkerProcess:
         """Make a worker that has not started. Its index selects its cores and GPU."""
         if self._directory is None:
             self._directory = Path(
                 tempfile.mkdtemp(prefix="w-", dir=user_directory.socket_directory())
             )
         ring, config = None, self._config
-        if self.layout is not None:
-            ring = RowRing.create(RING_ROWS, self.layout.width * self._value_bytes)
+        if self._layout is not None:
+            ring = RowRing.create(RING_ROWS, self._layout.width * self._value_bytes)
         cores: tuple[int, ...] = ()
         if config.threads == 0:
-            cores = own_cores(index, self._count, config.threads, processes.core_numbers())
+            cores = own_cores(
+                seat.index, len(self._seats), config.threads, processes.core_numbers()
+            )
         spec = worker.WorkerSpec(
-            worker_index=index,
+            worker_index=seat.index,
             kind=config.kind,
             threads=config.threads,
             cores=cores,
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )
-        directory, context = self._directory, self._context
-        return WorkerProcess(
-            spec, self._forker, ring, directory, context, on_tokens, self._heartbeat_s
-        )
-
-    async def close(self) -> None:
-        """End the forker and its remaining processes."""
-        await self._forker.close()
-        self._context.destroy(linger=0)
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        forker, directory, context = self._forker, self._directory, self._context
+        on_tokens = partial(self._routing.deliver_tokens, seat)
+        return WorkerProcess(spec, forker, ring, directory, context, on_tokens, self._heartbeat_s)
 
 
 RING_ROWS = 16_384

@@ -17,7 +17,6 @@ from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.generation import Generation, HeldRequests
-from paceline.services.rollout_gateway.workers.keeper import WorkerKeeper
 from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.services.rollout_gateway.workers.local import LocalWorkers
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
@@ -48,8 +47,7 @@ class Router:
         self._on_discard = on_discard
         first = config.number * config.worker_count
         self._seats = [Seat(i, first=first) for i in range(config.worker_count)]
-        local = LocalWorkers(config, forker)
-        self.keeper = WorkerKeeper(local, self._config.ready_deadline_s, self._seats, self)
+        self.keeper = LocalWorkers(config, self._seats, self, forker)
         self._flushing = False
         self._held = HeldRequests(config.queue.wait_s)
         self.traffic = WaitingTraffic(

@@ -268,7 +268,6 @@ async def test_a_server_that_hangs_gets_its_share_of_the_deadline_each_time(
         b'{"reward": true}',
         b'{"reward": [1]}',
         b"\xff\xfe",
-        b'{"reward": 1' + b"0" * 400 + b"}",
         b"[" * 50_000,
         b'{"reward": 1}' + b" " * MAX_ANSWER_BYTES,
     ],
@@ -282,7 +281,7 @@ async def test_anything_else_is_an_error_that_shows_it(
     assert len(server.seen) == 1
 
 
-@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"1" + b"0" * 400])
 async def test_a_reward_that_is_not_finite_is_refused_by_name(
     server: Server, rules: Rules, text: bytes
 ) -> None:
