@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.services.rollout_gateway.engines.worker import wire
@@ -62,13 +62,6 @@ async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> Non
         log.warning("tasks are not prepared", environment=request.environment, error=seen)
 
 
-class RunningSample(NamedTuple):
-    """A running sample and its first worker."""
-
-    task: asyncio.Task[rpb.SampleFinished]
-    worker: int
-
-
 class TaskRuns:
     """All RunTasks calls of one gateway."""
 
@@ -76,7 +69,8 @@ class TaskRuns:
         self._gateway = gateway
         self._samples = SampleRuns(gateway)
         self.open = OpenRuns(gateway)
-        self._running: dict[str, RunningSample] = {}
+        self._running: dict[str, tuple[asyncio.Task[rpb.SampleFinished], int]] = {}
+        """Each running sample and its first worker, by key."""
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
 
     async def run(
@@ -168,7 +162,7 @@ class TaskRuns:
         ]
         placed = [(job, self._running.get(job.key)) for job in jobs]
         return [
-            job if running is None else replace(job, worker_index=running.worker)
+            job if running is None else replace(job, worker_index=running[1])
             for job, running in placed
         ]
 
@@ -212,13 +206,12 @@ class TaskRuns:
 
     def _begin(self, job: Job) -> asyncio.Task[rpb.SampleFinished]:
         """The asyncio task of a sample, started now or by an earlier call."""
-        running = self._running.get(job.key)
-        if running is None:
+        if job.key not in self._running:
             task = asyncio.create_task(self._samples.run(job))
-            running = self._running[job.key] = RunningSample(task, job.worker_index)
+            self._running[job.key] = task, job.worker_index
             task.add_done_callback(lambda done: self._ended(job, done))
             self._gateway.samples_left = len(self._running)
-        return running.task
+        return self._running[job.key][0]
 
     def _ended(self, job: Job, task: asyncio.Task[rpb.SampleFinished]) -> None:
         del self._running[job.key]
