@@ -240,7 +240,7 @@ def _refusal(
     metrics.SETS_REFUSED.record(check=check)
     about = {"check": check, "seen": seen, "allowed": allowed}
     log.error("set_refused", worker=process.index, seq=versions.seq, **about)
-    worker = f"engine worker {process.index}, the canary"
+    worker = f"{process.name}, the canary"
     message = f"{worker}, refused set {versions.seq} ({versions}): {check}"
     return WeightsError(message, seen=seen, allowed=allowed, reason=REFUSED)
 
@@ -248,7 +248,7 @@ def _refusal(
 def _still_there(process: WorkerProcess) -> None:
     """Raises Unavailable when the worker has died: a lost worker gives no verdict."""
     if process.lost.done():
-        raise Unavailable(f"engine worker {process.index} was lost", seen=process.lost.result())
+        raise Unavailable(f"{process.name} was lost", seen=process.lost.result())
 
 
 async def _replace(process: WorkerProcess) -> None:

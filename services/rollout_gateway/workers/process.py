@@ -48,7 +48,7 @@ class WorkerProcess:
     ) -> None:
         """`directory`: for the spec's file and the socket. `heartbeat_s`: maximum stop."""
         loop = asyncio.get_running_loop()
-        self.index = spec.worker_index
+        self.index, self.name = spec.worker_index, f"engine worker {spec.worker_index}"
         self.ready = pb.WorkerReady()
         self.versions = VersionSet()  # served by the worker
         # (target, version, profile) loaded beside the serving set
@@ -113,13 +113,9 @@ class WorkerProcess:
             self.ready = self._ready.result()
             self.versions = versions_from_proto(self.ready.versions)
         elif self.lost.done():
-            raise Unavailable(
-                f"engine worker {self.index} ended before it was ready", seen=self.lost.result()
-            )
+            raise Unavailable(f"{self.name} ended before it was ready", seen=self.lost.result())
         else:
-            raise DeadlineExceeded(
-                f"engine worker {self.index} is not ready", seen=f"{deadline_s} s"
-            )
+            raise DeadlineExceeded(f"{self.name} is not ready", seen=f"{deadline_s} s")
 
     def send(self, command: pb.WorkerCommand) -> None:
         """Send without waiting for an answer; commands to a lost process are dropped."""
@@ -134,7 +130,7 @@ class WorkerProcess:
         Raises the error of CommandFailed, Unavailable on loss, DeadlineExceeded.
         """
         if self.lost.done():
-            raise Unavailable(f"engine worker {self.index} is lost", seen=self.lost.result())
+            raise Unavailable(f"{self.name} is lost", seen=self.lost.result())
         command.command_id = next(_numbers)
         answer: asyncio.Future[pb.WorkerEvent] = asyncio.get_running_loop().create_future()
         self._answers[command.command_id] = answer
@@ -146,15 +142,12 @@ class WorkerProcess:
 
         if not answer.done():
             if self.lost.done():
-                raise Unavailable(f"engine worker {self.index} was lost", seen=self.lost.result())
+                raise Unavailable(f"{self.name} was lost", seen=self.lost.result())
             kind = command.WhichOneof("command")
-            raise DeadlineExceeded(
-                f"engine worker {self.index} did not answer {kind}", seen=f"{deadline_s} s"
-            )
-
+            raise DeadlineExceeded(f"{self.name} did not answer {kind}", seen=f"{deadline_s} s")
         event = answer.result()
         if event.HasField("failed"):
-            raise wire.error_from(event.failed, f"engine worker {self.index}: ")
+            raise wire.error_from(event.failed, f"{self.name}: ")
         return event
 
     async def _awaited(
@@ -226,8 +219,6 @@ class WorkerProcess:
         elif kind == "ready":
             self._ready.set_result(event.ready)
         elif kind == "failed" and not event.command_id and not self._ready.done():
-            self._ready.set_exception(
-                wire.error_from(event.failed, f"engine worker {self.index}: ")
-            )
+            self._ready.set_exception(wire.error_from(event.failed, f"{self.name}: "))
         elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
             answer.set_result(event)

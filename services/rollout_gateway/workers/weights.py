@@ -74,7 +74,7 @@ class WorkerWeights:
             answer = await self._router.ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
             served = versions_from_proto(answer.health.versions)
             if served != process.versions:
-                message = f"engine worker {process.index} serves another set"
+                message = f"{process.name} serves another set"
                 raise WeightsError(message, seen=served, allowed=process.versions)
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
@@ -164,7 +164,7 @@ class WorkerWeights:
                 await self._prepare_one(process, pb.WEIGHT_TARGET_DRAFTER, versions.drafter)
             except DataLoss as error:
                 left_out = f"drafts without drafter version {versions.drafter}: {error}"
-                tell_supervisor("impaired", f"engine worker {process.index} {left_out}")
+                tell_supervisor("impaired", f"{process.name} {left_out}")
                 versions = replace(versions, drafter=process.versions.drafter)
         commit = pb.CommitWeights(
             versions=versions_to_proto(versions),
