@@ -237,7 +237,7 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     kind = engines.find_engine(engine.kind)
     spec: type[Config] = import_object(kind.settings)
     if config.features.layers and "capture_inner" not in spec.model_fields:
-        message = "gateway.features.layers is unavailable with this engine"
+        message = "this engine does not support gateway.features.layers"
         raise ConfigError(message, seen=engine.kind, allowed="embedded")
     section = getattr(engine, engine.kind, None)
     values = {
