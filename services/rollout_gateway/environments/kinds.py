@@ -102,8 +102,9 @@ class _Opening(BaseModel):
     content: str
 
 
-_MESSAGES = TypeAdapter(Annotated[list[_Opening], Field(min_length=1)])
-_TURNS = TypeAdapter(Annotated[int, Field(ge=1, le=MAX_TURNS)])
+_MESSAGES: TypeAdapter[list[_Opening]] = TypeAdapter(Annotated[list[_Opening], Field(min_length=1)])
+_NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(tuple[str, ...])
+_TURNS: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1, le=MAX_TURNS)])
 
 
 class ToolUse:
@@ -170,7 +171,7 @@ class ToolUse:
         known = await self._toolbox.tools()
         if "tools" not in task.metadata:
             return known
-        names = _read(task, "tools", TypeAdapter(tuple[str, ...]))
+        names = _read(task, "tools", _NAMES)
         if unknown := [name for name in names if name not in known]:
             message = f'metadata["tools"] of task {task.task_id}'
             raise InvalidInput(message, seen=unknown[0], allowed=", ".join(known))

@@ -68,7 +68,7 @@ class _Case(BaseModel):
     stdout: str
 
 
-_CASES = TypeAdapter(tuple[_Case, ...])
+_CASES: TypeAdapter[tuple[_Case, ...]] = TypeAdapter(tuple[_Case, ...])
 
 
 @dataclass(frozen=True, slots=True)

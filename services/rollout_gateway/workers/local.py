@@ -201,7 +201,8 @@ class LocalWorkers:
             self._directory = Path(
                 tempfile.mkdtemp(prefix="w-", dir=user_directory.socket_directory())
             )
-        ring, config = None, self._config
+        ring: RowRing | None = None
+        config = self._config
         if self._layout is not None:
             ring = RowRing.create(RING_ROWS, self._layout.width * self._value_bytes)
         cores: tuple[int, ...] = ()
