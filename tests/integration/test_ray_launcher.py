@@ -140,7 +140,7 @@ def test_a_run_whose_starter_is_killed_ends_by_itself(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("gateway.engine.workers=3",), "fewer slots than this run asks for"),
+        (("gateway.engine.workers=3",), "fewer slots than this run needs"),
         (("--address", "127.0.0.1:1"), "no Ray cluster answers"),
         (("--address", "ray://127.0.0.1:1"), "Ray's client is not used"),
         (("--address", "nowhere"), "--address is not an address"),

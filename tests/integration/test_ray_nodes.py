@@ -94,7 +94,7 @@ async def test_a_run_that_is_taken_up_waits_for_a_node_that_comes_back(tmp_path:
     asked = RunOnCluster(ServiceConfig(), [], [], tmp_path, pools, 60.0)
     with ray_nodes({HEAD: 0}, port) as nodes:
         address = f"{HEAD}:{port}"
-        with pytest.raises(ConfigError, match="fewer slots than this run asks for"):
+        with pytest.raises(ConfigError, match="fewer slots than this run needs"):
             async with on_cluster(asked, address, lambda event: None):
                 pass
         joining = asyncio.to_thread(started, NODES[0], 1, f"--address={address}")

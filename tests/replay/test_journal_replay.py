@@ -4,7 +4,7 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import redis.asyncio
@@ -76,7 +76,6 @@ EVENTS: list[Event] = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
 class Renamed(events.Event):
     """An event whose fields have the names of others' fields, and other types."""
 
