@@ -107,7 +107,8 @@ class RedisStream:
         then returns []; an outage adds at most the permitted outage.
         """
         clock = asyncio.get_running_loop().time
-        deadline, away_since, pause_s = clock() + block_s, None, 0.01
+        deadline, pause_s = clock() + block_s, 0.01
+        away_since: float | None = None
         with connection.redis_errors(self._client, f"read {self._key} as {group}/{consumer}"):
             while True:
                 try:

@@ -22,13 +22,6 @@ def test_a_name_chooses_its_profile_and_nothing_chooses_none() -> None:
         assert chosen_profile(name) == PROFILES[name]
 
 
-def test_profiles_that_round_have_scales_and_eight_bits_and_the_others_neither() -> None:
-    for name, profile in PROFILES.items():
-        assert (name in ROUNDED) == bool(profile.scale_per) == ("8" in profile.weight_dtype)
-        assert profile.cpu
-        assert profile.cuda
-
-
 def test_the_setting_takes_every_profile_and_refuses_other_names() -> None:
     def read(value: str) -> str:
         words = [f"gateway.engine.embedded.profile={value}"]
