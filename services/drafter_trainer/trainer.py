@@ -234,7 +234,7 @@ class DrafterTrainer:
             slots = activation.slots[: len(rows)]
             version, kind = batch.head.policy_version, self._learner.kind
             traces = batch.traceparents
-            about = {names.EPOCH: activation.epoch, names.SLOTS: list(slots)}
+            about: dict[str, Any] = {names.EPOCH: activation.epoch, names.SLOTS: list(slots)}
             about |= {names.POLICY_VERSION: version, names.DRAFTER: kind}
             with span(names.DRAFTER_MICRO_STEP, about, links=sorted(traces)) as current:
                 row = hand_out(rows, self._learner.members)

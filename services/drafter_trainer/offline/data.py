@@ -197,7 +197,9 @@ class ModelText:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=answer
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=answer,
                 )
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
