@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -26,6 +26,10 @@ M = TypeVar("M", bound=Message)
 N = TypeVar("N")
 _Put = Callable[[Any], Any]
 _Take = Callable[[Any], Any]
+# Caches: a rollout converts a dozen dataclasses per sample.
+_HINTS: dict[type[Any], dict[str, Any]] = {}
+_PUTTERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Put]]] = {}
+_TAKERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Take]]] = {}
 
 
 def to_message(noun: object, kind: type[M]) -> M:
@@ -88,19 +92,20 @@ def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:
     return to_message(trajectory, pb.Trajectory)
 
 
-# Cached, as the two below: a rollout converts a dozen dataclasses per sample.
-@cache
 def _hints(cls: type[Any]) -> Mapping[str, Any]:
     """Type hints of a dataclass by field."""
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
+    if cls not in _HINTS:
+        hints = get_type_hints(cls)
+        _HINTS[cls] = {field.name: hints[field.name] for field in fields(cls)}
+    return _HINTS[cls]
 
 
-@cache
 def _putters(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Put]]:
     """(field name, converter to the message's value) for each field of a dataclass."""
-    described = kind.DESCRIPTOR.fields_by_name
-    return [(name, _putter(described[name])) for name in _hints(cls)]
+    if (cls, kind) not in _PUTTERS:
+        described = kind.DESCRIPTOR.fields_by_name
+        _PUTTERS[cls, kind] = [(name, _putter(described[name])) for name in _hints(cls)]
+    return _PUTTERS[cls, kind]
 
 
 def _putter(field: Any) -> _Put:
@@ -120,11 +125,12 @@ def _putter(field: Any) -> _Put:
     return unless_none(bytes) if field.type == FieldDescriptor.TYPE_BYTES else _as_it_is
 
 
-@cache
 def _takers(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Take]]:
     """(field name, reader from the message) for each field of a dataclass."""
-    described, hints = kind.DESCRIPTOR.fields_by_name, _hints(cls)
-    return [(name, _taker(hints[name], described[name])) for name in hints]
+    if (cls, kind) not in _TAKERS:
+        described, hints = kind.DESCRIPTOR.fields_by_name, _hints(cls)
+        _TAKERS[cls, kind] = [(name, _taker(hints[name], described[name])) for name in hints]
+    return _TAKERS[cls, kind]
 
 
 def _taker(hint: Any, field: Any) -> _Take:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import DataLoss
@@ -25,6 +25,7 @@ HEX, _LARGE = "hex", 1 << 2048
 
 T = TypeVar("T")
 _Reader = Callable[[Any, str], Any]  # (JSON value, its path in the message) -> the field's value
+_READERS: dict[Any, dict[str, _Reader]] = {}  # by dataclass and names, filled at first use
 
 
 class TaggedJson(Generic[T]):
@@ -92,13 +93,13 @@ def fields_of(
     if not isinstance(found, Mapping):
         raise DataLoss(f"{where} is not an object", seen=str(found)[:200])
     readers = _readers(cls, names)
-    for difference, names in (
+    for difference, odd in (
         ("has fields not known here", found.keys() - readers.keys()),
         ("lacks fields", readers.keys() - found.keys()),
     ):
-        if names:
+        if odd:
             raise DataLoss(
-                f"{where} {difference}", seen=", ".join(sorted(names)), allowed=", ".join(readers)
+                f"{where} {difference}", seen=", ".join(sorted(odd)), allowed=", ".join(readers)
             )
 
     return {name: read(found[name], f"{where}.{name}") for name, read in readers.items()}
@@ -121,10 +122,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@cache
 def _readers(cls: type[Any], names: tuple[str, ...] = ()) -> dict[str, _Reader]:
-    hints = get_type_hints(cls)
-    return {name: _reader(hints[name]) for name in names or [one.name for one in fields(cls)]}
+    if (cls, names) not in _READERS:
+        hints, chosen = get_type_hints(cls), names or [one.name for one in fields(cls)]
+        _READERS[cls, names] = {name: _reader(hints[name]) for name in chosen}
+    return _READERS[cls, names]
 
 
 def _reader(hint: Any) -> _Reader:

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from functools import cache
 from itertools import zip_longest
 from numbers import Real
 from operator import attrgetter
@@ -147,10 +146,15 @@ def runs(kind: type[Any], spans: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         yield first, end
 
 
-@cache
+_ABOUT: dict[type[Any], Callable[[Any], Any]] = {}
+
+
 def _about(kind: type[Any]) -> Callable[[Any], Any]:
     """The getter of a span's fields other than its position."""
-    return attrgetter(*(one.name for one in fields(kind) if one.name not in ("start", "end")))
+    if kind not in _ABOUT:
+        names = [one.name for one in fields(kind) if one.name not in ("start", "end")]
+        _ABOUT[kind] = attrgetter(*names)
+    return _ABOUT[kind]
 
 
 def added(one: Any, other: Any) -> Any:

@@ -112,12 +112,9 @@ def decode_features(entry: Mapping[str, str], payload: bytes) -> FeatureBatch:
     """
     try:
         read = tensors.decode_safetensors(payload)
-        return FeatureBatch(
-            **fields_of(FeatureBatch, _header_of(entry), FEATURE_HEADER),
-            **{name: _array(read, name, dtype) for name, dtype in FEATURE_ARRAYS.items()},
-            hidden=read["hidden"],
-            traceparent=entry["traceparent"],
-        )
+        values = fields_of(FeatureBatch, _header_of(entry), FEATURE_HEADER)
+        values |= {name: _array(read, name, dtype) for name, dtype in FEATURE_ARRAYS.items()}
+        return FeatureBatch(**values, hidden=read["hidden"], traceparent=entry["traceparent"])
     except _DAMAGED as error:
         raise DataLoss("an entry does not decode as a feature batch", seen=repr(error)) from error
 
@@ -162,8 +159,8 @@ def decode_trajectory(entry: Mapping[str, str], payload: bytes) -> Trajectory:
                 seen=zlib.crc32(payload),
                 allowed=written,
             )
-        values = fields_of(Trajectory, header, TRAJECTORY_HEADER)
-        return Trajectory(**values, **_arrays(payload, ways))
+        values = fields_of(Trajectory, header, TRAJECTORY_HEADER) | _arrays(payload, ways)
+        return Trajectory(**values)
     except _DAMAGED as error:
         raise DataLoss("an entry does not decode as a trajectory", seen=repr(error)) from error
 
