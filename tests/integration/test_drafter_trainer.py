@@ -29,7 +29,7 @@ from integration.drafter_world import (
     rows_of_policy,
     serve_receiver,
 )
-from paceline.streams.fields import SCHEMA_VERSION
+from paceline.streams.entries import SCHEMA_VERSION
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import (
