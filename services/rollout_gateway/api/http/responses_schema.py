@@ -179,7 +179,7 @@ def grouped(items: Sequence[Any]) -> Iterator[chat.Message]:
         elif isinstance(item, OutputItem):
             yield chat.Message("tool", shapes.joined_text(item.output), tool_call_id=item.call_id)
         else:
-            role = "system" if item.role == "developer" else item.role
+            role: chat.Role = "system" if item.role == "developer" else item.role
             yield chat.Message(role, shapes.joined_text(item.content))
 
     if turn:
