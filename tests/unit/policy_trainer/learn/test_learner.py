@@ -568,7 +568,7 @@ def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(
         again.handle(Save(1))
     assert numbers() == [6, 7]
     (config.checkpoints_dir / "best.json").write_text("{}")
-    with pytest.raises(DataLoss, match=r"best\.json does not say"):
+    with pytest.raises(DataLoss, match=r"best\.json does not name"):
         PolicyTrainer(config, learner(model_dir, mesh), None)
 
 
