@@ -78,7 +78,7 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
     (regret,) = by_label(found, "regret", "worker").values()
     assert 0 < regret < 2 / 3
     stages = by_label(found, "round_time_seconds_total", "stage")
-    assert set(stages) == {"prefill", "draft", "forward", "sample", "keep"}
+    assert set(stages) == {"forward"}  # a script spends no time elsewhere
     assert stages["forward"] == pytest.approx(0.01 * sum(pulls.values()))
     assert by_label(found, "rounds_total", "engine") == {"scripted": sum(pulls.values())}
     assert by_label(found, "verified_tokens_total", "engine") == {
