@@ -1,4 +1,4 @@
-"""Scripted peers around a real coordinator, and what a run of them leaves."""
+"""Scripted peers around a real coordinator, and readers of a run's records."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ WAIT_S = patient(20.0)
 
 @dataclass
 class Script:
-    """What the peers are to do, and what they saw."""
+    """Orders for the peers, and their observations."""
 
     workers: int = 2
     hold_step: int | None = None  # the rollouts of this step wait until `released`
-    hold_round: str = ""  # only what has this in the ids of its groups
-    equal: frozenset[str] = frozenset()  # ids of groups whose samples all get the same reward
+    hold_round: str = ""  # only a round that has this text in the ids of its groups
+    equal: frozenset[str] = frozenset()  # ids of groups with equal rewards for all samples
     left_out: list[tuple[int, list[str]]] = field(default_factory=list)  # as waited_for
     released: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,7 +85,7 @@ class Script:
     workers_lost: int = 0
     drafts: bool = True  # the engine has the probe's arm
     commits_failed: int = 0
-    beyond: dict[int, list[str]] = field(default_factory=dict)  # what the audit of a step names
+    beyond: dict[int, list[str]] = field(default_factory=dict)  # named by the audit, by step
     quarantines: list[tuple[str, ...]] = field(default_factory=list)
     quarantines_failed: int = 0
     modes: list[int] = field(default_factory=list)  # of the commits
@@ -106,10 +106,10 @@ class Script:
     profiles: list[str] = field(default_factory=list)  # of the commits
     serving: dict[str, VersionSet] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)  # workers that have given their memory back
-    order: list[str] = field(default_factory=list)  # who asked for slots, and who got them
-    listening: int = 0  # who would be told of requests that wait
+    order: list[str] = field(default_factory=list)  # calls to the peers, in order
+    listening: int = 0  # number of open WatchTraffic calls
     traffic: asyncio.Queue[rollout_pb2.WatchTrafficResponse] = field(default_factory=asyncio.Queue)
-    release_fails: int = 0  # once, when so many workers are asked for
+    release_fails: int = 0  # once, when so many workers are requested
     bubbles: bool = True  # the second worker waits for the drafter on the first one's slot
     disaggregated: bool = False  # the policy trains on slots of its own
     push_waits: bool = False  # for the rollouts of the next step
@@ -119,7 +119,7 @@ class Script:
     rolling_out: set[int] = field(default_factory=set)  # steps
     drawn_at: dict[int, int] = field(default_factory=dict)  # by step, policy that began to serve it
     evaluations: list[float] = field(default_factory=list)
-    accept_lengths: list[dict[str, float]] = field(default_factory=list)  # told to the drafter's
+    accept_lengths: list[dict[str, float]] = field(default_factory=list)  # of Activate requests
     trained_from: dict[int, int] = field(default_factory=dict)  # by step, policy before it
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -129,7 +129,7 @@ class Script:
             await asyncio.wait_for(self.news.wait_for(holds), WAIT_S)
 
     async def told(self) -> None:
-        """Wakes who waits."""
+        """Wakes all waiting tasks."""
         async with self.news:
             self.news.notify_all()
 
@@ -281,7 +281,7 @@ def _sample(task: Any, sample: int, *, scored: bool = True, session_id: str = ""
 
 
 class Weights(WeightServiceServicer):
-    """Serves every set it is told to, also when it starts again; refuses old epochs."""
+    """Serves every committed set, also after a restart; refuses old epochs."""
 
     def __init__(self, script: Script, guard: EpochGuard, name: str) -> None:
         self.script, self.guard, self.name = script, guard, name
@@ -364,7 +364,7 @@ class Policy(PolicyServiceServicer):
         asked = self.script.order.count("quarantine")
         await self.script.told()
         yield policy_pb2.TrainStepResponse(stepped=stepped)
-        if stepped.beyond:  # a push takes longer than the call that follows what was found
+        if stepped.beyond:  # a push takes longer than the call that follows the audit's finding
             await self.script.until(lambda: self.script.order.count("quarantine") > asked)
         if self.script.push_waits:
             await self.script.until(lambda: step + 1 in self.script.drawn_at)
@@ -546,14 +546,14 @@ async def process_of(words: list[str], snapshot_entries: int) -> asyncio.subproc
 
 
 async def held(script: Script, config: CoordinatorConfig) -> asyncio.Task[None]:
-    """A run whose rollouts wait in the step that the script holds."""
+    """A run with rollouts that wait in the step that the script holds."""
     run = asyncio.create_task(run_to_end(config))
     await asyncio.wait_for(script.holding.wait(), WAIT_S)
     return run
 
 
 async def status_of(config: CoordinatorConfig) -> str:
-    """What `paceline status` prints."""
+    """Output of `paceline status`."""
     told = io.StringIO()
     address = config.addresses.coordinator
     await show_status(coordinator_of([], address), Console(file=told, width=200))
@@ -589,7 +589,7 @@ def check_uses(
     windows: list[StepWindow],
     slots: int,
 ) -> None:
-    """Every record accounts for all slots all the time, and as who held them has it."""
+    """Every record accounts for all slots at all times, and agrees with the slots' holders."""
     for record, window in zip(records_of(entries), windows, strict=True):
         used = record["slot_s"]
         assert sum(used.values()) == pytest.approx(slots * (window.end_s - window.start_s))

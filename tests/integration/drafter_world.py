@@ -80,7 +80,7 @@ class World:
             "security.run_tokens": "false",
             "model": POLICY,
             "optimizer.lr": 1e-2,
-            "niceness": 0,  # others compute beside the tests, and these wait for it
+            "niceness": 0,  # other work runs beside the tests and has priority
             "buffer.judged_every": 4,
             **self.overrides,
             **overrides,
@@ -183,8 +183,8 @@ async def serve_receiver(spool: Spool, receiver: Receiver) -> tuple[Server, int]
 def rows_of_policy(
     run: str, count: int, *, length: int = 48, seed: int = 0, prefix: str = "s"
 ) -> list[FeatureBatch]:
-    """What the engine would capture from `count` sampled sequences of the demo's start policy
-    (transformers).
+    """Rows as the engine captures them for `count` sampled sequences of the demo's start policy
+    (computed with transformers).
     """
     from transformers import LlamaForCausalLM
 
@@ -219,7 +219,7 @@ def rows_of_policy(
 
 
 def policy_head_hash() -> str:
-    """Hash of the start policy's head as it lies in the file."""
+    """Hash of the start policy's head, as stored in the file."""
     tensors = load_file(POLICY / "model.safetensors")
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).contiguous()
     return head_hash(head.view(torch.uint8).numpy().tobytes())

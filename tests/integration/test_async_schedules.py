@@ -58,7 +58,7 @@ def words_of(
 
 def every_group_once(script: Script, lag: int, steps: int = STEPS) -> None:
     """Each group of each step was trained once, and not too late."""
-    batches = dict(script.waited_for)  # a step that was asked for twice is trained once
+    batches = dict(script.waited_for)  # a step that was requested twice is trained once
     assert sorted(batches) == list(range(steps))
     groups = sorted(group for batch in batches.values() for group in batch)
     assert groups == sorted(f"s{step}.t{task}" for step in range(steps) for task in range(2))

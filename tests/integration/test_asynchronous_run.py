@@ -1,5 +1,5 @@
-"""Asynchronous training as a person runs it, judged by what is left in Redis' log: every group is
-trained once or reported as stale, and no trained token is older than the bound.
+"""Asynchronous training from the command line, judged by Redis' log: every group is trained once or
+reported as stale, and no trained token is older than the bound.
 """
 
 from __future__ import annotations

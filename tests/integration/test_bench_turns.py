@@ -35,10 +35,10 @@ def spans(run: DemoRun) -> list[tuple[float, float, str]]:
 
 
 def out_of_turn(arms: Sequence[str]) -> list[int]:
-    """Places of the steps that were done by who was ahead of another.
+    """Places of the steps that an arm did while it was ahead of another arm.
 
-    Who has none yet does not count: the pause before a run's first rest may come before its first
-    step or after it.
+    An arm without a step does not count: the pause before a run's first rest may precede or follow
+    its first step.
     """
     done: Counter[str] = Counter()
     found = []

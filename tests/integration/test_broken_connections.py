@@ -1,4 +1,6 @@
-"""A call whose connection breaks fails as Unavailable, however gRPC words it: callers try again."""
+"""A call over a broken connection fails as Unavailable, whatever gRPC's error text, so callers
+retry.
+"""
 
 from __future__ import annotations
 

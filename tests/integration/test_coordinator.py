@@ -127,7 +127,7 @@ async def test_a_slot_is_leased_only_after_its_worker_has_given_its_memory_back(
     async with running_peers(script := Script()) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1, heldout_path=""))
         await run_to_end(config)
-    # What gets no slot again before the run ends is taken back for agents that go on.
+    # Released workers that get no slot again before the run ends resume for external agents.
     assert script.order == [
         *("resume []", "generate"),
         *("release [0]", "draft"),
@@ -213,7 +213,7 @@ async def test_a_slot_that_is_released_later_joins_the_drafter(
         *("resume []", "generate"),
         *("release [0]", "draft"),
         *("release [1]", "join [0, 1]"),
-        *(("resume [0, 1]",) if fails else ()),  # the rollouts go on
+        *(("resume [0, 1]",) if fails else ()),  # the rollouts resume
         *("release [0, 1, 2]", "train"),
         "resume [0, 1, 2]",
     ]
@@ -538,7 +538,7 @@ async def test_paceline_stop_ends_the_run_with_the_running_step_and_says_what_it
 
 
 class Said(io.StringIO):
-    """What a console prints, and an event for the first thing that it waits for."""
+    """Text printed to a console, and an event for the first "waiting for"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -637,7 +637,8 @@ async def test_a_second_coordinator_of_the_same_run_cannot_write(
             f"addresses.events=tcp://127.0.0.1:{free_port()}",
         ]
         other = asyncio.create_task(run_to_end(config_of([*words, *moved])))
-        # The newcomer preempts the drafter; the first one hears of it and finds the journal taken.
+        # The new coordinator preempts the drafter; the first coordinator then finds the journal
+        # taken.
         with pytest.raises(FailedPrecondition) as refused:
             await run
         script.released.set()
@@ -879,7 +880,7 @@ def no_straggler_waits_for_the_drafter(script: Script) -> None:
 
 
 async def until_away(config: CoordinatorConfig, services: list[str]) -> None:
-    """Returns when the coordinator says that just these services are away."""
+    """Returns when the coordinator reports exactly these services as away."""
     async with asyncio.timeout(WAIT_S), channel(config.addresses.coordinator, SECURITY) as peer:
         stub = CoordinatorServiceStub(peer)
         while True:

@@ -116,7 +116,7 @@ def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     objects = [json.loads(line) for line in done.stdout.splitlines()]
     kinds = [one["kind"] for one in objects]
-    assert kinds[0] == "phase"  # said before settings are read
+    assert kinds[0] == "phase"  # printed before settings are read
     assert kinds.index("run") < kinds.index("serving") < kinds.index("step")
     assert [one.get("step", "0") for one in objects if one["kind"] == "step"] == ["0", "1"]
     assert (kinds[-1], objects[-1]["summary"]["steps"]) == ("summary", 2)

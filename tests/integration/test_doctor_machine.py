@@ -1,4 +1,4 @@
-"""`paceline doctor` before a run: every check is made, and what fails says what to do."""
+"""`paceline doctor` before a run makes every check, and each failed check names its remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 def doctor(
     tmp_path: Path, *settings: str, files: int = 65_536, **environment: str
 ) -> tuple[int, dict[str, dict[str, str]], str]:
-    """Exit status, findings by check, and what stands on stderr."""
+    """Exit status, findings by check, and text on stderr."""
     free = [f"addresses.{n}=127.0.0.1:{p}" for n, p in zip(ADDRESSES, free_ports(6), strict=True)]
     words = [sys.executable, "-m", "paceline.cli.main", "doctor", "--json"]
     command = [*words, f"run.dir={tmp_path / 'run'}", *free, *settings]

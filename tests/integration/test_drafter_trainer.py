@@ -155,7 +155,7 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(
 
     with pytest.raises(DeadlineExceeded, match="begun"):
         await collect(world.activate(9, deadline_s=1e-6))
-    await world.preempt(9)  # returns when what came too late has stopped
+    await world.preempt(9)  # returns when the late activation has stopped
     status = await world.status()
     await world.stop()
     await world.start(**ENDLESS)
@@ -185,7 +185,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
         assert detached.reason == "preempted"
     world.receiver.open.set()
     async with aclosing(world.activate(2)) as running:
-        gate = await promotion(running)  # what the first activation could not tell
+        gate = await promotion(running)  # undecided in the first activation
         await world.preempt(2)
     assert gate.drafter_version == 1
     assert gate.candidate_accept_length - gate.serving_accept_length > gate.noise > 0
@@ -352,7 +352,7 @@ async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
         await world.join(1, 4, 2, 7, 8)
     await joins_beside_preemptions(world, range(2, 6))
     await a_dead_rank_cannot_join(world, 6)
-    await world.append(rows)  # what the lost ranks had read is lost
+    await world.append(rows)  # rows that the lost ranks had read are lost
     last = world.activate(7, max_steps=2, slots=[0, 1, 2], deadline_s=patient(60))
     again = await collect(last)
     assert (again[0].activated.world_size, again[-1].detached.steps) == (3, 2)
@@ -360,7 +360,7 @@ async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
 
 
 async def joins_beside_preemptions(world: World, epochs: range) -> None:
-    """Whichever comes first, the activation ends and all ranks take the next one."""
+    """Join or preemption may win; the activation ends and all ranks take the next activation."""
     ranks = (await world.status()).rank_pids
     for epoch in epochs:
         async with aclosing(world.activate(epoch, slots=[0])) as running:
@@ -376,7 +376,7 @@ async def joins_beside_preemptions(world: World, epochs: range) -> None:
 
 
 async def a_dead_rank_cannot_join(world: World, epoch: int) -> None:
-    """Both calls say so, and new ranks follow."""
+    """Both calls report the dead rank, and new ranks follow."""
     async with aclosing(world.activate(epoch, slots=[0])) as running:
         await until(running, "activated")
         os.kill((await world.status()).rank_pids[1], signal.SIGKILL)

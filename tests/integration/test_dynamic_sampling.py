@@ -1,4 +1,4 @@
-"""Runs of a real coordinator whose groups of equal rewards give way to others."""
+"""Runs of a real coordinator that replaces groups with equal rewards by other groups."""
 
 from __future__ import annotations
 

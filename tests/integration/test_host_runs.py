@@ -66,7 +66,7 @@ def test_a_run_goes_on_as_ever_where_dead_proxies_are_set(
 
 @pytest.fixture
 def deep() -> Iterator[Path]:
-    """A directory whose path has 120 characters."""
+    """A directory with a path of 120 characters."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:  # its length counts
         path = Path(short) / ("x" * (120 - len(short) - 1))
         path.mkdir()
@@ -105,7 +105,7 @@ def test_a_run_ends_as_fast_without_its_collector_as_with_it(
 
 @pytest.fixture
 def only_ipv6() -> Iterator[Namespace]:
-    """A host whose one address is ::1."""
+    """A host with ::1 as its only address."""
     host = Namespace()
     try:
         host.run("ip", "address", "del", "127.0.0.1/8", "dev", "lo")

@@ -1,4 +1,6 @@
-"""What runs and gets nowhere is killed and started again; what others run is said to be away."""
+"""A hanging service or Redis of the run is killed and restarted; a hanging foreign server is
+reported as away.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from paceline.streams import connect
 pytestmark = pytest.mark.slow
 
 HUNG_S = 3.0
-"""A busy machine may let a service stand for two."""
+"""A busy machine may stall a service for two seconds."""
 
 
 @pytest.mark.slow
@@ -63,7 +65,7 @@ async def test_a_loop_that_turns_or_has_ended_is_left_alone() -> None:
         await asyncio.sleep(limit_s / 3)
         turning.note("")
     assert not any(end.done() for end in ends)
-    time.sleep(4 * patient(limit_s))  # noqa: ASYNC251  the supervisor itself stands
+    time.sleep(4 * patient(limit_s))  # noqa: ASYNC251  the supervisor itself is blocked
     turning.note("")
     await asyncio.sleep(limit_s / 3)
     assert not ends[0].done()

@@ -32,7 +32,7 @@ OTHERS = {
     "coordinator.samples_per_task": ("3", "2"),
     "coordinator.dynamic_sampling_rounds": ("1", "0"),
 }
-"""What is set, and what the run has begun with."""
+"""The new value, and the value with which the run began."""
 TOGETHER = (
     ("coordinator.schedule", "coordinator.max_policy_lag"),
     ("coordinator.placement", "coordinator.learner_slots"),

@@ -43,7 +43,7 @@ async def pushed(receiver: Receiver, sender: WeightSender, number: int) -> str:
 
 
 def served_bits(profile: str, paths: list[Path]) -> dict[str, Tensor]:
-    """The storages that serve after the versions of these directories, each over the one before."""
+    """Storages after serving the versions of these directories, each over its predecessor."""
     config = read_config(DEMO)
     model = ServedModel(config, torch.float32, 64, PROFILES.get(profile), start=DEMO)
     weights = model.load(DEMO)

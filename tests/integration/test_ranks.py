@@ -172,7 +172,7 @@ async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alo
             answers = [await group.receive(patient(30.0)) for _ in range(2)]
             assert sorted(answers) == [(rank, b"%.1f" % (20 * number + 1)) for rank in (0, 1)]
         inet, unix = open_doors(psutil.Process(pid) for group in groups for pid in group.pids)
-        assert len(inet) >= 4  # each rank listens for its group's others
+        assert len(inet) >= 4  # each rank listens for the other ranks of its group
         assert beyond_loopback(inet) == []
         assert unix == set()
         assert len(list(process_directory().glob("r-*/store"))) == 2
@@ -204,7 +204,7 @@ async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
         began = time.monotonic()
         with pytest.raises(RankLost, match=r"rank 1 .*killed by SIGKILL, stopped for 3 s"):
             await ranks.receive(patient(30.0))
-        # Who forked the rank tells of its end, in a process of its own.
+        # The rank's parent, a separate process, reports its end.
         assert time.monotonic() - began < LIMIT_S + patient(BEAT_S) + LIMIT_S + stood_s()
     await ranks.end_ranks(0.0)
     await ranks.start(patient(20.0))

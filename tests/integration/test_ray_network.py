@@ -46,7 +46,7 @@ PHASES: dict[str, Callable[[Entry], bool]] = {
     "push": lambda entry: entry["event"] == "PolicyStepped",
     "commit": lambda entry: entry["event"] == "PolicyPrepared",
 }
-"""With what each begins."""
+"""The first journal entry of each phase."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Network:
 
 @contextmanager
 def network(**link: float) -> Iterator[Network]:
-    """`link`: of the last host to the others."""
+    """`link`: settings of the link between the last host and the other hosts."""
     with hosts(3, slow=(2,) if link else (), **link) as made:
         cpus = {one.address: int(one is not made[0]) for one in made}
         within = {one.address: one.within for one in made}
@@ -97,7 +97,7 @@ def net(_token: None) -> Iterator[Network]:
 
 @dataclass
 class Watched:
-    """A run that goes on, and its Redis."""
+    """A run under way, and its Redis."""
 
     directory: Path
     process: subprocess.Popen[str]
@@ -107,7 +107,7 @@ class Watched:
         return host_of(self.directory / RUN_ID, "policy_trainer")
 
     def output(self) -> str:
-        """All that it still says until it has ended well."""
+        """The rest of the run's output; the run must end well."""
         output, _ = self.process.communicate(timeout=patient(400))
         assert self.process.returncode == 0, output
         return output
@@ -117,8 +117,8 @@ class Watched:
 def run_on(
     net: Network, directory: Path, ways: Sequence[str] = OPEN, password: str = ""
 ) -> Iterator[Watched]:
-    """A run whose first step is done; inside the block its Redis is there. `ways`: the settings by
-    which its processes let each other in.
+    """A run after its first step; its Redis serves inside the block. `ways`: the settings of access
+    between its processes.
     """
     redis, within = directory / "run" / "redis-durable", net.head.within
     served = ["appendonly yes", f"port {REDIS_PORT}", f"bind {HEAD}", "protected-mode no"]
@@ -147,8 +147,8 @@ def batches() -> list[list[str]]:
 
 
 def judge_run(directory: Path, batches: list[list[str]]) -> None:
-    """Asserts that a run has done all its steps, that nothing was lost or trained twice, by what
-    its Redis has logged, and that it trained the batches of the runs before it.
+    """Asserts that a run did all its steps and trained the batches of the runs before it. Redis'
+    log must show no lost and no doubled sample.
     """
     summary = json.loads((directory / RUN_ID / "summary.json").read_text())
     assert (summary["steps"], summary["phase"]) == (STEPS, "finished")

@@ -1,4 +1,4 @@
-"""A policy trainer that is started again with another number of ranks goes on from its checkpoint."""
+"""A policy trainer restarts with another number of ranks and continues from its checkpoint."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 async def figures(world: World, before: int, after: int) -> list[dict[str, float]]:
-    """What four steps measure, the last two on `after` ranks of a trainer that is started again."""
+    """Figures of four steps; the last two steps run on `after` ranks of a restarted trainer."""
     await world.start(ranks=before, checkpoint_interval_steps=10)
     news = [await trained(world, step) for step in (0, 1)]
     await world.stop()

@@ -1,4 +1,6 @@
-"""What the thread of a rank reads of the features stream, once, whoever read before it."""
+"""A rank's thread reads each entry of the features stream once, also entries that a killed rank had
+read but not decoded.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ CLASSES = [
 
 
 class Echo:
-    """Raw bytes in, raw bytes out; a request may order what happens."""
+    """Raw bytes in, raw bytes out; a request may order the behaviour."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -137,7 +137,7 @@ async def call_converse(to: grpc.aio.Channel, request: bytes) -> bytes:
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
-    """What awaiting a unary call would have raised."""
+    """The error that awaiting a unary call would have raised."""
     return grpc.aio.AioRpcError(
         await call.code(),
         await call.initial_metadata(),
@@ -329,7 +329,7 @@ async def test_a_reader_cancelled_between_the_calls_start_and_its_first_message_
     reader = asyncio.ensure_future(read())
     call._preparation.add_done_callback(
         lambda started: reader.cancel()
-    )  # runs before the reader hears of the start
+    )  # runs before the reader's wake-up
     with pytest.raises(asyncio.CancelledError):
         await reader
     assert call.cancelled()

@@ -204,7 +204,7 @@ async def test_a_channel_finds_a_restarted_server_again() -> None:
 async def test_a_connection_that_waits_in_a_full_queue_for_a_second_serves_its_call(
     running: tuple[Server, Slow, str],
 ) -> None:
-    """As one that a busy machine is slow to make: what is not answered is asked again after 1 s."""
+    """Simulates a busy machine that accepts a connection late: the kernel repeats a SYN in 1 s."""
     host, port = running[2].rsplit(":", 1)
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""A real run one of whose processes stops: the alarm names it, and the run goes on with it."""
+"""One process of a real run stalls: the alarm names it, and the run continues with it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def _end_when_healthy(name: str) -> Callable[[ChildEvent], None]:
-    """Tell a service to end each time it is healthy."""
+    """Ends a service each time it is healthy."""
 
     def hear(event: ChildEvent) -> None:
         if event.name == name and event.kind == "healthy":

@@ -35,7 +35,7 @@ def wanted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> OtlpRecei
 
 
 def work() -> str:
-    """What a process does; the id of its span."""
+    """A process's work; returns the id of its span."""
     telemetry.setup("gateway", TelemetryConfig(log_level="info"))
     Counter("tokens", "1", (), "of a test").record(5)
     log = telemetry.get_logger("router")
@@ -89,7 +89,7 @@ def test_an_exception_goes_along_and_those_of_libraries_from_warning_on(
         assert "raise KeyError" in one.attributes["exception.stacktrace"]
     assert wanted.logs[1].attributes["source"] == "library"
     shown = capsys.readouterr().err
-    assert shown.count("Traceback") == 2  # stderr has what it had
+    assert shown.count("Traceback") == 2  # stderr shows both exceptions as before
     assert "of the export itself" in shown
 
 

@@ -48,7 +48,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 def version(number: int) -> list[NamedTensor]:
-    """Version 1, and later ones in each of which two values in a hundred have moved by a unit."""
+    """Version `number`: version 1 is random; each later version moves two values in a hundred by a
+    unit.
+    """
     rng = np.random.default_rng(7)
     given = [
         rng.standard_normal((600, 800), dtype=np.float32).view(np.uint32) >> 16,
@@ -168,7 +170,7 @@ async def test_versions_come_whole_then_as_deltas_resumed_and_whole_again_after_
     by_encoding = partial(
         counted, metric_reader, "paceline.weights.received_bytes", target="policy"
     )
-    assert by_encoding(encoding="full") == 3 * total  # one of them in the spool beside it
+    assert by_encoding(encoding="full") == 3 * total  # pushed_whole's spool received a third
     assert by_encoding(encoding="sparse_delta") >= sum(one.bytes for one in reports[1:])
 
 
@@ -187,7 +189,7 @@ async def test_versions_for_which_memory_is_short_are_assembled_on_the_disk(
     monkeypatch.setattr("paceline.weights.spool.available_bytes", lambda: 2 * total - 1)
     for number in (1, 2):
         await push(sender, receiver, number)
-    assert made == [total, total]  # what came whole, and what was made of a delta
+    assert made == [total, total]  # the whole version, and the version made from a delta
     monkeypatch.undo()
     assert files(receiver.spool.path(P, 2)) == await pushed_whole(start, tmp_path / "whole", 2)
 

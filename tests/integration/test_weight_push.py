@@ -421,7 +421,7 @@ async def test_a_version_damaged_before_its_commit_is_not_served_and_pushed_agai
     first = await start()
     given = await first.push(P, 1)
     flip(first.spool.path(P, 1) / name)
-    again = await start()  # what was loaded is gone, as after a kill
+    again = await start()  # the loaded version is gone, as after a kill
     with pytest.raises(DataLoss, match=name):
         await again.commit(1, 1, 0)
     assert again.hooks.told == []

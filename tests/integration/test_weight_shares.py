@@ -1,4 +1,4 @@
-"""Versions that several senders bring together, each what it holds, to a real gRPC server."""
+"""Versions that several senders push together, each with its own share, to a real gRPC server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def together() -> Callable[[int], Together]:
 
 
 class Meeting:
-    """Threads that exchange what JSON has, as ranks do."""
+    """Threads that exchange JSON values, as ranks do."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count, timeout=patient(20))

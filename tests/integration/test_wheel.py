@@ -72,7 +72,7 @@ def gateway(tmp_path: Path) -> Iterator[str]:
 def run(
     *command: str | Path, cwd: Path, status: int = 0, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """A command without this tree on its path and without a Redis of others."""
+    """Runs a command without this tree on its path and without a foreign Redis."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -157,7 +157,7 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: 
     folder.mkdir()
     python = environment / "bin/python"
     run(python, "-m", "pip", "install", "-q", "--no-deps", wheel, cwd=folder)
-    # What the extra `train` brings is what this interpreter has: gigabytes, installed once already.
+    # This interpreter already has the gigabytes of the extra `train`.
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
 

@@ -43,7 +43,7 @@ CHUNK = 4096
 
 @dataclass
 class Recorder:
-    """Hooks that remember what they were told, and fail on demand."""
+    """Hooks that record their arguments, and fail on demand."""
 
     told: list[tuple[object, ...]] = field(default_factory=list)
     fail: set[str] = field(default_factory=set)
@@ -121,7 +121,7 @@ def manifest_of(given: list[NamedTensor], target: int, version: int) -> pb.Manif
 def cut_chunks(
     manifest: pb.Manifest, given: list[NamedTensor], indices: Iterable[int]
 ) -> Iterator[tuple[int, bytes]]:
-    """(index, bytes) of chunks, as they stand in the content."""
+    """(index, bytes) of chunks, with the bytes of the content."""
     content = b"".join(one.view for one in given)
     return ((index, content[slice(*chunk_span(manifest, index))]) for index in indices)
 

@@ -27,7 +27,7 @@ SERVICES = {"coordinator", "gateway", "policy_trainer", "drafter_trainer"}
 
 @pytest.fixture(scope="module")
 def received(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtlpReceiver]:
-    """What agent and services of a finished run have sent."""
+    """Telemetry that agent and services of a finished run have sent."""
     tmp_path = tmp_path_factory.mktemp("traced")
     with receiving() as receiver, pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
@@ -53,7 +53,7 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtlpReceiver]
 
 
 class Walk:
-    """Spans by what they name and by what names them."""
+    """Spans by their links and by their parents."""
 
     def __init__(self, spans: list[ReceivedSpan]) -> None:
         self.by_id = {one.span_id: one for one in spans}
@@ -131,5 +131,5 @@ def test_every_service_sends_spans_and_metrics_and_those_that_log_in_a_quiet_run
 ) -> None:
     assert {one.service for one in received.spans} == SERVICES | {"agent"}
     assert set(received.metrics) >= SERVICES
-    quiet = {"drafter_trainer"}  # it tells of faults alone
+    quiet = {"drafter_trainer"}  # it logs faults alone
     assert {one.service for one in received.logs} >= SERVICES - quiet

@@ -1,5 +1,5 @@
-"""examples/openai_agent as its README runs it: a run of the real services whose rollouts are the
-agent's.
+"""Runs examples/openai_agent as its README does: a run of the real services with the agent's
+rollouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = [
 def test_the_agents_reward_is_that_of_the_demos_task() -> None:
     reward = runpy.run_path(str(ROOT / "examples/openai_agent/agent.py"))["reward"]
     assert reward("48:36=", "%3612%1200#12", "stop") == 1.0
-    assert reward("48:36=", "#12", "length") == 0.0  # cut off: the end was not said
+    assert reward("48:36=", "#12", "length") == 0.0  # cut off before the end token
     assert reward("07:03=", "#01", "stop") == 1.0
     for wrong in ("#11", "12", "#", "#1 2", "#²", ""):
         assert reward("48:36=", wrong, "stop") == 0.0

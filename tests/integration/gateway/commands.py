@@ -1,4 +1,4 @@
-"""What a coordinator asks of a gateway under test, under leases of rising epochs."""
+"""A coordinator's commands to a gateway under test, under leases of rising epochs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def resume(served: Any, epoch: int) -> tuple[list[int], int]:
 
 
 async def workers(served: Any) -> Any:
-    """As the gateway's status tells of them."""
+    """Workers as the gateway's status reports them."""
     return (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))).workers
 
 
@@ -81,7 +81,7 @@ async def until_serving(served: Any, versions: list[tuple[int, int]], seconds: f
 
 
 def note_commands(monkeypatch: pytest.MonkeyPatch) -> Order:
-    """What is asked of which worker, and when it has answered."""
+    """Records each command with its worker, and the time of its answer."""
     order: Order = []
     ask, send = WorkerProcess.ask, WorkerProcess.send
 

@@ -35,7 +35,7 @@ POLICY_MODEL = DEMO_TOKENIZER
 """The demo's start policy, which the embedded engine can serve."""
 EOS = 1
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Nothing here speaks TLS; to read the known ones takes 40 ms of each test."""
+"""No test here uses TLS; loading the system's certificate authorities takes 40 ms per test."""
 
 
 @dataclass
@@ -139,8 +139,8 @@ def script(model_dir: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of the scripted engine's requests wait until they may come: what a test does while
-    a request runs, it may do as slowly as the machine lets it.
+    """Delays the ends of the scripted engine's requests until the test allows them, so that a slow
+    test can still act during a request.
     """
 
     path: Path

@@ -43,7 +43,7 @@ REPLIES = [
     {"pattern": rf"throw{SPEAK}$", "texts": ["heads", "tails"]},
     {"pattern": SPEAK, "texts": ["Hello, I am here."]},
 ]
-"""What the scripted model says, by the end of the prompt."""
+"""The scripted model's answers, by the end of the prompt."""
 
 WEATHER = {
     "type": "object",

@@ -1,4 +1,4 @@
-"""An agent over plain HTTP, and what the scripted engine must have answered it."""
+"""An agent over plain HTTP, and the answers that the scripted engine must have given it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ async def opened(served: Any, **body: Any) -> Agent:
 
 
 async def claimed(served: Any, wait_s: float = 5.0, **body: Any) -> Agent | None:
-    """A task of the run; None when none came, or when no run has begun on a gateway without one."""
+    """An agent with a claimed task of the run. None if no task was offered, or if no run has begun
+    on a gateway without trajectories.
+    """
     response = await offered(served, wait_s, body)
     if response.status_code == 409 and response.json()["error"]["code"] == "no_tasks_offered":
         return None
@@ -91,8 +93,8 @@ async def claimed(served: Any, wait_s: float = 5.0, **body: Any) -> Agent | None
 
 
 async def offered(served: Any, wait_s: float, body: dict[str, Any]) -> httpx.Response:
-    """The answer to a claim. The gateways of tests keep no trajectories: until the first RunTasks
-    call they say that there is no run.
+    """The answer to a claim. The gateways of tests keep no trajectories, so they answer 409 until
+    the first RunTasks call.
     """
     claim = {"claim": True, "wait_s": wait_s, **body}
     end = time.monotonic() + patient(wait_s)
@@ -119,7 +121,7 @@ class Oracle:
 
 
 def prompt_of(tree: list[dict[str, Any]], completion_id: str) -> list[int]:
-    """All tokens that the engine saw before it said this turn."""
+    """All tokens that the engine saw before it generated this turn."""
     turns = {turn["completion_id"]: turn for turn in tree}
     turn = turns[completion_id]
     before: list[int] = []
@@ -152,7 +154,9 @@ async def until_open(served: Any, count: int) -> None:
 
 @asynccontextmanager
 async def task_run(served: Any, request: rpb.RunTasksRequest) -> AsyncIterator[list[Any]]:
-    """A RunTasks call beside the block, which must let it end; the list grows by what it says."""
+    """A RunTasks call that runs beside the block, which must let it end; its events are appended to
+    the list.
+    """
     told: list[Any] = []
 
     async def run() -> None:

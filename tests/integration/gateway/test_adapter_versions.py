@@ -1,4 +1,4 @@
-"""Versions of adapters alone: tried by a canary, refused, sent as deltas, mixed with whole ones."""
+"""Versions of adapters alone: canary trials, refusals, deltas, and mixtures with whole policies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What docs/api.md promises beyond OpenAI's fields, over HTTP with both engines; log-probs of prompts
-against transformers.
+"""Promises of docs/api.md beyond OpenAI's fields, over HTTP with both engines; log-probs of prompts
+are compared with transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What clients get wrong is told in their API's shape, by field, and never breaks the gateway."""
+"""Errors for bad requests have the shape of the client's API and name the field; the gateway
+survives.
+"""
 
 from __future__ import annotations
 

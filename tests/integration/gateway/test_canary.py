@@ -1,4 +1,4 @@
-"""A worker takes a new set first: what it refuses serves nobody, and what it passes serves on all."""
+"""A canary worker tries each new set: a refused set serves nobody; a passed set serves on all."""
 
 from __future__ import annotations
 

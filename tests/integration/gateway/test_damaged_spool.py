@@ -1,4 +1,4 @@
-"""A gateway whose spool is not what was written serves nothing of it, and goes on when it is mended."""
+"""A gateway serves nothing of a damaged spool, and serves again after the repair."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tasks of a run that agents from outside claim: offers, faults, rewards, and what the step gets of
-it.
-"""
+"""External agents claim tasks of a run: offers, faults, rewards, and the results for the step."""
 
 from __future__ import annotations
 
@@ -387,9 +385,9 @@ async def test_branches_of_claimed_sessions_land_once_under_their_step_and_group
 
 
 async def claimed_again(served: Any) -> str:
-    """After a restart the ledger answers for what is final; only the rest is offered.
+    """After a restart the ledger answers for final samples; only the rest is offered.
 
-    Returns its session.
+    Returns the id of the claimed session.
     """
     async with aclosing(_first_offer(served)) as offers:
         return await anext(offers)

@@ -40,9 +40,7 @@ def user(text: str) -> dict[str, str]:
 async def connect(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Connect]:
-    """`connect(served)`: a client of either kind that has the gateway's token, which the gateway
-    asks for.
-    """
+    """`connect(served)`: a client of either kind with the token that the gateway requires."""
     monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
     async with AsyncExitStack() as clients:
 

@@ -1,4 +1,4 @@
-"""GET /metrics of a gateway that serves: what a Prometheus server reads there."""
+"""GET /metrics of a serving gateway, as a Prometheus server reads it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The published document holds: generated requests, right and wrong ones, get the answers it
-promises.
-"""
+"""The published document holds: valid and invalid generated requests get the documented answers."""
 
 from __future__ import annotations
 
@@ -33,16 +31,16 @@ CHECKS = [
 EXAMPLES = 12
 """Requests of each kind by operation."""
 ROUNDS = 8
-"""So often at most are right requests tried for one that is served: some draw few that a document
-cannot tell from those that the model's template or vocabulary refuse.
+"""Most valid requests tried until the gateway serves one. The model's template or vocabulary
+refuses some valid requests, which no document can describe.
 """
 TOKEN = "secret"
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
 
 
 class Generated:
-    """Generated requests to one gateway; right ones name what exists, so that they reach more than
-    a 404.
+    """Generated requests to one gateway; valid requests name existing objects, so that they reach
+    more than a 404.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,7 +49,7 @@ class Generated:
         self._schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
 
     def run(self) -> None:
-        """Every operation. Raises what does not hold."""
+        """Sends requests to every operation. Raises an error for each violated promise."""
         with self._http:
             for found in self._schema.get_all_operations():
                 operation = found.ok()
@@ -68,7 +66,7 @@ class Generated:
         return {label for label, status in self.statuses if status < 300}
 
     def _known(self, path: str) -> dict[str, str]:
-        """Names of what exists."""
+        """Names of existing objects."""
         if "sessions/{id}" in path:
             return {"id": self._post("/v1/sessions", {})["id"]}
         if path == "/v1/rewards" or "responses/{id}" in path:
@@ -102,7 +100,7 @@ class Generated:
                 if case.body.get("claim") is True:
                     case.body["wait_s"] = 0  # nobody offers tasks here
             answer = case.call(headers=HEADERS, timeout=patient(20))
-            if answer.status_code != 413:  # a refusal too, though none that the checks know
+            if answer.status_code != 413:  # a refusal too, though the checks do not include it
                 case.validate_response(answer, checks=CHECKS, headers=HEADERS)
             if mode is GenerationMode.POSITIVE:
                 self.statuses[operation.label, answer.status_code] += 1

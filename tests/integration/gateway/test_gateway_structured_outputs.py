@@ -1,5 +1,5 @@
-"""Structured outputs and tool calls under a grammar, asked for by OpenAI's client over HTTP of the
-embedded engine.
+"""Structured outputs and tool calls under a grammar: OpenAI's client requests them over HTTP from
+the embedded engine.
 """
 
 from __future__ import annotations

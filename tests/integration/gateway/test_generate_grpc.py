@@ -248,7 +248,7 @@ async def test_pieces_of_a_reader_that_stops_are_merged(
         small = [
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", 64 << 10),
-        ]  # what may lie unread
+        ]  # limit of unread bytes
         async with grpc.aio.insecure_channel(served.channel.address, options=small) as peer:
             call = RolloutServiceStub(peer).Generate(request, timeout=patient(60))
             first = await call.read()

@@ -68,7 +68,7 @@ def write_tasks(folder: Path) -> None:
 
 
 async def answers(folder: Path, kind: str, **arguments: Any) -> dict[str, list[Any]]:
-    """What the harness was answered to each question, by kind of task."""
+    """The harness's answers to each question, by kind of task."""
     assert HARNESS is not None
     out = folder / kind
     child = await asyncio.create_subprocess_exec(

@@ -23,7 +23,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def served(stack: AsyncExitStack, folder: Path) -> Front:
-    """A gateway whose starter lets it open FEW files, unless it asks for more."""
+    """A gateway under a soft limit of FEW open files."""
     files = write_model(folder, engine_settings(ScriptPace(16, 4, 0.0)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))

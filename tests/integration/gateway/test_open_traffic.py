@@ -1,6 +1,4 @@
-"""Groups that agents open themselves become those of the step that finds them closed; idle workers
-are lent out.
-"""
+"""A group that agents open belongs to the step that finds it closed; idle workers are lent out."""
 
 from __future__ import annotations
 
@@ -266,7 +264,7 @@ async def test_the_earliest_of_the_steps_that_collect_gets_the_next_group(
 
 
 def told_closed(told: list[Any]) -> list[tuple[str, int]]:
-    """Groups in the order in which they were told of."""
+    """Groups in the order of their reports."""
     closed = [event.closed for event in told if event.WhichOneof("event") == "closed"]
     return [(group.group_id, group.scored_sessions) for group in closed]
 

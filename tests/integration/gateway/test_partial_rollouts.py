@@ -1,5 +1,5 @@
-"""Rollouts that a new policy or a lease interrupts go on from their tokens: their trajectories have
-a span for each version, and nothing is lost or generated twice.
+"""Interrupted rollouts resume from their tokens under a new policy or after a lease. Their
+trajectories have a span for each version, and no token is lost or generated twice.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def test_a_rollout_that_a_lease_suspends_goes_on_under_the_set_that_serves
     redis_client: redis.asyncio.Redis,
     run_id: str,
 ) -> None:
-    # Slow enough for three parts of it on a machine that stands still for seconds.
+    # Slow enough for three parts of the rollout on a machine that stalls for seconds.
     script |= {**SLOW, "default_cost_s": 0.05}
     keys = redis_keys(redis_url, run_id)
     # a request of an agent would be refused after wait_s; the samples of a step are not

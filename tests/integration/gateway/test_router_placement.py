@@ -104,7 +104,7 @@ async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_bac
         (lost,) = [process for process in router.processes() if process.index == 1]
         lost.kill()
         await asyncio.wait_for(asyncio.shield(lost.lost), DEADLINE_S)
-        await asyncio.sleep(0)  # the keeper has heard of it
+        await asyncio.sleep(0)  # the keeper has received it
         assert (await ended(router, request(5, [5]), prefer=1))[0] == 0
 
 

@@ -33,8 +33,8 @@ def spans_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 def spans_of(directory: Path, *traces: str) -> list[dict[str, Any]]:
-    """All spans of the caller's trace, or of these; "" is any. Ends telemetry, so that they are
-    written.
+    """All spans of the given traces, by default of the caller's trace; "" matches any trace. Ends
+    telemetry, so that all spans are written.
     """
     telemetry.shutdown()
     lines = [
