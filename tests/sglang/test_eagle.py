@@ -69,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def embedded_tokens(prompts: list[list[int]], **sampling: object) -> list[list[int]]:
-    """What our own engine says without speculation."""
+    """Tokens of the embedded engine without speculation."""
     spec = EmbeddedSpec(
         model_dir=str(DEMO / "policy_trained"), drafter="off", max_sequence_tokens=256
     )
@@ -317,8 +317,8 @@ def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(
 
 
 def adapters(policy: Path, folder: Path, start: str) -> PreTrainedModel:
-    """A version of adapters over a policy's query and gate matrices, which SGLang fuses with
-    others; returns the policy with them added, of transformers.
+    """A version of adapters over a policy's query and gate matrices, which SGLang fuses with other
+    matrices; returns transformers' policy with the adapters added.
     """
     draw, given = torch.Generator().manual_seed(5), dict[str, torch.Tensor]()
     model = load_oracle(policy)
@@ -390,7 +390,7 @@ def test_an_engine_with_nothing_to_do_leaves_its_core(
 
     started, used = time.monotonic(), seconds()
     while time.monotonic() < started + 4:
-        served.client._socket.poll(500)  # nothing comes
+        served.client._socket.poll(500)  # no message arrives
     share = (seconds() - used) / (time.monotonic() - started)
     if paused:
         served.client.ask(**{"continue": pb.ContinueGeneration()})

@@ -1,4 +1,4 @@
-"""A model whose experts are divided over the ranks of one worker: its tokens are those of
+"""A model with experts divided over the ranks of one worker: its tokens equal the tokens of
 transformers, and every rank takes a version set in the same round.
 """
 

@@ -1,5 +1,5 @@
-"""Exported drafters in the real SGLang: each round accepts what the embedded engine accepts with
-the native files.
+"""Exported drafters in the real SGLang: each round accepts as many tokens as the embedded engine
+does with the native files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LEARNING = {
 }
 VOCABULARIES = {"all tokens": 0, "12 tokens": 12}
 TRAINED = 1.4
-"""Tokens of a round that no untrained drafter comes near."""
+"""Tokens per round that no untrained drafter reaches."""
 
 
 def questions(file: str, count: int) -> list[list[int]]:
@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 
 
 def exported(native: Path, out: Path) -> Path:
-    """What `paceline drafter export --format sglang` makes of it."""
+    """Directory written by `paceline drafter export --format sglang`."""
     done = CliRunner().invoke(
         app,
         ["--from", str(native), "--model", str(POLICY), "--out", str(out), "--format", "sglang"],
@@ -122,7 +122,7 @@ def own_rounds(
 def served_rounds(
     served: Served, arm: str, prompts: Sequence[Sequence[int]], temperature: float
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Answers of SGLang and the rounds they came in, without the first token."""
+    """SGLang's answers without the first token, and the tokens of their rounds."""
     options = {
         "temperature": temperature,
         "max_tokens": NEW_TOKENS,
@@ -153,7 +153,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Of a checkpoint whose config.json names fewer positions than the answers have."""
+    """A checkpoint with fewer positions in its config.json than the answers have."""
     folder = tmp_path_factory.mktemp("eagle")
     shutil.copytree(DEMO / "drafter_start", folder / "native")
     config = json.loads((folder / "native" / "config.json").read_text())

@@ -54,7 +54,7 @@ def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     assert {path for path in unix if not Path(path).is_relative_to(temporary)} == set()
     assert list(temporary.rglob("store")) != []
     until = time.monotonic() + patient(20)
-    while not list(temporary.rglob("elsewhere/*")):  # SGLang's host hears of its end last
+    while not list(temporary.rglob("elsewhere/*")):  # SGLang's host learns of its end last
         assert time.monotonic() < until
         time.sleep(0.05)
     memory = mapped_memory(family)

@@ -1,4 +1,6 @@
-"""A checkpoint of the policy trainer in the real SGLang: it says what transformers says of it."""
+"""A checkpoint of the policy trainer generates the same tokens in the real SGLang and in
+transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A killed SGLang: its request ends as unavailable, another starts, loads the committed versions
-and serves again, also where it has taken the commit with it. One that is killed while it starts
-leaves no process.
+"""A killed SGLang: its request ends as unavailable, and another SGLang starts, loads the committed
+versions and serves.
+
+This holds also when the commit dies with it. An SGLang that is killed while it starts leaves no
+process.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ async def test_a_killed_sglang_is_replaced_and_serves_what_was_committed(tmp_pat
         await asyncio.wait((committing,), timeout=1)
         assert not committing.done()
         scheduler.kill()
-        await committing  # its channel has asked again: the one that starts loads what is committed
+        await committing  # the call was repeated: the new SGLang loads the committed set
         assert await ask(http_port, prompt, 16) == start
 
 
@@ -152,7 +154,7 @@ def started_host(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def begun(process: psutil.Process, library: str) -> bool:
-    """Whether a process is one that SGLang has spawned, and has loaded a library so far."""
+    """Whether SGLang has spawned the process, and the process has loaded the library."""
     try:
         if "spawn_main" not in "".join(process.cmdline()):
             return False

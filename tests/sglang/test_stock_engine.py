@@ -1,5 +1,5 @@
-"""The unpatched SGLang over the CPU stand-in: its greedy tokens are those of transformers, whatever
-drafts.
+"""The greedy tokens of the unpatched SGLang over the CPU stand-in equal transformers' with any
+drafter.
 """
 
 from __future__ import annotations

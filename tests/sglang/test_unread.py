@@ -1,5 +1,5 @@
-"""SGLang's rounds that are off leave the drafter alone; what it draws later is what it would have
-drawn had it read every token at once.
+"""Rounds with the arm "off" leave SGLang's drafter behind. Its later drafts equal the drafts after
+reading every token at once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def accepted(chunks: Sequence[Chunk]) -> list[bool]:
 
 
 def read_at_once(served: Served, known: list[int], tokens: int, arm: str) -> list[bool]:
-    """Which tokens behind `known` are drafts where its prefill reads all of it: a prompt that is
-    scored takes nothing from the cache.
+    """Whether each response token behind `known` is a draft after a full prefill: a scored prompt
+    takes nothing from the cache.
     """
     numbers = served.send([known], max_tokens=tokens, arm=arm, prompt_logprobs=1)
     return accepted(served.wait(numbers)[0])
