@@ -1,4 +1,4 @@
-"""Draws with a real engine what a trainer then scores again."""
+"""Draws tokens with a real engine, which a trainer then scores again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates in the styles of known model families, each as a model directory with a tiny
+"""Chat templates in the styles of common model families, each as a model directory with a tiny
 tokenizer.
 """
 
@@ -131,8 +131,8 @@ class ChatModel:
 
     name: str
     template: str
-    end: str  # special token at the end of what the model says
-    rewrites: bool = False  # its template spells past messages in another way than new ones
+    end: str  # special token at the end of the model's turn
+    rewrites: bool = False  # the template renders past messages differently from new messages
     bos: str = ""
 
     @functools.cached_property
@@ -171,7 +171,7 @@ MODELS = (
 
 
 def codec_of(tokenizer: Tokenizer, end_ids: Sequence[int] = (), **settings: str) -> TextCodec:
-    """As it is read from a model directory, whose model ends answers with `end_ids`."""
+    """A codec read from a model directory; the model ends answers with `end_ids`."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save(str(Path(directory) / "tokenizer.json"))
         (Path(directory) / "tokenizer_config.json").write_text(

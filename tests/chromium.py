@@ -1,5 +1,5 @@
-"""A headless Chromium, asked over its own pipe (the DevTools protocol): nothing but the browser is
-needed.
+"""A headless Chromium, driven over its own pipe with the DevTools protocol; the browser is the only
+dependency.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.local.patience import patient
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _READS, _WRITES = 3, 4
-"""Descriptors by which Chromium hears and answers."""
+"""Descriptors from which Chromium reads commands and to which it writes answers."""
 
 
 class Tab:
@@ -77,7 +77,7 @@ class Tab:
         return message
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression, or its promise, comes to in the page."""
+        """The value of a JavaScript expression in the page; a promise is awaited."""
         answer = self.ask(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )

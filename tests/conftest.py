@@ -29,7 +29,7 @@ from paceline.local.services import SERVICES
 from paceline.streams import connect
 from paceline.telemetry.metrics import use_meter
 
-# A run draws the same cases each time; --hypothesis-profile=default draws new ones. The time of a
+# A run draws the same cases each time; --hypothesis-profile=default draws new cases. The time of a
 # case depends on the machine's load, so no deadline holds. `make test` draws fewer cases.
 EVERY_RUN = {
     "derandomize": True,
@@ -57,15 +57,15 @@ gc.disable()  # while test modules import torch and transformers it finds nothin
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: nobody need look through it again."""
+    """Freezes the imported objects, so that the garbage collector need not scan them again."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 LONGEST_S = 900.0
-"""However busy the machine, a test waits no longer unless it asks for it: one that hangs must not
-hold back all others.
+"""Longest wait of a test on any machine, unless the test sets a longer limit. A hanging test must
+not block the rest.
 """
 
 
@@ -119,10 +119,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """A loop that lets go of what reaches it after its end.
+    """A loop that drops callbacks that arrive after its end.
 
-    gRPC hands the events of all loops of a process to whichever runs. The last ones of an earlier
-    test would be an error in the log of a later one, and would keep back the events behind them.
+    gRPC hands the events of all loops of a process to whichever loop runs. The last events of an
+    earlier test would be an error in the log of a later test, and would delay the events behind
+    them.
     """
 
     def call_soon_threadsafe(
@@ -178,7 +179,7 @@ def own_forkserver(forkserver: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator whose run is over waits hardly for who still reads its state."""
+    """A finished coordinator hardly waits for late readers of its state."""
     monkeypatch.setattr("paceline.services.coordinator.server.FINISH_GRACE_S", 0.2)
 
 
@@ -220,8 +221,9 @@ async def redis_client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
 
 @pytest.fixture
 async def skip(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the clock of the test's event loop on, by so many seconds: what is due by then is due
-    now. A test of a deadline can so have a long one, which no busy machine reaches by itself.
+    """Advances the clock of the test's event loop by the given seconds, so that all timers until
+    then are due. A test of a deadline can therefore use a long deadline, which no busy machine
+    reaches by itself.
     """
     loop = asyncio.get_running_loop()
     real, skipped = loop.time, [0.0]
@@ -231,7 +233,7 @@ async def skip(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def metric_reader() -> Iterator[InMemoryMetricReader]:
-    """What the metrics of this process hold since the test began."""
+    """Metrics of this process since the test began."""
     reader = InMemoryMetricReader()
     use_meter(MeterProvider([reader]))
     yield reader

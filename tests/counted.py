@@ -1,4 +1,4 @@
-"""What the metrics of a test's own process have counted."""
+"""Counts recorded by the metrics of the test's own process."""
 
 from __future__ import annotations
 

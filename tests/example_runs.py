@@ -1,4 +1,4 @@
-"""Starts what the READMEs of the examples start, as their readers would."""
+"""Starts the programs of the examples as their READMEs describe."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Entry = dict[str, Any]
 
 
 class JournalTail:
-    """Entries one after the other, from those on that are written when it is made."""
+    """Journal entries in order, from the first entry written after its creation."""
 
     def __init__(self, url: str, run_id: str) -> None:
         self._client = redis.Redis.from_url(url)

@@ -1,4 +1,4 @@
-"""What processes can be reached by: their listening sockets, as the kernel lists them."""
+"""Listening sockets of processes, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_doors(processes: Iterable[psutil.Process]) -> tuple[list[tuple[str, int
 
 
 def beyond_loopback(inet: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those that other machines reach."""
+    """Sockets that other machines reach."""
     return [one for one in inet if not _address(one[0]).is_loopback]
 
 

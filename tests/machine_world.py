@@ -24,13 +24,13 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
         commands.RunTasks,
         commands.Commit,
         commands.Evaluate,
-        commands.TrainPolicy,  # whose slots its workers leave first
+        commands.TrainPolicy,  # its slots' workers leave first
         commands.JoinDrafter,
     ),
     Service.POLICY_TRAINER: (
         commands.TrainPolicy,
         commands.SaveCheckpoints,
-        commands.RunTasks,  # which has it push again what is damaged
+        commands.RunTasks,  # it pushes damaged weights again
         commands.Evaluate,
     ),
     Service.DRAFTER_TRAINER: (
@@ -40,7 +40,7 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
     ),
 }
 _EQUAL = "equal"
-"""In what is said of a group whose rewards are."""
+"""Marks the words for a group with equal rewards."""
 NOT_CALLS = (
     *(commands.CloseStep, commands.AbortDrafter, commands.ResumeWorkers, commands.Refuse),
     *(commands.HandBack, commands.FinishRun),
@@ -57,7 +57,7 @@ TRACK_OF: dict[type[Command], str] = {
     commands.Evaluate: "run",
     commands.SaveCheckpoints: "run",
 }
-"""Whose epochs a call's are compared with."""
+"""Track of the lease epoch that a call's epoch is compared with."""
 
 
 class Call(NamedTuple):
@@ -79,7 +79,7 @@ class Call(NamedTuple):
 
 
 class World(NamedTuple):
-    """The machine and what its peers are about."""
+    """The machine and the calls of its peers."""
 
     state: State
     calls: tuple[Call, ...]  # by kind
@@ -91,7 +91,7 @@ class Move(NamedTuple):
     """Something that can happen to a world."""
 
     event: Event
-    calls: tuple[Call, ...]  # those that go on
+    calls: tuple[Call, ...]  # calls that continue
     faults: int = 0  # that it takes
     pauses: int = 0  # as of World
 
@@ -103,11 +103,11 @@ class Explored:
     worlds: list[World] = field(default_factory=list)
     states: dict[State, State] = field(default_factory=dict)  # each state is one object
     moves: int = 0
-    before: dict[int, list[int]] = field(default_factory=dict)  # by world, of what comes anyway
+    before: dict[int, list[int]] = field(default_factory=dict)  # predecessors by fault-free moves
 
     def lead_to(self, wanted: Callable[[State], bool]) -> set[int]:
-        """Numbers of the worlds from which such a state can be reached without another fault, or
-        word of an operator but that a run at rest goes on.
+        """Numbers of the worlds from which a wanted state can be reached without another fault. The
+        only operator's command on the way is Continued for a paused run.
         """
         found = {i for i, world in enumerate(self.worlds) if wanted(world.state)}
         waiting = list(found)
@@ -121,7 +121,7 @@ class Explored:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What must hold, each by what it depends on; a check raises AssertionError."""
+    """Invariants, grouped by their arguments; a check raises AssertionError."""
 
     state: Callable[[State], None]  # every state
     change: Callable[[State, State], None]  # every state and the one before it
@@ -187,7 +187,7 @@ class _Numbers:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Worlds hold no circles, and looking for some among 100,000 of them takes its time."""
+    """Worlds hold no reference cycles, and a search for cycles among 100,000 worlds takes long."""
     gc.disable()
     try:
         yield
@@ -238,7 +238,7 @@ def moves(world: World) -> Iterator[Move]:
 
 
 def about_a_pause(world: World) -> Iterator[Move]:
-    """What an operator may say of a pause: a run that rests goes on in any case."""
+    """An operator's commands about a pause; a run at rest always gets Continued."""
     state = world.state
     if state.phase is Phase.PAUSED:
         yield Move(events.Continued(0.0), world.calls)
@@ -248,7 +248,7 @@ def about_a_pause(world: World) -> Iterator[Move]:
 
 
 def choices(state: State) -> Iterator[Event]:
-    """What an operator may ask for."""
+    """Events that an operator may request."""
     yield events.DrafterChosen(0.0, None, lasting=True)
     yield events.DrafterUnpinned(0.0)
     for profile in state.settings.profiles:
@@ -259,7 +259,7 @@ def choices(state: State) -> Iterator[Event]:
 
 
 def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]]:
-    """What a call may say next, and what is noted of it; None where that is its last word."""
+    """Next events of a call, each with the word noted for it; None marks the last event."""
     match call.command:
         case commands.BeginStep(number):
             yield events.StepBegan(0.0, number), None
@@ -302,7 +302,7 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
 
 
 def _told(call: Call, place: int, state: State) -> list[str]:
-    """What may be said of a group: what has been said, or else with dynamic sampling either."""
+    """Possible words for a group: the noted words, else all words (two with dynamic sampling)."""
     words = [f"group {place}"]
     if state.settings.dynamic_sampling_rounds:
         words.append(f"{_EQUAL} group {place}")

@@ -1,4 +1,4 @@
-"""Reads back what a service's instruments have recorded."""
+"""Reads the values recorded by a service's instruments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Formulas of policy gradients with plain floats, one token or trajectory at a time: what the
-trainer's vectorised ones are compared with.
+"""Formulas of policy gradients with plain floats, one token or trajectory at a time: references for
+the trainer's vectorised formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def group_relative(
 
 
 def leave_one_out(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """RLOO's: each against the mean of the others."""
+    """RLOO's advantages: each reward minus the mean of the group's other rewards."""
     made = []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         others = [

@@ -18,7 +18,7 @@ LOGPROBS = st.floats(width=32, allow_nan=False)
 
 
 def stats() -> st.SearchStrategy[SpeculationStats]:
-    """Counters, all of them above 0."""
+    """Statistics with all counters above 0."""
     kinds = {"int": COUNTS, "tuple[int, ...]": LEVELS, "Mapping[str, int]": BY_ARM}
     names = {one.name: kinds[str(one.type)] for one in fields(SpeculationStats)}
     return st.builds(SpeculationStats, **names)

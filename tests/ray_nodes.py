@@ -29,7 +29,7 @@ class RayNode:
     """One node: a process group that can be killed whole."""
 
     def __init__(self, host: str, cpus: int, *where: str, within: Sequence[str] = ()) -> None:
-        """`where`: words that make it the head, or name the head; `within`: those before its
+        """`where`: options that make it the head, or name the head; `within`: words before its
         command.
         """
         words = ["--block", f"--node-ip-address={host}", f"--num-cpus={cpus}", *where]
@@ -46,7 +46,7 @@ class RayNode:
         )
 
     def starts(self) -> str:
-        """What it says when it does not start, else ""."""
+        """The node's output if it does not start, else ""."""
         assert self._process.stdout is not None
         said = []
         for line in self._process.stdout:
@@ -112,7 +112,7 @@ def ray_nodes(
 def run_over_nodes(
     out: Path, address: str, *words: str, within: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """A demo whose trainers are on another node than its rollouts."""
+    """A demo with trainers and rollouts on different nodes."""
     apart = ("max_policy_lag=2", "placement=disaggregated", "learner_slots=1")
     chosen = [f"coordinator.{one}" for one in ("schedule=fully_async", *apart)]
     launched = ("--launcher", "ray", "--address", address)

@@ -54,7 +54,7 @@ _KINDS = {
 
 
 class WorkerClient:
-    """One worker process: started, asked, stopped."""
+    """One worker process: started, commanded, stopped."""
 
     def __init__(
         self, kind: str, engine: dict[str, Any], folder: Path, row_bytes: int, ready_s: float = 120
@@ -92,7 +92,7 @@ class WorkerClient:
             raise
 
     def log(self) -> str:
-        """What the process printed, its end."""
+        """The end of the process's output."""
         return self.log_path.read_text(errors="replace")[-4000:]
 
     def _ready(self, deadline_s: float) -> pb.WorkerReady:
@@ -127,9 +127,9 @@ class WorkerClient:
         self._socket.send(pb.WorkerCommand(**command).SerializeToString())
 
     def ask(self, deadline_s: float = 60, **command: Any) -> pb.WorkerEvent:
-        """A command and its answer; tokens that come meanwhile are kept.
+        """Sends a command and returns its answer; tokens that arrive meanwhile are kept.
 
-        Raises what the worker says.
+        Raises the worker's error.
         """
         self._numbers += 1
         self._socket.send(pb.WorkerCommand(command_id=self._numbers, **command).SerializeToString())

@@ -44,7 +44,7 @@ def turn(
 
 
 def session(name: str = "s", about: Assignment | None = None, **limits: float) -> Session:
-    """One that is not registered anywhere."""
+    """A session without registration."""
     return Session(name, about or Assignment("run"), SessionsConfig.model_validate(limits))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of a served SGLang share: launching one, asking it, and the oracle's answers."""
+"""Shared by the tests of a served SGLang: launch, requests, and the oracle's answers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Served:
         return [self._done[number] for number in numbers]
 
     def collect(self) -> None:
-        """Sort what has come by request."""
+        """Sort received chunks by request."""
         for chunk in self.client.chunks:
             self._done.setdefault(chunk.request_id, []).append(chunk)
         self.client.chunks.clear()
@@ -152,9 +152,7 @@ def said(chunks: Sequence[Chunk]) -> list[int]:
 def stock(
     engine: dict[str, Any], prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, Any]:
-    """What the unpatched SGLang with these arguments answers greedily; see
-    sglang/stock_engine.py.
-    """
+    """Greedy answers of the unpatched SGLang with these arguments; see sglang/stock_engine.py."""
     task = {"engine": {"port": free_port(), **engine}, "prompts": prompts, "new_tokens": new_tokens}
     environment = {
         **os.environ,
@@ -275,7 +273,7 @@ def chi_square_p(counts: dict[tuple[int, int], int], exact: dict[tuple[int, int]
 
     Fails on a pair that cannot be.
     """
-    from scipy.stats import chisquare  # comes with SGLang
+    from scipy.stats import chisquare  # installed with SGLang
 
     assert set(counts) <= set(exact)
     total = sum(counts.values())

@@ -1,4 +1,4 @@
-"""What the tests of a gateway over SGLang push to it, and ask."""
+"""Pushes and requests for the tests of a gateway over SGLang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def filled(tensor: NamedTensor, value: float) -> NamedTensor:
 
 
 async def pushed(served: Any, target: int, tensors: dict[str, NamedTensor]) -> VersionSet:
-    """The set that the tensors, under a new version, make with what serves."""
+    """The served set with the pushed tensors under a new version."""
     number = next(served.numbers)
     found = list(tensors.values())
     manifest = build_manifest(target, number, found, lm_head_hash=f"{number:016x}")

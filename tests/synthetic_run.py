@@ -1,5 +1,5 @@
-"""A made-up run with figures known in advance: journal entries and span files in the form that the
-services write.
+"""A made-up run with figures fixed in advance: journal entries and span files in the services'
+form.
 """
 
 from __future__ import annotations

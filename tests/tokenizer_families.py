@@ -52,7 +52,7 @@ def characters_for_bytes(special: list[str], texts: Sequence[str] = CORPUS) -> T
 
 
 def metaspace(special: list[str], scheme: str, texts: Sequence[str] = CORPUS) -> Tokenizer:
-    """A tokenizer of SentencePiece's kind, with bytes for what it has no piece for."""
+    """A tokenizer of SentencePiece's kind, with bytes for text without a piece."""
     tokenizer = _unknown_as_bytes(texts, strip=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     return _with(tokenizer, special)

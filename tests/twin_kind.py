@@ -39,7 +39,7 @@ SILENT = replace(
     architectures=("SilentDrafter",),
     inner_layers=last_state_only,
 )
-"""Reads an inner state and does not say so."""
+"""Reads an inner state but does not declare it."""
 
 
 class TwinNet(EagleNet):
@@ -72,7 +72,7 @@ class TwinDrafter(EagleDrafter):
 
 
 class DeepDrafter(TwinDrafter):
-    """Asks for the input of layer 1 and notes the states it is given, [n - 1, W] with their tokens
+    """Requests the input of layer 1 and notes the states it receives, [n - 1, W] with their tokens
     [n].
     """
 

@@ -1,4 +1,4 @@
-"""What is sharded, gathered; what is whole, as it is."""
+"""Gathers sharded tensors and returns whole tensors unchanged."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor

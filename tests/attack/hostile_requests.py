@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 RESPONSES, COUNT = "/v1/responses", "/v1/messages/count_tokens"
 Attack = Callable[[int, int], Awaitable[object]]
-"""(HTTP port, gRPC port) -> what came of it"""
+"""(HTTP port, gRPC port) -> outcome of the attack"""
 
 
 def posted(path: str, body: object) -> Attack:
@@ -61,7 +61,7 @@ def endless(path: str, seconds: float) -> Attack:
 
 
 def raw_bytes(*parts: bytes, times: int = 1) -> Attack:
-    """Bytes on a connection, until the gateway has had enough of them or all are sent."""
+    """Sends bytes on a connection until the gateway closes it or all bytes are sent."""
 
     async def send(http_port: int, _: int) -> object:
         reader, writer = await asyncio.open_connection("127.0.0.1", http_port)

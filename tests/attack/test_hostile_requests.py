@@ -1,4 +1,4 @@
-"""No request stops the others: /health answers while each of twenty hostile ones is sent."""
+"""The gateway answers /health while each of twenty hostile requests is sent."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ while not over.is_set() or len(took) < 20:
     over.wait(0.005)
 print(json.dumps(took[1:]))
 """
-"""Asks for /health until its input ends; the first answer is told at once."""
+"""Requests /health until its input ends; it reports the first answer at once."""
 
 
 @dataclass
 class Probe:
-    """A process that asks for /health all the time: what the test's own does costs it nothing."""
+    """A process that requests /health all the time, so that the test's own work cannot delay it."""
 
     process: subprocess.Popen[str]
 
@@ -108,7 +108,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int
 async def test_health_answers_while_a_hostile_request_is_under_way(
     name: str, gateway: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # What holds the gateway up does so each time; a machine that stood still has not.
+    # A request that blocks the gateway does so in every try; a stalled machine does not.
     for _ in range(TRIES):
         probe = Probe.of(gateway[0])
         probe.wait()

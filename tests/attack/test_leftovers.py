@@ -1,4 +1,4 @@
-"""What a killed gateway leaves behind is gone at the next start, and a living neighbour's stays."""
+"""The next start removes the leftovers of a killed gateway and keeps the files of a living one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def start(tmp_path: Path, temporary: Path, redis_url: str) -> Iterator[Start]:
         )
         gateways.append(gateway)
         assert gateway.stdout is not None
-        assert "serves\n" in gateway.stdout  # after what the sandbox logs
+        assert "serves\n" in gateway.stdout  # after the sandbox's log lines
         return gateway
 
     yield start
@@ -88,13 +88,15 @@ def files_below(folder: Path) -> set[Path]:
 
 
 def ours_in_shared_memory() -> set[Path]:
-    """What a gateway could have put there by a name: other tests' SGLang and Ray come and go."""
+    """Files of gateways in shared memory, by name; SGLang and Ray of other tests add and remove
+    theirs.
+    """
     there = Path("/dev/shm")
     return {one for name in ("paceline*", "torch_*", "psm_*") for one in there.glob(name)}
 
 
 def boxes_below(folder: Path) -> set[Path]:
-    """Those of programs that have begun."""
+    """Boxes of programs that have begun."""
     return {path.parent for path in folder.rglob("box-*/begun")}
 
 

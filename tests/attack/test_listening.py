@@ -1,4 +1,4 @@
-"""What of a running demo can be reached, and by whom."""
+"""A running demo listens on loopback and in directories of its own user only."""
 
 from __future__ import annotations
 

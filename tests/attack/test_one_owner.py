@@ -1,4 +1,4 @@
-"""A run that lives is taken up by nobody else, and one whose owner was killed by the next one."""
+"""A living run cannot be resumed; a run with a killed owner can."""
 
 from __future__ import annotations
 

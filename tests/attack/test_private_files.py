@@ -1,4 +1,4 @@
-"""What a run writes and where its Redis listens, seen by another user of the machine."""
+"""Another user of the machine can read no file of a run, and no Redis of a run has a port."""
 
 from __future__ import annotations
 

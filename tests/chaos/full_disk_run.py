@@ -1,5 +1,5 @@
 """Fills the disk under a supervised Redis and frees it again: `python full_disk_run.py DIRECTORY`,
-on a small disk of its own. Prints what test_full_disk.py reads.
+on a small disk of its own. Prints the lines that test_full_disk.py reads.
 """
 
 from __future__ import annotations

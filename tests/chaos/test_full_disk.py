@@ -1,4 +1,4 @@
-"""A disk that is full, again and again: what was acknowledged stays, and the run goes on."""
+"""A disk fills up repeatedly: acknowledged entries stay, and the run continues."""
 
 from __future__ import annotations
 

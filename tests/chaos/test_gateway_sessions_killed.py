@@ -1,5 +1,5 @@
-"""A gateway killed with -9 and started again: agents hear what became of their sessions, nothing
-final is lost.
+"""A gateway is killed with -9 and restarted: agents learn the outcome of their sessions, and no
+final result is lost.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Gateway:
 
 
 def model(directory: Path) -> Path:
-    """What the scripted engine needs of a model, and a slow script."""
+    """A model directory with the files that the scripted engine reads, and a slow script."""
     path = directory / "tiny-model"
     path.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

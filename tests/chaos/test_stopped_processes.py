@@ -1,5 +1,5 @@
-"""A run whose processes are stopped (SIGSTOP) one after the other: each is seen, killed and replaced
-in seconds, and nothing is lost by it.
+"""Every process of a run is stopped (SIGSTOP) in turn: each is detected, killed and replaced within
+seconds, and nothing is lost.
 """
 
 from __future__ import annotations

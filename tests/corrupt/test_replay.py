@@ -1,4 +1,4 @@
-"""A run whose policy trainer computes steps again, to other bits than it has published."""
+"""A restarted policy trainer recomputes steps and gets other bits than it had published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose files on disk are not what was written: nothing of them is used, and the run goes on."""
+"""Runs with damaged files on disk: the run uses no damaged file, and continues."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_go
     process = demo(tmp_path, "--steps", "4", *SMALL, "run.heartbeat_s=0")
     lines = wait_for(process, "step 2/4")
     coordinator, run = pid_of(lines, "coordinator"), tmp_path / "demo-0-1"
-    os.kill(coordinator, signal.SIGSTOP)  # what serves now goes on serving
+    os.kill(coordinator, signal.SIGSTOP)  # no new version is committed
     try:
         kill(process, lines, "gateway")
         for spooled in ("versions.json", "policy-*/model.safetensors"):

@@ -25,7 +25,7 @@ ODDITIES: tuple[Any, ...] = (
     *(0, -1, 1, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.0, 1e308, 1e-320),
     *(float("nan"), float("inf"), float("-inf"), {"type": 1}, {"": {"": []}}, ["a", 1, None]),
 )
-"""JSON values, and some that only Python's parser takes, to put where others stood."""
+"""JSON values, and some values that only Python's parser accepts, used as replacements."""
 SPLICES = (
     *(b"", b"\0", b"\xff", b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\n", b"\r\n", b"-"),
     *(b"[" * 5000, b'{"a":' * 5000, b"9" * 5000, b"1e999", b"NaN", b"null", b"\\ud800", b"data: "),
@@ -40,7 +40,7 @@ SPLICES = (
 
 
 def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where the values inside a JSON value stand, itself first."""
+    """Paths of all values inside a JSON value, its own path first."""
     inner = (
         value.items()
         if isinstance(value, dict)
@@ -90,7 +90,7 @@ def noise(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
 
 
 def fuzz(valid: Sequence[bytes], read: Callable[[bytes], object]) -> None:
-    """Let `read` have noise until the time is up; it raises for what must not happen."""
+    """Passes noise to `read` until the time is up; `read` raises on a forbidden result."""
 
     def hold(raw: bytes) -> None:
         began = time.process_time()

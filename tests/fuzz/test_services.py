@@ -67,14 +67,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def waits(raw: bytes) -> bool:
-    """Whether a request asks to wait for a task, as it may for a minute."""
+    """Whether a request waits for a task, which may take a minute."""
     with suppress(DecodeError):
         return bool(rpb.OpenSessionRequest.FromString(raw).claim)
     return False
 
 
 class Gateway:
-    """A running gateway that a synchronous property asks."""
+    """A running gateway that a synchronous property can call."""
 
     def __init__(self, directory: Path) -> None:
         model = tiny_model(directory / "tiny-model")
@@ -103,7 +103,7 @@ class Gateway:
             with suppress(grpc.aio.AioRpcError):
                 await call.write(raw)
                 await call.done_writing()
-                async for _ in call:  # the status comes behind the answers
+                async for _ in call:  # the status follows the answers
                     pass
             code: grpc.StatusCode = await call.code()
             return code

@@ -1,4 +1,4 @@
-"""An algorithm, added as CONTRIBUTING.md says, trains a step in the real policy trainer."""
+"""An algorithm, added according to CONTRIBUTING.md, trains a step in the real policy trainer."""
 
 from __future__ import annotations
 

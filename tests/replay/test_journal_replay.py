@@ -78,7 +78,7 @@ EVENTS: list[Event] = [
 
 @dataclass(frozen=True, slots=True)
 class Renamed(events.Event):
-    """An event whose fields have the names of others' fields, and other types."""
+    """An event with the field names of other events, and other types."""
 
     kind: str
     service: str
