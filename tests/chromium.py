@@ -23,7 +23,7 @@ _READS, _WRITES = 3, 4
 
 
 class Tab:
-    """One page of a browser of its own."""
+    """One page in a separate browser."""
 
     def __init__(self, profile: Path, width: int, height: int = 2400) -> None:
         hears, self._asks = os.pipe()
@@ -50,7 +50,7 @@ class Tab:
         self.ask("Emulation.setDeviceMetricsOverride", **size)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Its answer. Raises RuntimeError for an error and for silence."""
+        """Sends a command; returns its answer. Raises RuntimeError for an error and for silence."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -86,7 +86,9 @@ class Tab:
         return answer["result"].get("value")
 
     def open(self, address: str, until: str) -> None:
-        """Returns when the expression `until` holds, which is looked at after every change."""
+        """Returns when the expression `until` is true; it is evaluated after every change of the
+        page.
+        """
         self.ask("Page.navigate", url=address)
         self.value(
             f"""new Promise((resolve) => {{
@@ -99,7 +101,7 @@ class Tab:
         )
 
     def screenshot(self, path: Path) -> None:
-        """The whole page."""
+        """Writes a screenshot of the whole page."""
         taken = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(taken["data"]))
 

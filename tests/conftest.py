@@ -53,7 +53,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 
-gc.disable()  # while test modules import torch and transformers it finds nothing, and takes its time
+gc.disable()  # finds no garbage while test modules import torch and transformers, and costs time
 
 
 def pytest_collection_finish() -> None:
@@ -101,7 +101,7 @@ def leave_few(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that may take longest come first: begun last, they would leave other workers idle."""
+    """Long test files run first: started last, they would leave other workers idle."""
     leave_few(items)
     longest: dict[Path, float] = {}
     for item in items:
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test's timeout follows the machine, as the deadlines within it do."""
+    """A test's timeout follows the machine's load, as the deadlines within the test do."""
     quiet_s = timeout_of(item)
     allowed_s = min(patient(quiet_s), max(quiet_s, LONGEST_S))
     item.add_marker(pytest.mark.timeout(allowed_s), append=False)
@@ -146,9 +146,7 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
 
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """A service or a command that ran in the process of the tests leaves them neither its log nor
-    its umask.
-    """
+    """Restores log and umask after a service or command that ran in the tests' process."""
     yield
     structlog.reset_defaults()
     os.umask(UMASK)
@@ -173,7 +171,9 @@ def forkserver(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def own_forkserver(forkserver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this test starts keeps one of its own, which it may stop and kill."""
+    """Gives the processes that this test starts a separate forkserver, which the test may stop and
+    kill.
+    """
     monkeypatch.delenv(FORKSERVER_VARIABLE, raising=False)
 
 
@@ -185,7 +185,7 @@ def no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for the whole session; tests keep apart by their run prefix."""
+    """One server for the whole session; a run prefix separates the tests."""
     server = RedisServer(RedisLauncher("features", tmp_path_factory.mktemp("redis")))
     server.start()
     yield server
@@ -199,7 +199,7 @@ def redis_url(redis_server: RedisServer) -> str:
 
 @pytest.fixture
 def durable_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A durable server of this test's own, which it may kill."""
+    """A durable server for one test, which may kill it."""
     server = RedisServer(RedisLauncher("durable", tmp_path / "redis"))
     server.start()
     yield server

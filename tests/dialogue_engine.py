@@ -119,24 +119,24 @@ class Desk:
         return done(self.planner.chat(asked, request))
 
     def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
-        """Plans of prompts."""
+        """Plans of text completions."""
         return done(self.planner.completions(asked, prompts))
 
     def answer(self, plan: Plan, saying: Saying) -> Call:
-        """The plan, run."""
+        """Runs the plan."""
         self.engine.saying = saying
         return done(Call(self.engine, plan).run())
 
 
 def sampling(**change: Any) -> Callable[[int], tpb.SamplingParams]:
-    """Trainable unless changed."""
+    """Sampling parameters that are trainable by default."""
     return lambda room: tpb.SamplingParams(
         **{"temperature": 1.0, "max_tokens": min(room, 64), **change}
     )
 
 
 def done(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work that finds everything it waits for."""
+    """The result of work that never has to wait."""
     return asyncio.run(work)
 
 

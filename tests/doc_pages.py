@@ -118,7 +118,7 @@ class Reader:
         self._said = said
         self._stack = stack
         own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # This checkout's, whatever is installed.
+        # Uses this checkout's command, whatever is installed.
         (own / "paceline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {CLI} "$@"\n')
         (own / "paceline").chmod(0o700)
         binaries = f"{own}{os.pathsep}{Path(sys.executable).parent}"

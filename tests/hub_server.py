@@ -43,7 +43,7 @@ def hub_of(models: Mapping[str, Mapping[str, bytes]], *, gated: str = "") -> Ite
         do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
-            """A test's output is not the place."""
+            """Keeps requests out of a test's output."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"

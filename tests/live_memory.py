@@ -1,4 +1,4 @@
-"""Measures memory: bytes of the tensors that this process can reach, and bytes resident in it."""
+"""Measures memory: bytes of the tensors that this process can reach, and its resident bytes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A real OTLP receiver: gRPC servers of OpenTelemetry's own services, which keep all received data.
-"""
+"""A real OTLP receiver: gRPC servers of OpenTelemetry's services that keep all received data."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _rank(
     telling: Connection, environment: dict[str, str], main: Callable[..., None], given: Any
 ) -> None:
     os.environ.update(environment)
-    gc.freeze()  # a collection would look through all imported modules
+    gc.freeze()  # a collection would scan all imported modules
     try:
         main(*given)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Turns of sessions as a test wants them."""
+"""Builds turns of sessions for tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def said(
     response: Sequence[int] = (2,),
     name: str = "",
 ) -> Turn:
-    """A generation of a session from its beginning to its end."""
+    """Runs a generation of a session from its beginning to its end."""
     where.begin(SAMPLING, len(prompt))
     new = turn(parent, prompt, response, name=name)
     where.end(len(prompt), new)

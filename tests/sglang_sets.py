@@ -20,12 +20,12 @@ QUESTIONS = ("48:36=", "91:35=")
 
 
 def demo_tensors(name: str) -> dict[str, NamedTensor]:
-    """Of a checkpoint of the demo."""
+    """Tensors of a checkpoint of the demo."""
     return decode_safetensors((DEMO / name / "model.safetensors").read_bytes())
 
 
 def filled(tensor: NamedTensor, value: float) -> NamedTensor:
-    """The tensor with one number everywhere."""
+    """The tensor with one number in all places."""
     return from_numpy(tensor.name, np.full(tensor.shape, value, dtype=np.float32))
 
 

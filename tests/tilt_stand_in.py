@@ -68,7 +68,7 @@ def resources_of(settings: Mapping[str, str]) -> dict[str, Resource]:
 
 
 class TiltCi:
-    """`tilt ci`: everything that begins by itself, in the order of the dependencies; succeeds when
+    """`tilt ci`: starts all automatic resources in the order of their dependencies. Succeeds when
     all servers are ready and all commands have ended well.
     """
 
@@ -79,7 +79,7 @@ class TiltCi:
         self.ready: list[str] = []
 
     def run(self) -> None:
-        """Raises AssertionError, naming the resource, where Tilt would fail."""
+        """Raises AssertionError with the resource's name where Tilt would fail."""
         try:
             while waiting := [name for name in self._resources if name not in self.ready]:
                 name = next(n for n in waiting if set(self._needs(n)) <= set(self.ready))
@@ -132,7 +132,7 @@ class TiltCi:
 
 
 def probed(probe: Mapping[str, Any]) -> bool:
-    """One look, as Tilt's own prober takes it."""
+    """One probe, as Tilt's own prober makes it."""
     try:
         if action := probe.get("tcp_socket"):
             with socket.create_connection(action["address"], probe["timeout_secs"]):

@@ -1,5 +1,5 @@
-"""Trained kinds of a user's own, by import path: EAGLE's network under other names; one reads an
-inner state.
+"""Trained drafter kinds of a user, by import path: EAGLE's network under other names. DeepDrafter
+reads an inner state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TwinNet(EagleNet):
 
 
 class DeepNet(TwinNet):
-    """The same once more."""
+    """TwinNet for the kind DEEP."""
 
     kind: ClassVar[SpeculatorKind] = DEEP
 
@@ -95,7 +95,7 @@ class DeepDrafter(TwinDrafter):
 
 
 class SilentNet(DeepNet):
-    """The same once more."""
+    """DeepNet for the kind SILENT."""
 
     kind: ClassVar[SpeculatorKind] = SILENT
 

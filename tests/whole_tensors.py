@@ -5,5 +5,5 @@ from torch.distributed.tensor import DTensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """A collective where the tensor is sharded."""
+    """The whole tensor; a collective if the tensor is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

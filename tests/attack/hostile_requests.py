@@ -1,5 +1,5 @@
-"""Some twenty requests that are made to hold a gateway up: each a function of the gateway's two ports that
-sends one and returns when it is over.
+"""Some twenty requests that try to block the gateway. Each attack is a function of the gateway's
+two ports; it sends one request and returns at its end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def posted(path: str, body: object) -> Attack:
 
 
 def endless(path: str, seconds: float) -> Attack:
-    """A body without an end, as fast as it is taken."""
+    """Sends a body without an end, as fast as the gateway reads it."""
 
     async def parts() -> AsyncIterator[bytes]:
         async with asyncio.timeout(seconds):

@@ -42,14 +42,14 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A place of its own for temporary files; short, since a socket's path is."""
+    """A separate folder for temporary files, with a short path because socket paths are limited."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def start(tmp_path: Path, temporary: Path, redis_url: str) -> Iterator[Start]:
-    """Starts a gateway of two workers with rings, which runs code in a sandbox."""
+    """Starts a gateway with two workers and row rings, which runs code in a sandbox."""
     model = tiny_model(tmp_path / "model")
     script = tmp_path / "script.json"
     script.write_text(json.dumps(sums(model)))
@@ -101,7 +101,7 @@ def boxes_below(folder: Path) -> set[Path]:
 
 
 def when_it_runs_code(gateway: subprocess.Popen[str], folder: Path, before: set[Path]) -> set[Path]:
-    """Its boxes, once its sandbox runs a program."""
+    """Waits until the gateway's sandbox runs a program; returns its boxes."""
     end = time.monotonic() + patient(30)
     while time.monotonic() < end:
         if boxes := boxes_below(folder) - before:
@@ -112,7 +112,7 @@ def when_it_runs_code(gateway: subprocess.Popen[str], folder: Path, before: set[
 
 
 def killed_at_once(gateway: subprocess.Popen[str]) -> None:
-    """As a machine's memory killer or a batch system does: no process of it cleans up."""
+    """Kills like a machine's OOM killer or a batch system: no process of the gateway cleans up."""
     family = [*psutil.Process(gateway.pid).children(recursive=True), psutil.Process(gateway.pid)]
     for process in family:
         process.suspend()

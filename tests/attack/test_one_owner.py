@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.attack, pytest.mark.timeout(300)]
 
 
 def files_of(run: Path) -> dict[str, int]:
-    """When each of the run's settings and locks was written."""
+    """Modification times of the run's settings and locks."""
     return {
         str(path): path.stat().st_mtime_ns for path in (run / "config.toml", *run.glob("pids/*"))
     }

@@ -1,4 +1,4 @@
-"""A model's code in the sandbox of a running gateway goes for the gateway, its workers and Redis."""
+"""A model's code attacks the gateway, its workers and Redis from the sandbox of a gateway."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ print(json.dumps(done))
 
 
 def sockets_of(processes: Sequence[psutil.Process]) -> dict[str, list[object]]:
-    """Addresses on which these processes listen."""
+    """Addresses on which the processes listen."""
     pids = {one.pid for one in processes}
     tcp = [
         list(one.laddr)

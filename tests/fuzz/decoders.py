@@ -1,4 +1,4 @@
-"""Every decoder of bytes from outside a process: its name, valid bytes, and how it reads."""
+"""Every decoder of bytes from outside a process: its name, valid bytes, and its reader."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ from paceline.whole_files import read_hashes
 
 
 class Decoder(NamedTuple):
-    """One decoder; `read` returns or raises one of `refuses`, and nothing else."""
+    """One decoder; `read` returns or raises an error of `refuses`, and no other error."""
 
     valid: tuple[bytes, ...]
     read: Callable[[bytes], object]
@@ -90,7 +90,7 @@ def as_json(raw: bytes) -> Any:
 
 
 def in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """A reader of a directory with one file."""
+    """A reader for a directory with one file."""
 
     def reads(raw: bytes) -> object:
         with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Whatever bytes come by HTTP or gRPC, a running gateway answers them, and not by a fault of its own."""
+"""A running gateway answers any bytes over HTTP or gRPC without an internal error."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ class Gateway:
         self._loop.close()
 
     def post(self, path: str, raw: bytes) -> int:
-        """The answer's status."""
+        """Sends a request; returns the answer's status."""
         headers = {"content-type": "application/json"}
         asked = self.served.http.post(path, content=raw, headers=headers)
         return self._loop.run_until_complete(asked).status_code
 
     def call(self, method: str, raw: bytes) -> grpc.StatusCode:
-        """How the call ends."""
+        """Calls the method; returns the call's status."""
 
         async def ask() -> grpc.StatusCode:
             call = self.served.channel.stream_stream(f"/paceline.v1.{method}")(timeout=patient(20))

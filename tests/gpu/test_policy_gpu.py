@@ -63,7 +63,7 @@ def test_three_steps_go_where_the_cpu_goes(tmp_path: Path, mesh: DeviceMesh, way
             other.memory.enter()
     wanted = whole(one.weights.published())
     for name, weight in whole(other.weights.published()).items():
-        assert torch.allclose(weight, wanted[name], atol=4e-3), name  # of three steps of 1e-3
+        assert torch.allclose(weight, wanted[name], atol=4e-3), name  # three steps of 1e-3
 
 
 def test_offload_gives_the_device_the_bytes_of_weights_and_moments(

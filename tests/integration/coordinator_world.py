@@ -77,7 +77,7 @@ class Script:
     missed_preempts: int = 0  # requests that arrive while the trainer is stopped
     slow_to_attach: bool = False
     unscored: frozenset[tuple[int, int]] = frozenset()  # (task index, sample index) of every step
-    unscored_ends: str = "stop"  # how these end
+    unscored_ends: str = "stop"  # finish reason of the unscored samples
     open_sizes: tuple[int, ...] = ()  # sessions of the groups that agents bring to every step
     hold_policy_step: int | None = None  # the first training of this step never ends
     policy_failures: int = 0
@@ -90,7 +90,7 @@ class Script:
     quarantines_failed: int = 0
     modes: list[int] = field(default_factory=list)  # of the commits
     spoiled: bool = False  # the gateway's spool, after the first commit
-    policy_gone: bool = False  # from there, when the trainer has trained on
+    policy_gone: bool = False  # after spoiling, once the trainer has trained on
     activated: asyncio.Event = field(default_factory=asyncio.Event)
     resumed: asyncio.Event = field(default_factory=asyncio.Event)  # workers that were lent
     joined: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,7 +114,7 @@ class Script:
     disaggregated: bool = False  # the policy trains on slots of its own
     push_waits: bool = False  # for the rollouts of the next step
     push_drafts: bool = False  # each push waits until the drafter trains once more
-    rollout_waits: bool = False  # from the second step on: for the commit of the one before
+    rollout_waits: bool = False  # from the second step on, for the commit of the former step
     one_version: bool = False  # nothing is rolled out while a set is committed
     rolling_out: set[int] = field(default_factory=set)  # steps
     drawn_at: dict[int, int] = field(default_factory=dict)  # by step, policy that began to serve it
@@ -124,7 +124,7 @@ class Script:
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits for something that the peers do."""
+        """Waits until a condition on the peers holds."""
         async with self.news:
             await asyncio.wait_for(self.news.wait_for(holds), WAIT_S)
 
@@ -222,7 +222,7 @@ class Gateway(RolloutServiceServicer):
     async def ReleaseWorkers(self, request: Any, context: Any) -> Any:
         if self.script.release_fails == len(request.workers):
             self.script.release_fails = 0
-            self.script.activated.set()  # nobody will
+            self.script.activated.set()  # no drafter will be activated
             raise ResourceExhausted("lent.json cannot be written")
         self.script.lent.update(request.workers)
         self.script.order.append(f"release {list(request.workers)}")
@@ -435,7 +435,7 @@ class Drafter(DrafterServiceServicer):
 
 @dataclass
 class Peers:
-    """Three servers that may be stopped and started again on their ports."""
+    """Three servers that a test can stop and restart on the same ports."""
 
     script: Script
     ports: dict[str, int]
@@ -480,8 +480,8 @@ class Peers:
 async def running_peers(
     script: Script, security: SecurityConfig = SECURITY
 ) -> AsyncIterator[Peers]:
-    """The drafter trains during a push only with `push_drafts`: other pushes take no time, so
-    that it would be chance.
+    """The drafter trains during a push only with `push_drafts`. Other pushes take no time, so that
+    training would depend on chance.
     """
     names = ("gateway", "policy_trainer", "drafter_trainer")
     peers = Peers(script, {name: free_port() for name in names}, security)
@@ -540,7 +540,7 @@ run_service("coordinator", CoordinatorConfig, serve)
 
 
 async def process_of(words: list[str], snapshot_entries: int) -> asyncio.subprocess.Process:
-    """A coordinator in a process of its own."""
+    """A coordinator in a separate process."""
     code = PROCESS.format(snapshot_entries=snapshot_entries)
     return await asyncio.create_subprocess_exec(sys.executable, "-c", code, *words)
 
@@ -568,7 +568,10 @@ async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:
 
 
 def check_slots(entries: list[dict[str, Any]], slots: int = 2) -> float:
-    """No overlap, the drafter only inside rollouts; returns the drafter's slot-seconds."""
+    """Asserts that slots never overlap and the drafter runs only inside rollouts.
+
+    Returns the drafter's slot-seconds.
+    """
     intervals, windows = slot_intervals(entries), step_windows(entries)
     assert overlaps(intervals) == []
     policy = [(one.start_s, one.end_s) for one in intervals if one.holder == "policy"]
@@ -599,7 +602,7 @@ def check_uses(
             for holder in ("engine", "policy", "drafter")
         }
         assert used["generating"] == pytest.approx(held["engine"])
-        assert used["policy"] <= held["policy"] + 1e-6  # less: workers give their memory back first
+        assert used["policy"] <= held["policy"] + 1e-6  # workers free memory first
         assert used["policy"] + used["transferring"] >= held["policy"] - 1e-6
         assert used["drafter"] <= held["drafter"] + 1e-6
         assert used["transferring"] > 0

@@ -1,5 +1,5 @@
-"""A drafter trainer as it runs, and all it talks to: Redis, a gateway-side weight receiver, rows of
-a real policy.
+"""A running drafter trainer with its peers: Redis, a gateway-side weight receiver, rows of a real
+policy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLICY = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"
 
 
 class Receiver:
-    """The gateway's side of a push; a test may hold it up."""
+    """The gateway's side of a push, which a test may delay."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -122,7 +122,7 @@ class World:
         slots: Sequence[int] = (0,),
         deadline_s: float = 30,
     ) -> AsyncIterator[pb.ActivateResponse]:
-        """News of an activation; the channel closes with the iterator."""
+        """Yields news of an activation; the channel closes with the iterator."""
         request = pb.ActivateRequest(
             context=self.context(epoch),
             slots=slots,

@@ -54,7 +54,7 @@ class NoHooks:
 
 
 def save_tiny_policy(directory: Path) -> None:
-    """A policy of two layers that no tokenizer belongs to."""
+    """A policy of two layers without a tokenizer."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -114,7 +114,7 @@ class World:
     news: int = 0  # end of a news pipe that the trainer inherits
 
     def settings(self, **overrides: object) -> list[str]:
-        """Words of a command line."""
+        """Settings as words of the trainer's command line."""
         keys = {
             "run.id": self.run,
             "run.dir": self.directory,

@@ -37,8 +37,8 @@ def speak_early(link: RankLink, spoken: Path) -> None:
 
 
 def start_slowly(link: RankLink, how: str, seconds: float) -> None:
-    """Takes so long before it is ready: reports its progress, computes (now and then as on a machine
-    of ten times the load, or all the time), or does nothing.
+    """Delays readiness by so many seconds. It reports progress, computes (at intervals as under ten
+    times the load, or all the time), or does nothing.
     """
     end = time.monotonic() + seconds
     while (left_s := end - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""A whole run that trains adapters and pushes nothing else."""
+"""A whole run trains adapters and pushes only adapters."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_engines_draw_from_the_start_policy_with_the_adapters_that_were_pushed(
     whole = Path("examples/demo/policy_start/model.safetensors").stat().st_size
     assert all(0 < one["push_bytes"] < whole / 10 for one in steps)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["policy_versions"] == 5  # the start among them
+    assert summary["policy_versions"] == 5  # includes the start policy

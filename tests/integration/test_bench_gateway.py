@@ -1,6 +1,4 @@
-"""The gateway's bench runs with its real processes; its figures are for `paceline bench`, not for a
-test.
-"""
+"""The gateway's bench runs with its real processes; only `paceline bench` judges its figures."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ COMMAND = [
 ]
 COMMAND += ["--turns", "0"]
 
-# its workers are then below the bench
+# its workers are then descendants of the bench
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_forkserver")]
 
 

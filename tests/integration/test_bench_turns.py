@@ -1,4 +1,4 @@
-"""Two real demo runs that take turns, a step each."""
+"""Two real demo runs take turns, one step each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(out: Path, arm: str, flags: Flags) -> DemoPlan:
 
 
 def spans(run: DemoRun) -> list[tuple[float, float, str]]:
-    """Wall clock of each step's beginning and end."""
+    """Wall-clock times of each step's start and end."""
     ends = [(float(one["finished_at_s"]), float(one["step_s"])) for one in run.steps]
     return [(end - lasted, end, run.arm) for end, lasted in ends]
 

@@ -1,6 +1,4 @@
-"""The coordinator against peers that answer from scripts: real gRPC sockets, real Redis, real
-ZeroMQ.
-"""
+"""The coordinator against scripted peers: real gRPC sockets, real Redis, real ZeroMQ."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
         subscriber.close()
     assert script.commits == [(1, 1, 1), (2, 2, 2), (3, 3, 3)]
     assert script.trained == [0, 1, 2]
-    known = {"eagle:3_1_4": 2.5}  # by the rollouts that finished before
+    known = {"eagle:3_1_4": 2.5}  # from the rollouts that finished before
     assert (script.accept_lengths[0], script.accept_lengths[-1]) == ({}, known)
     entries = await journal_of(config)
     assert check_slots(entries) > 0
@@ -118,7 +116,7 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
 
 
 async def _ignore_gap(first: int, last: int) -> None:
-    """Facts from before the subscription are no matter here."""
+    """Ignores facts from before the subscription."""
 
 
 async def test_a_slot_is_leased_only_after_its_worker_has_given_its_memory_back(
@@ -184,7 +182,7 @@ async def test_slots_go_back_to_the_engine_for_callers_that_wait(
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1, heldout_path=""))
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
-        for epoch in (1, 2):  # of no lease, and of the drafter's
+        for epoch in (1, 2):  # an unknown lease, and the drafter's lease
             script.traffic.put_nowait(rollout_pb2.WatchTrafficResponse(epoch=epoch, requests=3))
         await asyncio.wait_for(script.preempted.wait(), WAIT_S)
         await asyncio.wait_for(script.resumed.wait(), WAIT_S)
@@ -818,7 +816,7 @@ async def test_an_alarm_says_whom_all_wait_for_until_the_run_goes_on(
                 break
         assert kind == "impaired"
         assert "coordinator waits for gateway (rollout of step 0, " in alarm
-        assert "gateway (does not answer: " in alarm  # this one has no ProgressService
+        assert "gateway (does not answer: " in alarm  # this gateway has no ProgressService
         async with channel(config.addresses.coordinator, SECURITY) as to:
             assert (await ask_progress(to, WAIT_S)).alarm.startswith("no progress for ")
         script.released.set()

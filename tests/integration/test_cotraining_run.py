@@ -18,8 +18,8 @@ from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HARVESTED, STEPS = "eagle", 8
-"""Of the kind that learns in idle time alone: a busy machine leaves it five optimiser steps in
-each.
+"""The kind that learns in idle time alone, and its steps. Each step leaves it five optimiser steps
+on a busy machine.
 """
 SERIAL = (4, "coordinator.drafter_schedule=serial", "coordinator.max_drafter_steps=60")
 """Steps of the other kinds, and settings that give equal learning per step on any machine."""
@@ -49,7 +49,8 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     served = [int(step["versions"].get("drafter", 0)) for step in steps]
     assert served[0] == 0
-    # By the end of the run: on a busy machine the first one may be for the step that would follow.
+    # Promoted by the end of the run: on a busy machine the first promotion may be for the next
+    # step.
     assert summary["gate_decisions"].get("promoted", 0) >= 1, summary["gate_decisions"]
     # A drafter may be rolled back to the drafter before it; new drafters arrive in order.
     assert list(dict.fromkeys(served)) == sorted(set(served))

@@ -1,4 +1,4 @@
-"""`paceline demo` as a person runs it: real services, real Redis, real signals."""
+"""`paceline demo` from the command line: real services, real Redis, real signals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     assert sum(one["share"] for one in told["edges"]) == pytest.approx(1)
     spent = {one["span"] for one in told["parts"]}
     assert names.engine_stage("decode") in spent
-    # the set goes to the gateway while the drafter leaves its slots: the step ends with the longer
+    # the gateway commits the set while the drafter leaves its slots; the longer call ends the step
     trained = [one["at_s"] for one in told["path"] if one["edge"].endswith("TrainStep")]
     ended = {one["edge"].split()[-1] for one in told["path"] if one["at_s"] > max(trained)}
     assert {"WeightService.Commit", "DrafterService.Preempt"} & ended
@@ -96,7 +96,7 @@ def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: P
     assert [child for child in family if child.is_running()] == []
     assert left_over(tmp_path) == []
     run = tmp_path / "demo-0-1"
-    (run / "report.html").unlink()  # it was written when the run was stopped
+    (run / "report.html").unlink()  # the summary was written when the run was stopped
     again = paceline("report", str(run))
     assert again.returncode == 0, again.stderr
     assert json.loads((run / "summary.json").read_text())["steps"] >= 1
@@ -124,7 +124,7 @@ def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_policy_is_evaluated_without_a_run() -> None:
-    """examples/demo/evaluate_policy.py, which samples with transformers, finds 0.84."""
+    """examples/demo/evaluate_policy.py samples with transformers and measures 0.84."""
     folder = demo_folder()
     tasks, model = str(folder / "tasks_heldout.jsonl"), str(folder / "policy_trained")
     words = ["--prompts", "64", "--max-tokens", "368", "--samples", "2", "--json"]

@@ -68,7 +68,7 @@ def test_one_fail_ends_no_other_check_and_each_says_what_to_do(tmp_path: Path) -
     open_to_all.chmod(0o755)
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        # Short: the socket of a Redis in a long path would lie in the user's directory.
+        # Short, because the socket of a Redis with a long path would be in the user's directory.
         tempfile.TemporaryDirectory() as runs,
     ):
         port = taken.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The drafter trainer as it runs: parent, rank, Redis, a weight receiver; activated, preempted,
+"""A running drafter trainer (parent, rank, Redis, a weight receiver) is activated, preempted,
 killed, resumed.
 """
 
@@ -172,14 +172,14 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows)
-    few = {"gate.samples": 8, "gate.min_positions": 8 * (48 - 6)}  # and all that they hold
+    few = {"gate.samples": 8, "gate.min_positions": 8 * (48 - 6)}  # and all their positions
     await world.start(**ENDLESS, **{"gate.interval_steps": 50}, **few)
     world.receiver.open.clear()
     async with aclosing(world.activate(1)) as running:
         await until(running, "activated")
         await asyncio.wait_for(
             world.receiver.entered.wait(), patient(60)
-        )  # the gateway loads the drafter, and takes its time
+        )  # the gateway takes long to load the drafter
         assert (await world.preempt(1)).was_active, "a preemption waited for a push"
         detached = await until(running, "detached")
         assert detached.reason == "preempted"
@@ -264,8 +264,7 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(
     await world.append([*newer, *unknown])
     async with aclosing(world.activate(4)) as running:
         await until(running, "activated")
-    # A checkpoint waits for its turn: it is written once the activation nobody listens to has
-    # stopped.
+    # A checkpoint waits: it is written after the end of the activation without a reader.
     await world.call(
         "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(4))
     )
@@ -282,7 +281,7 @@ async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while
 ) -> None:
     await world.append(
         [batch for batch in rows if not judged_first(batch)]
-    )  # nothing to judge by, so far
+    )  # no held-out rows so far
     warm = sglang_drafter(world.directory.with_name("warm"))
     await world.start(ranks=2, drafter=world.directory.with_name("warm"), **ENDLESS)
     target = read_config(POLICY)
@@ -387,8 +386,8 @@ async def a_dead_rank_cannot_join(world: World, epoch: int) -> None:
 
 
 def sglang_drafter(directory: Path) -> dict[str, torch.Tensor]:
-    """A drafter as saved from SGLang's own modules: bf16, "model." before its names, with the
-    target's matrices.
+    """A drafter in SGLang's own format: bf16, "model." before its names, with the target's
+    matrices.
     """
     target = read_config(POLICY)
     net = EagleNet(target, seed=5)
@@ -404,7 +403,7 @@ def sglang_drafter(directory: Path) -> dict[str, torch.Tensor]:
 
 
 async def preempt_often(world: World, epochs: range) -> None:
-    """Preempts activations that train and write a checkpoint, and prints how long it took."""
+    """Preempts activations that train and write a checkpoint, and prints the times."""
     before, took_s = await world.status(), list[float]()
     for epoch in epochs:
         async with aclosing(world.activate(epoch)) as running:
@@ -421,7 +420,7 @@ async def preempt_often(world: World, epochs: range) -> None:
 
 
 async def checkpoints_while_training(world: World, count: int) -> list[int]:
-    """Steps behind the next `count` checkpoints; each is begun when the one before is complete."""
+    """Steps in the next `count` checkpoints; each checkpoint begins when the former is complete."""
     begun = [(await world.status()).checkpoint_steps]
     async with asyncio.timeout(patient(60)):
         while len(begun) <= count:
@@ -453,7 +452,7 @@ def relabelled(batch: FeatureBatch, head: str, version: int) -> FeatureBatch:
 
 
 def judged_first(batch: FeatureBatch) -> bool:
-    """Whether the rows wait to be judged by, by the rule of the buffer."""
+    """Whether the buffer's rule keeps the rows for evaluation."""
     return zlib.crc32((batch.group_id or batch.session_id).encode()) % 4 == 0
 
 

@@ -34,7 +34,7 @@ def words_of(peers: object, redis_url: str, directory: Path, **more: object) -> 
 
 
 def asked(script: Script) -> list[list[str]]:
-    """Groups of the calls of step 0."""
+    """Groups in the calls of step 0."""
     return [
         [task.group_id for task in request.tasks]
         for request in script.rollouts

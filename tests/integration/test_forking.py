@@ -111,7 +111,7 @@ async def test_a_signal_reaches_a_fork_alone_and_shows_in_its_end(
     assert await ended(forks[0]) == -signal.SIGKILL
     os.kill(forks[1].pid, signal.SIGKILL)
     assert await ended(forks[1]) == -signal.SIGKILL
-    forks[0].kill()  # of an ended one: nothing
+    forks[0].kill()  # the process has ended: no effect
     assert forks[2].returncode is None
     assert psutil.Process(forks[2].pid).is_running()
 

@@ -29,7 +29,7 @@ url = urlsplit(sys.argv[1])
 to = http.client.HTTPConnection(url.hostname, url.port, timeout=20)
 to.request("GET", f"/?{url.query}")
 print(to.getresponse().status)
-"""  # the page answers with a cookie and sends the browser on
+"""  # the page answers with a cookie and a redirect
 COLLECT = """
 import sys
 from otlp_receiver import receiving
@@ -41,7 +41,7 @@ with receiving("[::1]") as receiver:
 
 
 def finished(out: Path, within: tuple[str, ...] = ()) -> Path:
-    """The directory of a run of one step that has lost nothing and left no process."""
+    """Asserts that a run of one step lost nothing and left no process; returns its directory."""
     process = demo(out, "--steps", "1", *SMALL, within=within)
     output, _ = process.communicate(timeout=patient(300))
     assert process.returncode == 0, output

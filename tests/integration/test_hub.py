@@ -1,4 +1,4 @@
-"""A model may be named by its id on the Hub, wherever a command takes one."""
+"""Every command that takes a model accepts its id on the Hub."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def paceline(*words: str, url: str, home: Path) -> subprocess.CompletedProcess[s
 
 
 def nobody() -> str:
-    """An address where no Hub is."""
+    """An address without a Hub."""
     return f"http://127.0.0.1:{free_port()}"
 
 

@@ -131,7 +131,7 @@ async def test_a_redis_of_ours_that_was_stopped_for_less_than_the_limit_lives(
     supervisor, events, client = redis
     monkeypatch.setenv(VARIABLE, "1")  # as on a quiet machine
     pid = supervisor.pids["redis"]
-    for _ in range(4):  # at several phases of the questions
+    for _ in range(4):  # at several phases of the pings
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(1.4)
         os.kill(pid, signal.SIGCONT)
@@ -163,7 +163,7 @@ async def test_a_server_is_not_asked_whether_it_hangs_before_it_was_healthy(
     events, order, asked = Events(), list[str](), asyncio.Event()
 
     async def healthy(_: float) -> None:
-        await asyncio.sleep(0.2)  # as if it imported: longer than any answer may take
+        await asyncio.sleep(0.2)  # like an import: longer than an answer may take
         order.append("healthy")
 
     async def ping(_: float) -> None:
@@ -208,7 +208,7 @@ async def test_a_redis_that_others_run_is_said_to_be_away_and_back_and_lives(
             await asyncio.sleep(patient(1.5))
             server.resume()
             await events.until(lambda heard: "recovered" in heard.kinds("redis"))
-            # A busy machine may keep it from answering at other times too.
+            # A busy machine may also prevent answers at other times.
             told = events.kinds("redis")
             assert told == ["healthy", *["impaired", "recovered"] * (len(told) // 2)]
             assert server.is_running()

@@ -1,4 +1,4 @@
-"""A coordinator takes a run up only with the settings that its state is counted in."""
+"""A coordinator resumes a run only with equal values of the settings that its state depends on."""
 
 from __future__ import annotations
 

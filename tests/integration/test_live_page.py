@@ -54,7 +54,7 @@ def test_the_page_shows_a_run_that_goes_on_and_outlives_it(tmp_path: Path) -> No
 
 
 def until_finished(browser: httpx.Client) -> dict[str, Any]:
-    """The first state in which the run has ended. Its drawing follows the state."""
+    """The first state of an ended run. Its drawing follows the state."""
     figures: set[str] = set()
     deadline = time.monotonic() + patient(300)
     while time.monotonic() < deadline:

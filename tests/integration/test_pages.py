@@ -1,5 +1,5 @@
-"""README, docs/agents.md and docs/tutorial.md, played from their first block to their last; commands
-of docs/drafters.md.
+"""Executes README, docs/agents.md and docs/tutorial.md from the first block to the last, and
+commands of docs/drafters.md.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ async def test_a_paused_run_rests_after_its_step_lends_no_worker_and_goes_on_whe
         assert (lines[1], lines[-1]) == ("waiting for step 1: rollout", rests)
         await script.until(lambda: script.order[-1] == "resume [0, 1]")
         await script.traffic.put(rollout_pb2.WatchTrafficResponse(requests=1, epoch=1))
-        await script.until(lambda: script.order[-1] == "resume []")  # callers wait nevertheless
+        await script.until(lambda: script.order[-1] == "resume []")  # callers still wait
         shown = await status_of(config)
         assert "phase paused" in shown
         assert "paused; to continue: paceline resume" in shown

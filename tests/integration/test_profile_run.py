@@ -51,7 +51,7 @@ def test_tokens_are_drawn_under_the_profile_of_the_set_that_serves(
         told(run, "stop")
         output, _ = process.communicate(timeout=patient(400))
     finally:
-        process.terminate()  # no harm once it has ended
+        process.terminate()  # harmless after the run's end
     assert process.returncode == 0, "".join(lines) + output
 
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]

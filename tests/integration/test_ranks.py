@@ -1,4 +1,6 @@
-"""Ranks as real processes: ready, messages both ways, death seen at once, none left behind."""
+"""Ranks as real processes: readiness, messages both ways, immediate detection of deaths, no
+leftovers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def _group(tmp_path: Path, world_size: int = 2, **env: str) -> RankGroup:
     return RankGroup("rank_echo", world_size, 1, tmp_path, {"PYTHONPATH": IMPORTS, **env})
 
 
-pytestmark = pytest.mark.usefixtures("own_forkserver")  # some tests stop it
+pytestmark = pytest.mark.usefixtures("own_forkserver")  # some tests stop the rank
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
 
 
 async def test_a_live_rank_with_many_unread_messages_is_not_lost(ranks: RankGroup) -> None:
-    count = 500  # more than the queues of both ends hold
+    count = 500  # more than the queues of both ends can hold
     os.kill(ranks.pids[0], signal.SIGSTOP)
     for number in range(count):
         ranks.send(b"%d" % number)
@@ -111,7 +113,7 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
 
 
 class Unlucky(RankGroup):
-    """Ranks that start once, and never again."""
+    """Ranks that can start only once."""
 
     starts = 0
 

@@ -1,4 +1,4 @@
-"""A run over hosts of a network: nodes that are killed in a phase of a step, cut off, or slow."""
+"""A run over hosts of a network; nodes are killed in a phase of a step, cut off, or slow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PHASES: dict[str, Callable[[Entry], bool]] = {
 
 @dataclass
 class Network:
-    """Three hosts with a Ray node each; the first is the head, where runs are started."""
+    """Three hosts with a Ray node each; the first host is the head, where runs start."""
 
     address: str  # of the cluster
     hosts: dict[str, Host]
@@ -62,7 +62,7 @@ class Network:
         return next(iter(self.hosts.values()))
 
     def lose(self, address: str) -> None:
-        """Kills all of a host, which then is started again and joins as a new node."""
+        """Kills all processes of a host and restarts it; the host joins as a new node."""
         self.hosts[address].kill()
         self.nodes[address].kill()
         self.hosts[address].mend()
@@ -76,7 +76,7 @@ def network(**link: float) -> Iterator[Network]:
     with hosts(3, slow=(2,) if link else (), **link) as made:
         cpus = {one.address: int(one is not made[0]) for one in made}
         within = {one.address: one.within for one in made}
-        port = free_ports(1)[0]  # Ray looks for its address among all processes of the machine
+        port = free_ports(1)[0]  # Ray searches all processes of the machine for its address
         with ray_nodes(cpus, port, within=within) as nodes:
             yield Network(f"{HEAD}:{port}", {one.address: one for one in made}, nodes)
 
@@ -142,7 +142,7 @@ def run_on(
 
 @pytest.fixture(scope="module")
 def batches() -> list[list[str]]:
-    """Hashes of the batches of the runs that were judged."""
+    """Hashes of the batches of the judged runs."""
     return []
 
 
@@ -159,7 +159,7 @@ def judge_run(directory: Path, batches: list[list[str]]) -> None:
     assert (verdict.lost, verdict.duplicated, verdict.disordered) == ([], [], [])
     assert verdict.trained == STEPS * PROMPTS * SAMPLES
     assert left_over(directory) == []
-    trained: dict[int, set[str]] = {}  # by policy version; a step that is made again is the same
+    trained: dict[int, set[str]] = {}  # by policy version; a repeated step is the same
     for line in (directory / RUN_ID / "journal.jsonl").read_text().splitlines():
         _, _, event, data, *_ = json.loads(line)
         if event == "PolicyStepped":
@@ -223,9 +223,7 @@ def test_a_run_outlives_a_node_that_is_slow(
 def closed_ways(
     net: Network, directory: Path, tls: dict[str, str], password: str
 ) -> Iterator[list[str]]:
-    """Settings of a run that lets nobody in without token and certificate, and TLS before its
-    Redis.
-    """
+    """Settings that require token and certificate from every client, and TLS in front of Redis."""
     _, curve_key = zmq.auth.create_certificates(directory, "events")
     redis = directory / "run" / "redis-durable" / "s"
     front = [sys.executable, str(TLS_FRONT), HEAD, str(TLS_PORT)]

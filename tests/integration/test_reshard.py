@@ -24,7 +24,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Runs:
-    """Runs of the same tasks from the same start policy, each in a directory of its own."""
+    """Runs of the same tasks from the same start policy, each in a separate directory."""
 
     def __init__(self, directory: Path, model: Path, url: str, run_id: str) -> None:
         self._directory, self._model, self._url, self._id = directory, model, url, run_id

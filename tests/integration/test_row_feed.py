@@ -19,7 +19,7 @@ from paceline.streams import RedisStream, connect, encode_features, run_key
 
 
 class Taken:
-    """Sessions as they come."""
+    """Session ids in the order of arrival."""
 
     def __init__(self) -> None:
         self.sessions: list[str] = []

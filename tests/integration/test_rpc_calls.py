@@ -256,7 +256,7 @@ async def test_the_callers_deadline_ends_the_call_on_both_sides(
         0.3,
         3.0,
         30.0,
-    ):  # on a busy machine it may pass before the method is reached
+    ):  # on a busy machine the deadline may pass before the method is reached
         with pytest.raises(errors.DeadlineExceeded), rpc_errors():
             await answer(to, b"hang", deadline_s)
         if servicer.entered.is_set():
@@ -372,7 +372,7 @@ MALFORMED = {
     "/grpc.health.v1.Health/Watch": None,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": None,
 }
-"""Methods of all kinds that take a message of protobuf, ours and gRPC's own."""
+"""Methods of all kinds with protobuf messages, the project's and gRPC's own."""
 
 
 @pytest.mark.parametrize("path", MALFORMED)
@@ -396,7 +396,7 @@ async def test_bytes_that_are_no_protobuf_are_refused_and_leave_no_traceback(
 
 
 class Weights(WeightServiceServicer):  # type: ignore[misc]
-    """Fenced; flaky at first; the rest of the service is not there."""
+    """Fenced, and flaky at first; the other methods are absent."""
 
     def __init__(self) -> None:
         self.guard = EpochGuard(SecurityConfig())

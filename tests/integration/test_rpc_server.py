@@ -1,4 +1,4 @@
-"""The life of a server: its port, its health, its end."""
+"""Life of a server: its port, its health, its end."""
 
 import asyncio
 import socket
@@ -34,7 +34,7 @@ NAME = "paceline.v1.WeightService"
 
 
 class Slow(WeightServiceServicer):  # type: ignore[misc]
-    """Abort waits for the test's word."""
+    """Abort waits for the test's signal."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()

@@ -1,5 +1,5 @@
-"""Speculation changes no token: greedy against transformers' generate, sampled against the engine
-without drafts.
+"""Speculation changes no token: greedy tokens equal transformers' generate, sampled tokens equal
+the engine without drafts.
 """
 
 from __future__ import annotations
@@ -151,5 +151,5 @@ def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path, sequences
             f"gap {gap:.1e}"
         )
         assert not differ
-        # A bandit soon leaves arms that do not pay where they were measured.
+        # A bandit soon abandons arms that do not pay.
         assert (accepted > (tokens / 100 if arm else 0)) == (arm != "off")

@@ -1,6 +1,4 @@
-"""The supervisor over real processes: order, health, restarts, clear failures, and nothing left
-behind.
-"""
+"""The supervisor over real processes: order, health, restarts, clear failures, and no leftovers."""
 
 from __future__ import annotations
 

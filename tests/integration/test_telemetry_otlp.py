@@ -1,5 +1,5 @@
-"""Spans, metrics and log records reach an OTLP collector when the standard variable names one, and
-nobody otherwise.
+"""Spans, metrics and log records reach an OTLP collector only when the standard variable names a
+collector.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_nothing_is_exported_unless_asked(receiver: OtlpReceiver) -> None:
 
 @pytest.fixture(params=["refuses", "is silent"])
 def dead_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a collector that is not there, or does not answer."""
+    """Address of an absent or silent collector."""
     if request.param == "refuses":
         yield f"http://127.0.0.1:{free_port()}"
         return

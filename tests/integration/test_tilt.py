@@ -21,7 +21,7 @@ RUN_S = 240.0
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of two steps at the default addresses, as the Tiltfile has them."""
+    """A run of two steps at the Tiltfile's default addresses."""
     monkeypatch.delenv("REDIS_URL", raising=False)
     tree = read_tables(ROOT / "examples/demo/demo.toml")
     for word in (*SMALL, "coordinator.steps=2", f"run.dir={tmp_path}/run", "run.id=tilt"):

@@ -89,7 +89,7 @@ def delta_of(number: int, base: int) -> tuple[pb.Manifest, bytes]:
 
 
 async def send(receiver: Receiver, manifest: pb.Manifest, stream: bytes) -> PushReport:
-    """A delta of our own making."""
+    """A handmade delta."""
     starts = range(0, len(stream), manifest.chunk_bytes)
     view = memoryview(stream)
     ranges = [checked_range(at, view[at : at + manifest.chunk_bytes]) for at in starts]
@@ -98,7 +98,7 @@ async def send(receiver: Receiver, manifest: pb.Manifest, stream: bytes) -> Push
 
 
 def restamp(manifest: pb.Manifest, stream: bytes) -> None:
-    """Has the manifest describe another stream."""
+    """Makes the manifest describe another stream."""
     described, _ = delta_manifest(
         pb.Manifest(chunk_bytes=CHUNK), pb.Manifest(content_hash="base"), stream
     )
@@ -106,7 +106,7 @@ def restamp(manifest: pb.Manifest, stream: bytes) -> None:
 
 
 async def pushed_whole(start: Start, directory: Path, number: int) -> dict[Path, bytes]:
-    """Files that a full push of a version leaves in a spool of its own."""
+    """Files that a full push of a version leaves in a separate spool."""
     async with receivers(directory) as start_one:
         receiver = await start_one()
         given = version(number)
@@ -316,7 +316,7 @@ def set_manifest(name: str, value: object) -> Change:
 
 
 def spoiled(spoil: Callable[[bytes], bytes]) -> Change:
-    """Another stream, which the manifest names."""
+    """Another stream, named by the manifest."""
 
     def change(manifest: pb.Manifest, stream: bytes) -> bytes:
         other = spoil(stream)
@@ -340,7 +340,7 @@ def bomb() -> bytes:
 
 
 def nan_delta(manifest: pb.Manifest, stream: bytes) -> bytes:
-    """The sender of a NaN that does not look: all checksums are right."""
+    """A NaN from a sender that does not check values; all checksums are right."""
     old, new = version(1), version(1)
     words = as_numpy(new[2]).copy()
     words[11] = 0x7FC1

@@ -1,4 +1,4 @@
-"""The wheel, built from this tree and installed into virtual environments that have nothing else."""
+"""The wheel, built from this tree and installed into otherwise empty virtual environments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def with_the_client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment in which `pip install paceline` was run."""
+    """An environment after `pip install paceline`."""
     environment = tmp_path_factory.mktemp("client")
     venv.create(environment, with_pip=True)
     run(environment / "bin/python", "-m", "pip", "install", "-q", wheel, cwd=environment)
@@ -112,7 +112,7 @@ def _normal(name: str) -> str:
 
 
 def _with_requirements(name: str) -> set[str]:
-    """A package and all that it requires without extras, installed here or not."""
+    """A package and all its requirements without extras, whether installed here or not."""
     found, left = set[str](), [name]
     while left:
         if (one := _normal(left.pop())) in found:

@@ -19,7 +19,7 @@ IN_THE_TREE = (
 __all__ = ["model_dir", "world"]
 
 
-@pytest.mark.slow  # a trainer of its own each
+@pytest.mark.slow  # a separate trainer for each
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

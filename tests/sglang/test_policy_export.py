@@ -39,7 +39,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
 
 
 def trained(run: Path, mesh: DeviceMesh, adapter_rank: int) -> Path:
-    """The checkpoint of a policy that two steps have moved far from its start."""
+    """The checkpoint of a policy after two large steps."""
     config = PolicyTrainerConfig.model_validate(
         {
             "model": str(START),

@@ -39,8 +39,8 @@ pytestmark = [
 ]
 PROFILE, TOKENS = "int8_w8a8", 24
 GAP = 0.05
-"""Mean difference of log-probs, nats, that bfloat16 and rounded activations may make; rounding
-another policy's weights makes one of several.
+"""Largest mean difference of log-probs, nats, from bfloat16 and rounded activations. The rounded
+weights of another policy differ by several nats.
 """
 
 
@@ -96,7 +96,7 @@ async def said(served: Any, prompt: list[int]) -> list[Any]:
 
 
 async def all_said(served: Any) -> list[list[int]]:
-    """Greedy tokens to all prompts, one after the other: a batch of one each time."""
+    """Greedy tokens for all prompts in sequence, each in a batch of one."""
     found = []
     for prompt in prompts():
         chunks = await said(served, prompt)
@@ -176,7 +176,7 @@ async def test_numbers_that_int8_has_no_scale_for_are_refused_at_the_push(served
     before = await all_said(served)
     overflowing = demo_tensors("policy_trained")
     name = "model.layers.1.mlp.down_proj.weight"
-    overflowing[name] = filled(overflowing[name], 3.4e38)  # finite; not in bfloat16
+    overflowing[name] = filled(overflowing[name], 3.4e38)  # finite, but not in bfloat16
     with pytest.raises(WeightsError, match="scales are not finite; seen: inf"):
         await pushed(served, POLICY, overflowing)
     assert await all_said(served) == before

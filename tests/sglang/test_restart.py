@@ -115,7 +115,7 @@ CONTEXT = tpb.CommandContext(run_id="restart", step=0, epoch=1)
 
 
 async def push(to_gateway: grpc.aio.Channel, version: int, policy: str) -> None:
-    """One of the demo's policies as this version."""
+    """Pushes a policy of the demo as this version."""
     tensors = list(decode_safetensors((DEMO / policy / "model.safetensors").read_bytes()).values())
     manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, version, tensors)
     await push_weights(to_gateway, manifest, tensors, CONTEXT)
@@ -139,7 +139,7 @@ async def ask(port: int, prompt: list[int], count: int) -> list[int]:
 
 
 def started_host(folder: Path) -> subprocess.Popen[bytes]:
-    """The process of an engine worker that begins to start SGLang; nobody listens to it."""
+    """The process of an engine worker that starts SGLang; no gateway reads its messages."""
     spec = SGLangSpec(
         model_dir=str(DEMO / "policy_start"), drafter="off", device="cpu", max_sequence_tokens=256
     )
@@ -159,7 +159,7 @@ def begun(process: psutil.Process, library: str) -> bool:
         if "spawn_main" not in "".join(process.cmdline()):
             return False
         return not library or any(library in one.path for one in process.memory_maps())
-    except psutil.Error:  # it is between fork and exec
+    except psutil.Error:  # the process is between fork and exec
         return False
 
 
@@ -174,7 +174,7 @@ def test_a_host_that_is_killed_while_sglang_starts_leaves_none_of_its_processes(
         assert host.poll() is None
         assert time.monotonic() < until
         time.sleep(0.01)
-    of_host.suspend()  # it spawns no other meanwhile
+    of_host.suspend()  # it spawns no other process meanwhile
     family = of_host.children(recursive=True)
     host.kill()
     host.wait()

@@ -1,5 +1,5 @@
-"""A trace that begins in an agent and is walked, over a real OTLP receiver, from its call to the
-optimiser step and to the drafter's step that learned from it.
+"""A trace that begins in an agent, over a real OTLP receiver. The test follows it from the agent's
+call to the optimiser step, and to the drafter's step that learned from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.local.ports import free_ports
 from paceline.telemetry import names
 
 STEPS, TASKS, SAMPLES = 2, 4, 4
-# A rank of the policy trainer is ended without a last export.
+# A rank of the policy trainer ends without a last export.
 OFTEN = {
     "OTEL_BSP_SCHEDULE_DELAY": "200",
     "OTEL_BLRP_SCHEDULE_DELAY": "200",

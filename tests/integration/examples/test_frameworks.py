@@ -1,4 +1,4 @@
-"""examples/frameworks as its README runs it: one agent in three frameworks, where installed."""
+"""Runs examples/frameworks as its README does: one agent in three frameworks, where installed."""
 
 from __future__ import annotations
 

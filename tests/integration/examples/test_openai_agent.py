@@ -54,7 +54,7 @@ def test_the_agent_answers_every_sample_of_a_run_which_then_ends_by_itself(tmp_p
 
 
 def own_places(tmp_path: Path, ports: list[int]) -> list[str]:
-    """A run of its own: folder, ports, Redis servers."""
+    """A separate run: folder, ports, Redis servers."""
     names = ["coordinator", "gateway", "http", "policy_trainer", "drafter_trainer"]
     words = [
         f'addresses.{name}="127.0.0.1:{port}"' for name, port in zip(names, ports, strict=False)

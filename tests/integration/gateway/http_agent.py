@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.workers.local import engine_settings
 from paceline.v1 import rollout_pb2 as rpb
 
 SLOW = {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-"""For the script: a token every 10 ms."""
+"""Script with a token every 10 ms."""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Agent:
     async def act(
         self, verb: str, body: dict[str, Any] | None = None, *, status: int = 200
     ) -> dict[str, Any]:
-        """reward, complete, abort or fail, on the session of the key."""
+        """Sends reward, complete, abort or fail to the key's session."""
         return await self.post(f"/v1/sessions/current/{verb}", body, status=status)
 
     async def reward(self, value: float, *, status: int = 200, **body: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Agent:
 
 
 async def opened(served: Any, **body: Any) -> Agent:
-    """A session of the agent's own."""
+    """Opens a session for the agent."""
     response = await served.http.post("/v1/sessions", json=body)
     assert response.status_code == 201, response.text
     return Agent(served.http, response.json())
@@ -109,7 +109,7 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class Oracle:
-    """The scripted engine's own choice of an answer."""
+    """The answer that the scripted engine chooses by itself."""
 
     def __init__(self, served: Any) -> None:
         path = Path(served.config.tokenizer or served.config.model) / "tokenizer.json"
@@ -131,7 +131,7 @@ def prompt_of(tree: list[dict[str, Any]], completion_id: str) -> list[int]:
 
 
 async def loads(served: Any) -> list[int]:
-    """Requests in each worker."""
+    """Number of requests in each worker."""
     status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
     return [worker.health.running + worker.health.waiting for worker in status.workers]
 

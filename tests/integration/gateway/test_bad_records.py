@@ -1,4 +1,4 @@
-"""A task, an environment or a reward that is wrong costs its samples, never the call of RunTasks."""
+"""A faulty task, environment or reward loses its samples, but never the call of RunTasks."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ async def test_the_gateway_says_whom_its_work_waits_for(
 
 
 async def appended(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:
-    """The first `count` trajectories of the stream, waited for."""
+    """Waits for the first `count` trajectories of the stream."""
     stream = RedisStream(client, run_key(run_id, "trajectories"))
     await stream.create_group("test")
     entries: list[Any] = []
@@ -419,7 +419,7 @@ async def test_evaluations_never_enter_the_stream_and_may_sample_as_they_like(
 
 
 async def nothing_yet(served: Any) -> bool:
-    """Whether a claim is answered that no task is there now."""
+    """Whether the gateway answers a claim that it offers no task now."""
     response = await served.http.post("/v1/sessions", json={"claim": True})
     return bool(response.status_code == 204)
 

@@ -37,7 +37,7 @@ socket.
 
 
 def order(port: int, model: str, first_seed: int, tokens: int) -> Order:
-    """A streamed chat on each of so many connections at once."""
+    """Orders a streamed chat on each of so many connections at once."""
     return Order(
         port=port,
         model=model,
@@ -52,7 +52,7 @@ def order(port: int, model: str, first_seed: int, tokens: int) -> Order:
 
 
 def main_thread_writes(pid: int) -> int:
-    """Calls of write and writev so far, by the thread that serves."""
+    """Calls of write and writev so far by the serving thread."""
     lines = Path(f"/proc/{pid}/task/{pid}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("syscw:"))
 

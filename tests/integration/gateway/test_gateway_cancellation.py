@@ -1,4 +1,4 @@
-"""A caller that goes away frees its slot in the engine: by counts of rounds, over HTTP and gRPC, on
+"""A cancelled request frees its slot in the engine: by counts of rounds, over HTTP and gRPC, on
 both engines.
 """
 
@@ -39,7 +39,7 @@ class Events:
         return told["event"], told["ids"], told["running"], told["waiting"]
 
     async def expect(self, event: str, running: int, waiting: int) -> list[int]:
-        """The next event is this one; its request ids."""
+        """Asserts the next event; returns its request ids."""
         told, ids, *load = await self.next()
         assert (told, load) == (event, [running, waiting])
         return ids
@@ -63,8 +63,8 @@ async def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def settings(kind: str) -> dict[str, Any]:
-    # Two requests reach the worker, which runs one: the other waits there, not in the gateway's own
-    # queue.
+    # Two requests reach the worker, which runs one request. The other waits in the worker, not in
+    # the gateway's queue.
     keys: dict[str, Any] = {
         "engine": {"kind": kind, "workers": 1, "max_batch": 1},
         "queue": {"running": 2},

@@ -220,7 +220,7 @@ async def test_a_sessions_key_acts_on_no_other_session(
 
 async def give_two_rewards(session: Any) -> None:
     await session.reward(1.0)
-    await session.reward(1.0)  # the same again changes nothing
+    await session.reward(1.0)  # a repeated call changes nothing
     await session.reward(0.5)
 
 

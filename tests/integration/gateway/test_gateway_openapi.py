@@ -29,7 +29,7 @@ CHECKS = [
     negative_data_rejection,
 ]
 EXAMPLES = 12
-"""Requests of each kind by operation."""
+"""Number of requests of each kind by operation."""
 ROUNDS = 8
 """Most valid requests tried until the gateway serves one. The model's template or vocabulary
 refuses some valid requests, which no document can describe.
@@ -62,7 +62,7 @@ class Generated:
                     self._hold(operation, GenerationMode.NEGATIVE, {})
 
     def served(self) -> set[str]:
-        """Operations of which a right request was served."""
+        """Operations that served a valid request."""
         return {label for label, status in self.statuses if status < 300}
 
     def _known(self, path: str) -> dict[str, str]:
@@ -109,8 +109,8 @@ class Generated:
 
 
 def run(url: str) -> set[str]:
-    """Operations that served a right request; called from a thread, because the gateway runs on
-    the test's event loop.
+    """Operations that served a valid request. Called from a thread, because the gateway runs on the
+    test's event loop.
     """
     generated = Generated(url)
     generated.run()

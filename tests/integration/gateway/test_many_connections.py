@@ -1,4 +1,4 @@
-"""More connections than a process may open files by default."""
+"""A gateway serves more connections than the default limit of open files."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def step_request(served: Any, step: int, groups: int = 1) -> rpb.RunTasksRequest
 
 
 async def finished(served: Any, group: str, size: int, rewards: list[float | None]) -> list[str]:
-    """Siblings of one group that come and go; their sessions."""
+    """Opens and ends sibling sessions of one group; returns their ids."""
     ids = []
     for index, reward in enumerate(rewards):
         agent = await opened(
@@ -59,7 +59,7 @@ def closed_of(told: list[Any]) -> list[tuple[str, int]]:
 
 
 async def stream_of(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:
-    """The first `count` trajectories, waited for."""
+    """Waits for the first `count` trajectories."""
     stream = RedisStream(client, run_key(run_id, "trajectories"))
     await stream.create_group("test")
     entries: list[Any] = []

@@ -57,7 +57,7 @@ async def test_arms_in_quarantine_draft_nothing_on_any_worker_whoever_asks_for_t
 
         status = await served.stub.GetStatus(rpb.GetStatusRequest())
         os.kill(status.workers[0].pid, signal.SIGKILL)
-        assert EAGLE not in await arms_used(served)  # by the worker in its place
+        assert EAGLE not in await arms_used(served)  # by the replacement worker
 
         await served.stub.Quarantine(asked(served, f"arm={NGRAM}", "reused"))
         assert await arms_used(served) == {"off"}

@@ -248,7 +248,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
         assert fresh is not None
         again = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
         released = await fresh.ask(again, DEADLINE_S)
-        assert released.done.released_bytes == 0  # the memory is released already
+        assert released.done.released_bytes == 0  # the memory is already released
         assert await router.lending.take_back() == [0]
         assert (await ended(router, request(4, [5]), worker=0))[0] == 0
     os.close(writing)

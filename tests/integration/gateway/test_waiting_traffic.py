@@ -105,7 +105,7 @@ async def test_lent_workers_serve_again_when_their_coordinator_is_gone(
         async with listening(served):
             await release(served, 3, 0, outlasts_s=0.2)
             waits = ask(served)
-            with pytest.raises(TimeoutError):  # for as long as somebody listens
+            with pytest.raises(TimeoutError):  # while a watcher is connected
                 await asyncio.wait_for(asyncio.shield(waits), 0.6)
         await answered(waits)
         await release(served, 4, 0, outlasts_s=0.2)  # by a coordinator that never watched traffic
