@@ -1,4 +1,4 @@
-"""Draws with a real engine what a trainer then scores again."""
+"""Draws tokens with a real engine, which a trainer then scores again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.trajectory import BranchKey, Trajectory
 
 
 def prompts(tasks: int, length: int, vocabulary: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """One a task."""
+    """One sample per task."""
     rng = random.Random(seed)
     return [tuple(rng.randrange(3, vocabulary) for _ in range(length)) for _ in range(tasks)]
 
@@ -29,7 +29,7 @@ def drawn(
     arm: str = "",
     between: Callable[[int], None] = lambda round_number: None,
 ) -> list[Trajectory]:
-    """All samples of the tasks, by `arm` or the bandit's choice; `between` is called after each
+    """Draws all samples of the tasks, by `arm` or the bandit's choice; calls `between` after each
     round.
     """
     asked: dict[int, Request] = {}

@@ -13,7 +13,7 @@ def batch_of(size: int) -> Situation:
 def round_of(
     arm: str, batch: int, tokens: int, seconds: float, *, explored: bool = False
 ) -> RoundOutcome:
-    """A round whose tokens are spread over the rows as evenly as they can be."""
+    """A round with its tokens spread over the rows as evenly as possible."""
     share, rest = divmod(tokens, batch)
     return RoundOutcome(
         arm, batch_of(batch), [share + (row < rest) for row in range(batch)], seconds, explored

@@ -1,4 +1,4 @@
-"""Certificates of authorities of our own."""
+"""Makes certificates of a test's own authorities."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def openssl(directory: Path, *arguments: str) -> None:
 def authority(
     directory: Path, name: str, token_env: str, addresses: Sequence[str] = _HERE
 ) -> SecurityConfig:
-    """An own authority with one certificate for localhost under it, and for these addresses; the
-    token is of that variable.
+    """An authority with one certificate, for localhost and the addresses; the token is read from
+    `token_env`.
     """
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     root = [

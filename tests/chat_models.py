@@ -1,4 +1,4 @@
-"""Chat templates in the styles of known model families, each as a model directory with a tiny
+"""Chat templates in the styles of common model families, each as a model directory with a tiny
 tokenizer.
 """
 
@@ -48,7 +48,7 @@ CHATML = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-# Thoughts stay only behind the last question.
+# Thoughts stay only after the last question.
 THINKING = """
 {%- if tools %}
 {{- '<|im_start|>system\\n# Tools' }}
@@ -91,7 +91,7 @@ HEADERS = """
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 
-# The system prompt moves to the last question, roles have to alternate.
+# The system prompt moves to the last question, and roles have to alternate.
 INSTRUCT = """
 {%- if messages[0].role == 'system' %}
 {%- set system = messages[0].content + '\\n\\n' %}{%- set rest = messages[1:] %}
@@ -127,12 +127,12 @@ INSTRUCT = """
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A family."""
+    """A model family's template and its properties."""
 
     name: str
     template: str
-    end: str  # special token at the end of what the model says
-    rewrites: bool = False  # its template spells past messages in another way than new ones
+    end: str  # special token at the end of the model's turn
+    rewrites: bool = False  # the template renders past messages differently from new messages
     bos: str = ""
 
     @functools.cached_property
@@ -171,7 +171,7 @@ MODELS = (
 
 
 def codec_of(tokenizer: Tokenizer, end_ids: Sequence[int] = (), **settings: str) -> TextCodec:
-    """As it is read from a model directory, whose model ends answers with `end_ids`."""
+    """A codec read from a model directory; the model ends answers with `end_ids`."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save(str(Path(directory) / "tokenizer.json"))
         (Path(directory) / "tokenizer_config.json").write_text(
@@ -181,5 +181,5 @@ def codec_of(tokenizer: Tokenizer, end_ids: Sequence[int] = (), **settings: str)
 
 
 def vocab_size(codec: TextCodec) -> int:
-    """Ids that decode."""
+    """Number of ids that decode."""
     return int(codec._tokenizer.get_vocab_size(with_added_tokens=True))

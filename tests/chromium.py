@@ -1,5 +1,5 @@
-"""A headless Chromium, asked over its own pipe (the DevTools protocol): nothing but the browser is
-needed.
+"""A headless Chromium, driven over its own pipe with the DevTools protocol; the browser is the only
+dependency.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.local.patience import patient
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _READS, _WRITES = 3, 4
-"""Descriptors by which Chromium hears and answers."""
+"""Descriptors from which Chromium reads commands and to which it writes answers."""
 
 
 class Tab:
-    """One page of a browser of its own."""
+    """One page in a separate browser."""
 
     def __init__(self, profile: Path, width: int, height: int = 2400) -> None:
         hears, self._asks = os.pipe()
@@ -50,7 +50,7 @@ class Tab:
         self.ask("Emulation.setDeviceMetricsOverride", **size)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Its answer. Raises RuntimeError for an error and for silence."""
+        """Sends a command; returns its answer. Raises RuntimeError for an error and for silence."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -77,7 +77,7 @@ class Tab:
         return message
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression, or its promise, comes to in the page."""
+        """The value of a JavaScript expression in the page; a promise is awaited."""
         answer = self.ask(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -86,7 +86,9 @@ class Tab:
         return answer["result"].get("value")
 
     def open(self, address: str, until: str) -> None:
-        """Returns when the expression `until` holds, which is looked at after every change."""
+        """Returns when the expression `until` is true; it is evaluated after every change of the
+        page.
+        """
         self.ask("Page.navigate", url=address)
         self.value(
             f"""new Promise((resolve) => {{
@@ -99,7 +101,7 @@ class Tab:
         )
 
     def screenshot(self, path: Path) -> None:
-        """The whole page."""
+        """Writes a screenshot of the whole page."""
         taken = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(taken["data"]))
 

@@ -29,7 +29,7 @@ from paceline.local.services import SERVICES
 from paceline.streams import connect
 from paceline.telemetry.metrics import use_meter
 
-# A run draws the same cases each time; --hypothesis-profile=default draws new ones. The time of a
+# A run draws the same cases each time; --hypothesis-profile=default draws new cases. The time of a
 # case depends on the machine's load, so no deadline holds. `make test` draws fewer cases.
 EVERY_RUN = {
     "derandomize": True,
@@ -53,19 +53,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 
-gc.disable()  # while test modules import torch and transformers it finds nothing, and takes its time
+gc.disable()  # finds no garbage while test modules import torch and transformers, and costs time
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: nobody need look through it again."""
+    """Freezes the imported objects, so that the garbage collector need not scan them again."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 LONGEST_S = 900.0
-"""However busy the machine, a test waits no longer unless it asks for it: one that hangs must not
-hold back all others.
+"""Longest wait of a test on any machine, unless the test sets a longer limit. A hanging test must
+not block the rest.
 """
 
 
@@ -101,7 +101,7 @@ def leave_few(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that may take longest come first: begun last, they would leave other workers idle."""
+    """Long test files run first: started last, they would leave other workers idle."""
     leave_few(items)
     longest: dict[Path, float] = {}
     for item in items:
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test's timeout follows the machine, as the deadlines within it do."""
+    """A test's timeout follows the machine's load, as the deadlines within the test do."""
     quiet_s = timeout_of(item)
     allowed_s = min(patient(quiet_s), max(quiet_s, LONGEST_S))
     item.add_marker(pytest.mark.timeout(allowed_s), append=False)
@@ -119,10 +119,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """A loop that lets go of what reaches it after its end.
+    """A loop that drops callbacks that arrive after its end.
 
-    gRPC hands the events of all loops of a process to whichever runs. The last ones of an earlier
-    test would be an error in the log of a later one, and would keep back the events behind them.
+    gRPC hands the events of all loops of a process to whichever loop runs. The last events of an
+    earlier test would be an error in the log of a later test, and would delay the events behind
+    them.
     """
 
     def call_soon_threadsafe(
@@ -145,9 +146,7 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
 
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """A service or a command that ran in the process of the tests leaves them neither its log nor
-    its umask.
-    """
+    """Restores log and umask after a service or command that ran in the tests' process."""
     yield
     structlog.reset_defaults()
     os.umask(UMASK)
@@ -172,19 +171,21 @@ def forkserver(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def own_forkserver(forkserver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this test starts keeps one of its own, which it may stop and kill."""
+    """Gives the processes that this test starts a separate forkserver, which the test may stop and
+    kill.
+    """
     monkeypatch.delenv(FORKSERVER_VARIABLE, raising=False)
 
 
 @pytest.fixture
 def no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator whose run is over waits hardly for who still reads its state."""
+    """A finished coordinator hardly waits for late readers of its state."""
     monkeypatch.setattr("paceline.services.coordinator.server.FINISH_GRACE_S", 0.2)
 
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for the whole session; tests keep apart by their run prefix."""
+    """One server for the whole session; a run prefix separates the tests."""
     server = RedisServer(RedisLauncher("features", tmp_path_factory.mktemp("redis")))
     server.start()
     yield server
@@ -198,7 +199,7 @@ def redis_url(redis_server: RedisServer) -> str:
 
 @pytest.fixture
 def durable_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A durable server of this test's own, which it may kill."""
+    """A durable server for one test, which may kill it."""
     server = RedisServer(RedisLauncher("durable", tmp_path / "redis"))
     server.start()
     yield server
@@ -220,8 +221,9 @@ async def redis_client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
 
 @pytest.fixture
 async def skip(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the clock of the test's event loop on, by so many seconds: what is due by then is due
-    now. A test of a deadline can so have a long one, which no busy machine reaches by itself.
+    """Advances the clock of the test's event loop by the given seconds, so that all timers until
+    then are due. A test of a deadline can therefore use a long deadline, which no busy machine
+    reaches by itself.
     """
     loop = asyncio.get_running_loop()
     real, skipped = loop.time, [0.0]
@@ -231,7 +233,7 @@ async def skip(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def metric_reader() -> Iterator[InMemoryMetricReader]:
-    """What the metrics of this process hold since the test began."""
+    """Metrics of this process since the test began."""
     reader = InMemoryMetricReader()
     use_meter(MeterProvider([reader]))
     yield reader

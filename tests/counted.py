@@ -1,4 +1,4 @@
-"""What the metrics of a test's own process have counted."""
+"""Counts recorded by the metrics of the test's own process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoi
 
 
 def counted(reader: InMemoryMetricReader, name: str, **labels: str) -> float:
-    """Sum of a counter's points with these labels; 0 without any."""
+    """Sum of a counter's points with these labels; 0 without points."""
     data = reader.get_metrics_data()
     return sum(
         point.value

@@ -1,4 +1,4 @@
-"""`paceline demo` as a process, small enough for a test."""
+"""Runs `paceline demo` as a process, at a size for tests."""
 
 from __future__ import annotations
 

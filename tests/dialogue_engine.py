@@ -1,6 +1,4 @@
-"""A planner over a codec and an engine that says what a test tells it to; no process, no event loop
-of its own.
-"""
+"""A planner over a codec and an engine with scripted answers, without a process or event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ FINISH = {
 
 @dataclass(frozen=True)
 class Saying:
-    """What the engine says next."""
+    """The engine's next answer."""
 
     ids: tuple[int, ...]
     finish: str = "stop"
@@ -45,7 +43,7 @@ class Saying:
 
 @dataclass
 class DialogueEngine:
-    """Meets calls.Engine. Every token it ever says has a log-prob of its own, which names it."""
+    """Implements calls.Engine. Every token has a unique log-prob, which identifies it."""
 
     codec: TextCodec
     model = "dialogue"
@@ -113,7 +111,7 @@ class Desk:
 
     @property
     def name(self) -> str:
-        """One that no completion had."""
+        """A completion id that no completion has used."""
         return f"c{next(self._names)}"
 
     def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
@@ -121,27 +119,27 @@ class Desk:
         return done(self.planner.chat(asked, request))
 
     def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
-        """Plans of prompts."""
+        """Plans of text completions."""
         return done(self.planner.completions(asked, prompts))
 
     def answer(self, plan: Plan, saying: Saying) -> Call:
-        """The plan, run."""
+        """Runs the plan."""
         self.engine.saying = saying
         return done(Call(self.engine, plan).run())
 
 
 def sampling(**change: Any) -> Callable[[int], tpb.SamplingParams]:
-    """Trainable unless changed."""
+    """Sampling parameters that are trainable by default."""
     return lambda room: tpb.SamplingParams(
         **{"temperature": 1.0, "max_tokens": min(room, 64), **change}
     )
 
 
 def done(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work that finds everything it waits for."""
+    """The result of work that never has to wait."""
     return asyncio.run(work)
 
 
 def logprobs(turns: Sequence[Turn]) -> list[tuple[float, ...]]:
-    """Names of everything said."""
+    """Log-probs of all turns, which identify their tokens."""
     return [turn.behavior_logprobs for turn in turns]

@@ -1,15 +1,15 @@
-"""Reads the code blocks of README and docs, and plays those of a page as its reader would.
+"""Reads the code blocks of README and docs, and executes the blocks of a page as its reader would.
 
-A block is a fence with a language. An HTML comment right above it may say how it is run:
+A block is a fence with a language. An HTML comment right above it may name the way to run it:
 
-    <!-- file: NAME -->               it is written to this file
-    <!-- background until: TEXT -->   its command goes on until the page's end; TEXT shows that it is ready
+    <!-- file: NAME -->               its text is written to this file
+    <!-- background until: TEXT -->   its command runs until the page's end; TEXT shows that it is ready
     <!-- run by: tests/PATH ... -->   that test runs it
-    <!-- computed by: .ci/PATH ... -->  what it prints is written there from the code, and .ci/check compares
+    <!-- computed by: .ci/PATH ... -->  that program writes the block from the code, and .ci/check compares
     <!-- planned: REASON -->          its run takes too long: `plan_run` checks its settings and files instead
-    <!-- not run: REASON -->          nothing does
+    <!-- not run: REASON -->          nothing runs it
 
-A console block has its commands behind `$ `; lines below one are what it prints.
+A console block has its commands behind `$ `; the lines below a command are its output.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Block:
         return found
 
     def commands(self) -> list[tuple[str, list[str]]]:
-        """The commands of a console block, each with the lines that it is said to print."""
+        """The commands of a console block, each with its expected output lines."""
         found: list[tuple[str, list[str]]] = []
         for line in self.text.splitlines():
             if line.startswith("$ "):
@@ -109,16 +109,16 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 class Reader:
-    """Does in a folder what a page says, one block after the other."""
+    """Executes the blocks of a page in a folder, one after the other."""
 
     def __init__(self, folder: Path, said: Callable[[str], str], stack: ExitStack) -> None:
-        """`said`: what the reader types for a text of the page, e.g. with a port that is free."""
+        """`said`: the text that the reader types for a text of the page, e.g. with a free port."""
         self.folder = folder
         self.logs: list[Path] = []
         self._said = said
         self._stack = stack
         own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # This checkout's, whatever is installed.
+        # Uses this checkout's command, whatever is installed.
         (own / "paceline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {CLI} "$@"\n')
         (own / "paceline").chmod(0o700)
         binaries = f"{own}{os.pathsep}{Path(sys.executable).parent}"
@@ -130,7 +130,7 @@ class Reader:
         }
 
     def play(self, block: Block, timeout_s: float = COMMAND_S) -> None:
-        """Fails where a command or a program does, or prints something else than the page says."""
+        """Fails if a command or a program fails, or if its output differs from the page."""
         text = self._said(block.text)
         match block.how, block.language:
             case ("not run" | "run by" | "computed by", _) | ("", "text"):
@@ -181,7 +181,7 @@ class Reader:
 
 @contextmanager
 def reader(folder: Path, said: Callable[[str], str]) -> Iterator[Reader]:
-    """A reader whose terminals are closed with the block."""
+    """A reader with terminals that close at the end of the block."""
     with ExitStack() as stack:
         yield Reader(folder, said, stack)
 
@@ -190,7 +190,7 @@ def reader(folder: Path, said: Callable[[str], str]) -> Iterator[Reader]:
 def _terminal(
     command: str, folder: Path, environment: dict[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command beside the others, ended by Ctrl-C."""
+    """A command that runs beside the next commands, ended by Ctrl-C."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {command}"],

@@ -1,4 +1,4 @@
-"""Starts what the READMEs of the examples start, as their readers would."""
+"""Starts the programs of the examples as their READMEs describe."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.local.patience import patient
 ROOT = Path(__file__).parents[1]
 READY_S = patient(60.0)
 Serve = Callable[[str], str]
-"""Starts the gateway of an example and gives its address."""
+"""Starts the gateway of an example; yields its address."""
 
 
 def run_example(
     script: str, *arguments: str, timeout_s: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
-    """`python examples/<script> ...` from the repository's root."""
+    """Runs `python examples/<script> ...` from the repository's root."""
     command = [sys.executable, f"examples/{script}", *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -34,7 +34,7 @@ def run_example(
 
 @contextmanager
 def background(*words: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`paceline <words>` from the repository's root, ended by Ctrl-C with the block."""
+    """Runs `paceline <words>` in the repository's root; ends it by Ctrl-C after the block."""
     environment = dict(os.environ)
     environment.pop("REDIS_URL", None)
     command = [sys.executable, "-m", "paceline.cli.main", *words]

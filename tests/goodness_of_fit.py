@@ -1,5 +1,5 @@
-"""The G-test of observed counts against exact probabilities, and its power against a stated other
-law.
+"""The G-test of observed counts against exact probabilities, and its power against another
+distribution.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 LEAST_EXPECTED = 10.0
-"""Cells expected less often are pooled, so that the statistic follows chi-square."""
+"""Cells with smaller expected counts are pooled, so that the statistic follows chi-square."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def g_test(observed: Tensor, probabilities: Tensor) -> GTest:
 
 
 def pooled_cells(expected: Tensor) -> Tensor:
-    """Cell number int64 [cells] of each outcome: the rarest share cell 0, every other one has its
-    own.
+    """Cell number int64 [cells] of each outcome: the rarest outcomes share cell 0, every other
+    outcome has a cell.
     """
     order = expected.argsort()
     ordered = expected[order]

@@ -1,6 +1,4 @@
-"""The documented draw, written again in plain Python and numpy: the oracle of every engine's
-tokens.
-"""
+"""The documented draw in plain Python and numpy: the oracle of every engine's tokens."""
 
 from __future__ import annotations
 

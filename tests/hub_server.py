@@ -1,4 +1,4 @@
-"""A Hub of a test's own: a few models, served as huggingface_hub asks for them."""
+"""A Hub for tests: a few models, served over the requests of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """What it has, and what it was asked for."""
+    """Models of the Hub, and the requests it received."""
 
     models: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ def hub_of(models: Mapping[str, Mapping[str, bytes]], *, gated: str = "") -> Ite
         do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
-            """A test's output is not the place."""
+            """Keeps requests out of a test's output."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -58,7 +58,7 @@ def hub_of(models: Mapping[str, Mapping[str, bytes]], *, gated: str = "") -> Ite
 
 
 def answer(hub: Hub, path: str) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of what stands at a path."""
+    """Status, headers and body for a path."""
     parts = path.strip("/").split("/")
     about = parts[:2] == ["api", "models"]
     name = "/".join(parts[2:4] if about else parts[:2])

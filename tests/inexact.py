@@ -1,6 +1,6 @@
-"""An embedded engine that is inexact on one path on purpose, to see an audit find it.
+"""An embedded engine that is inexact on one path on purpose, so that an audit has a fault to find.
 
-What it serves is real but for the damage, which is done to keys and values, or to rounded weights.
+Only keys and values, or rounded weights, are damaged; all else is real.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.trajectory import VersionSet
 
 DAMAGE = 2.0
-"""Factor of what is damaged."""
+"""Factor by which values are damaged."""
 
 
 class InexactSpec(EmbeddedSpec):
-    """An embedded engine's settings, and what is broken."""
+    """An embedded engine's settings, and the injected fault."""
 
     fault: Literal["", "reused", "drafted", "quantised"] = ""
-    """Keys and values that are copied, those of accepted drafts, or rounded weights."""
+    """Damages copied keys and values, keys and values of accepted drafts, or rounded weights."""
 
 
 def build_inexact(spec: InexactSpec, sink: RowSink | None = None) -> Engine:
-    """An engine with the fault that is asked for."""
+    """An engine with the fault of the settings."""
     engine = EmbeddedEngine(spec, sink)
     assert isinstance(engine, EmbeddedEngine)
     if spec.fault:
@@ -74,7 +74,9 @@ def _damage_rounding(engine: EmbeddedEngine) -> None:
 
 
 def layout_of_inexact(settings: Mapping[str, Any]) -> RowLayout:
-    """As of the embedded engine, whose own settings an engine by import path is not given."""
+    """The embedded engine's layout; an engine by import path does not receive the embedded engine's
+    own settings.
+    """
     return layout_of_settings({"more_drafters": (), "capture_inner": (), **settings})
 
 

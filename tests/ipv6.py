@@ -1,4 +1,4 @@
-"""Hosts by which a test reaches this machine, IPv6 where there is any."""
+"""Host names by which a test reaches this machine, with IPv6 where available."""
 
 from __future__ import annotations
 

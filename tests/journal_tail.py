@@ -1,4 +1,4 @@
-"""Reads a run's journal while it is written."""
+"""Reads a run's journal during the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = dict[str, Any]
 
 
 class JournalTail:
-    """Entries one after the other, from those on that are written when it is made."""
+    """Journal entries in order, from the first entry written after its creation."""
 
     def __init__(self, url: str, run_id: str) -> None:
         self._client = redis.Redis.from_url(url)
@@ -25,8 +25,8 @@ class JournalTail:
         self.seen: list[Entry] = []
 
     def until(self, matches: Callable[[Entry], bool], seconds: float) -> Entry:
-        """The first one of the rest that does; AssertionError after so many seconds, or where the
-        run has ended before.
+        """The first of the following entries that matches. Raises AssertionError after so many
+        seconds, or if the run ends before.
         """
         end = time.monotonic() + patient(seconds)
         while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""What processes can be reached by: their listening sockets, as the kernel lists them."""
+"""Listening sockets of processes, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import psutil
 
 
 def open_doors(processes: Iterable[psutil.Process]) -> tuple[list[tuple[str, int]], set[str]]:
-    """(address, port) of every TCP socket that listens and UDP socket that anybody may write to,
-    and the paths of unix sockets; one in the abstract namespace begins with @.
+    """(address, port) of every listening TCP socket and every UDP socket open to any sender, and
+    the paths of unix sockets. A path in the abstract namespace begins with @.
     """
     inet, unix = [], set()
     for process in processes:
@@ -22,11 +22,11 @@ def open_doors(processes: Iterable[psutil.Process]) -> tuple[list[tuple[str, int
 
 
 def beyond_loopback(inet: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those that other machines reach."""
+    """Sockets that other machines reach."""
     return [one for one in inet if not _address(one[0]).is_loopback]
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """A v4 address behind a socket of both kinds is one of v4."""
+    """A v4 address behind a dual-stack socket counts as v4."""
     found = ipaddress.ip_address(text)
     return getattr(found, "ipv4_mapped", None) or found

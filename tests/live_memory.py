@@ -1,4 +1,4 @@
-"""Measures memory: bytes of the tensors that this process can reach, and bytes resident in it."""
+"""Measures memory: bytes of the tensors that this process can reach, and its resident bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages of this rank's parts of these tensors."""
+    """Bytes of the distinct storages of this rank's parts of the tensors."""
     sizes = {}
     for one in tensors:
         part = one.to_local() if isinstance(one, DTensor) else one
@@ -36,7 +36,7 @@ def live_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in physical memory, without what malloc keeps of freed blocks."""
+    """Bytes of this process in physical memory, without freed blocks that malloc keeps."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)

@@ -1,4 +1,6 @@
-"""Peers of the machine that answer in any order, fail and come back; all of their runs, explored."""
+"""Explores all runs of the coordinator's machine with peers that answer in any order, fail and
+recover.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
         commands.RunTasks,
         commands.Commit,
         commands.Evaluate,
-        commands.TrainPolicy,  # whose slots its workers leave first
+        commands.TrainPolicy,  # its slots' workers leave first
         commands.JoinDrafter,
     ),
     Service.POLICY_TRAINER: (
         commands.TrainPolicy,
         commands.SaveCheckpoints,
-        commands.RunTasks,  # which has it push again what is damaged
+        commands.RunTasks,  # it pushes damaged weights again
         commands.Evaluate,
     ),
     Service.DRAFTER_TRAINER: (
@@ -40,7 +42,7 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
     ),
 }
 _EQUAL = "equal"
-"""In what is said of a group whose rewards are."""
+"""Marks the words for a group with equal rewards."""
 NOT_CALLS = (
     *(commands.CloseStep, commands.AbortDrafter, commands.ResumeWorkers, commands.Refuse),
     *(commands.HandBack, commands.FinishRun),
@@ -57,19 +59,19 @@ TRACK_OF: dict[type[Command], str] = {
     commands.Evaluate: "run",
     commands.SaveCheckpoints: "run",
 }
-"""Whose epochs a call's are compared with."""
+"""Track of the lease epoch that a call's epoch is compared with."""
 
 
 class Call(NamedTuple):
-    """A command that is being carried out."""
+    """A command in progress."""
 
     command: Command
     said: frozenset[int | str] = frozenset()
 
     @property
     def kind(self) -> object:
-        """One call of a kind runs at a time; several services may be waited for, and several steps
-        rolled out.
+        """One call of a kind runs at a time, but the machine may await several services and roll
+        out several steps.
         """
         if isinstance(self.command, commands.AwaitService):
             return self.command.service
@@ -79,35 +81,35 @@ class Call(NamedTuple):
 
 
 class World(NamedTuple):
-    """The machine and what its peers are about."""
+    """The machine and the calls of its peers."""
 
     state: State
     calls: tuple[Call, ...]  # by kind
-    faults: int  # that may still happen
-    pauses: int = 0  # words of an operator about a pause that may still come
+    faults: int  # faults that may still happen
+    pauses: int = 0  # an operator's pause commands that may still follow
 
 
 class Move(NamedTuple):
-    """Something that can happen to a world."""
+    """A possible event in a world."""
 
     event: Event
-    calls: tuple[Call, ...]  # those that go on
-    faults: int = 0  # that it takes
+    calls: tuple[Call, ...]  # calls that continue
+    faults: int = 0  # faults that the move uses
     pauses: int = 0  # as of World
 
 
 @dataclass(slots=True)
 class Explored:
-    """Every world that can be reached."""
+    """Every reachable world."""
 
     worlds: list[World] = field(default_factory=list)
     states: dict[State, State] = field(default_factory=dict)  # each state is one object
     moves: int = 0
-    before: dict[int, list[int]] = field(default_factory=dict)  # by world, of what comes anyway
+    before: dict[int, list[int]] = field(default_factory=dict)  # predecessors by fault-free moves
 
     def lead_to(self, wanted: Callable[[State], bool]) -> set[int]:
-        """Numbers of the worlds from which such a state can be reached without another fault, or
-        word of an operator but that a run at rest goes on.
+        """Numbers of the worlds from which a wanted state can be reached without another fault. The
+        only operator's command on the way is Continued for a paused run.
         """
         found = {i for i, world in enumerate(self.worlds) if wanted(world.state)}
         waiting = list(found)
@@ -121,7 +123,7 @@ class Explored:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What must hold, each by what it depends on; a check raises AssertionError."""
+    """Invariants, grouped by their arguments; a check raises AssertionError."""
 
     state: Callable[[State], None]  # every state
     change: Callable[[State, State], None]  # every state and the one before it
@@ -129,8 +131,8 @@ class Checks:
 
 
 def explore(settings: RunSettings, faults: int, checks: Checks, pauses: int = 0) -> Explored:
-    """Every interleaving of a run with at most so many faults, and words of an operator about a
-    pause; `checks` see all of it.
+    """Explores every interleaving of a run with at most so many faults and so many pause commands.
+    `checks` run on each move.
     """
     with _without_collections():
         state, issued = step(State(), events.RunStarted(0.0, settings, VersionSet()))
@@ -170,14 +172,14 @@ def _explore(first: World, checks: Checks) -> Explored:
 
 
 class _Numbers:
-    """Numbers of worlds by their names; the same world again needs no name."""
+    """Numbers of worlds by their keys; a repeated world needs no new key."""
 
     def __init__(self, first: World) -> None:
         self._by_name = {key(first): 0}
         self._by_world: dict[tuple[object, ...], int] = {}
 
     def of(self, world: World) -> int:
-        """A new world's number is that of the worlds before it."""
+        """The world's number; a new world gets the next number."""
         same = (id(world.state), world.calls, world.faults, world.pauses)
         if (number := self._by_world.get(same)) is None:
             number = self._by_name.setdefault(key(world), len(self._by_name))
@@ -187,7 +189,7 @@ class _Numbers:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Worlds hold no circles, and looking for some among 100,000 of them takes its time."""
+    """Worlds hold no reference cycles, and a search for cycles among 100,000 worlds takes long."""
     gc.disable()
     try:
         yield
@@ -203,7 +205,7 @@ def play(world: World, move: Move) -> World:
 
 
 def made(calls: tuple[Call, ...], issued: tuple[Command, ...]) -> tuple[Call, ...]:
-    """The calls after commands, each of which ends an older one of its kind."""
+    """The calls after commands; each command ends an older call of its kind."""
     by_kind = {call.kind: call for call in calls}
     for command in issued:
         if not isinstance(command, NOT_CALLS):
@@ -212,7 +214,7 @@ def made(calls: tuple[Call, ...], issued: tuple[Command, ...]) -> tuple[Call, ..
 
 
 def moves(world: World) -> Iterator[Move]:
-    """Everything that can happen: answers in any order, and faults while there are any left."""
+    """All possible moves: answers in any order, and faults while any are left."""
     state, calls = world.state, world.calls
     for call in calls:
         others = tuple(one for one in calls if one is not call)
@@ -238,7 +240,7 @@ def moves(world: World) -> Iterator[Move]:
 
 
 def about_a_pause(world: World) -> Iterator[Move]:
-    """What an operator may say of a pause: a run that rests goes on in any case."""
+    """An operator's commands about a pause; a run at rest always gets Continued."""
     state = world.state
     if state.phase is Phase.PAUSED:
         yield Move(events.Continued(0.0), world.calls)
@@ -248,7 +250,7 @@ def about_a_pause(world: World) -> Iterator[Move]:
 
 
 def choices(state: State) -> Iterator[Event]:
-    """What an operator may ask for."""
+    """Events that an operator may request."""
     yield events.DrafterChosen(0.0, None, lasting=True)
     yield events.DrafterUnpinned(0.0)
     for profile in state.settings.profiles:
@@ -259,7 +261,7 @@ def choices(state: State) -> Iterator[Event]:
 
 
 def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]]:
-    """What a call may say next, and what is noted of it; None where that is its last word."""
+    """Next events of a call, each with the word noted for it; None marks the last event."""
     match call.command:
         case commands.BeginStep(number):
             yield events.StepBegan(0.0, number), None
@@ -302,7 +304,7 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
 
 
 def _told(call: Call, place: int, state: State) -> list[str]:
-    """What may be said of a group: what has been said, or else with dynamic sampling either."""
+    """Possible words for a group: the noted words, else all words (two with dynamic sampling)."""
     words = [f"group {place}"]
     if state.settings.dynamic_sampling_rounds:
         words.append(f"{_EQUAL} group {place}")
@@ -310,7 +312,7 @@ def _told(call: Call, place: int, state: State) -> list[str]:
 
 
 def failures(call: Call) -> Iterator[Event]:
-    """How a call may end otherwise."""
+    """Ways in which a call may fail."""
     match call.command:
         case commands.RunTasks(_, epoch):
             yield events.WorkerLost(0.0, epoch, 0)
@@ -340,9 +342,11 @@ def failures(call: Call) -> Iterator[Event]:
 
 
 def key(world: World) -> tuple[object, ...]:
-    """A world's name. The machine compares epochs of a track and drafters, and adds one, no more, so
-    worlds that differ in their size alone are one; slots' epochs and the sets' numbers it does not
-    read.
+    """A key of the world: worlds with equal keys behave equally.
+
+    The machine only compares epochs of a track and drafters, and adds one. Worlds that differ only
+    in the size of these numbers are therefore equal. The machine does not read slots' epochs and
+    the sets' numbers.
     """
     state, lease, committing = world.state, world.state.lease, world.state.committing
     rollouts, learner = state.rollouts, state.learner
@@ -398,6 +402,6 @@ def _rank(call: Call, epochs: dict[str, dict[int | None, int | None]]) -> int | 
 
 
 def ranks(*numbers: int | None) -> dict[int | None, int | None]:
-    """Each number's place among them; None stays None."""
+    """Rank of each number among the given numbers; None stays None."""
     places = {one: place for place, one in enumerate(sorted({n or 0 for n in numbers}))}
     return {None: None, **places}

@@ -1,4 +1,4 @@
-"""A stream in memory, as RedisStream describes it: for tests that need no Redis."""
+"""A stream in memory with RedisStream's contract, for tests that need no Redis."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class MemoryStream:
         return size
 
     async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> None:
-        """Append several, one after another."""
+        """Append several entries in order."""
         for one in entries:
             self._size(*one)
         for fields, payload in entries:
@@ -122,7 +122,7 @@ class MemoryStream:
         ]
 
     async def depth(self) -> Depth:
-        """How full."""
+        """Entries, bytes and pending entries of the stream."""
         pending = sum(len(group.pending) for group in self._groups.values())
         return Depth(len(self._entries), self._bytes, pending, self._trimmed, len(self._dead))
 

@@ -1,4 +1,4 @@
-"""Reads back what a service's instruments have recorded."""
+"""Reads the values recorded by a service's instruments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.telemetry.metrics import Metric
 
 
 def all_points(reader: InMemoryMetricReader) -> dict[tuple[str, Any], float]:
-    """(Metric, labels) -> value or sum, of everything that was recorded."""
+    """(Metric, labels) -> value or sum, of all recorded points."""
     data = reader.get_metrics_data()
     if data is None:
         return {}
@@ -28,8 +28,8 @@ def all_points(reader: InMemoryMetricReader) -> dict[tuple[str, Any], float]:
 def points(
     reader: InMemoryMetricReader, declared: ModuleType, name: str
 ) -> dict[tuple[Any, ...], Any]:
-    """Label values, in the order of the labels' names -> value or sum, of the metric that the
-    module declares under `name` in capitals.
+    """Label values, in the order of the labels' names -> value or sum. The module declares the
+    metric under `name` in capitals.
     """
     wanted: Metric = getattr(declared, name.upper())
     data = reader.get_metrics_data()

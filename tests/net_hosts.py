@@ -1,4 +1,4 @@
-"""Marks of tests that need hosts of a network of their own."""
+"""Marks of tests that need hosts with separate network namespaces."""
 
 from __future__ import annotations
 

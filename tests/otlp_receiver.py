@@ -1,4 +1,4 @@
-"""A real OTLP receiver: gRPC servers of OpenTelemetry's own services, which keep what arrives."""
+"""A real OTLP receiver: gRPC servers of OpenTelemetry's services that keep all received data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as it came over the wire; ids in hex."""
+    """A span as received over the wire; ids in hex."""
 
     service: str
     name: str
@@ -36,7 +36,7 @@ class ReceivedSpan:
 
 @dataclass(frozen=True)
 class ReceivedLog:
-    """A log record as it came over the wire."""
+    """A log record as received over the wire."""
 
     service: str
     body: str
@@ -61,7 +61,7 @@ class OtlpReceiver:
         return [one for one in self.spans if one.name == name]
 
     def until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Whether it came to hold within so many seconds."""
+        """Whether the condition holds within so many seconds."""
         with self.news:
             return self.news.wait_for(holds, seconds)
 

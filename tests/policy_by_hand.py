@@ -1,5 +1,5 @@
-"""Formulas of policy gradients with plain floats, one token or trajectory at a time: what the
-trainer's vectorised ones are compared with.
+"""Formulas of policy gradients with plain floats, one token or trajectory at a time: references for
+the trainer's vectorised formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def group_relative(
 
 
 def leave_one_out(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """RLOO's: each against the mean of the others."""
+    """RLOO's advantages: each reward minus the mean of the group's other rewards."""
     made = []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         others = [
@@ -36,7 +36,7 @@ def leave_one_out(rewards: Sequence[float], groups: Sequence[int]) -> list[float
 
 
 def normalized(values: Sequence[float]) -> list[float]:
-    """Centred and divided by their standard deviation."""
+    """Values centred and divided by their standard deviation."""
     mean, spread = statistics.fmean(values), statistics.stdev(values)
     return [(value - mean) / (spread + 1e-6) for value in values]
 
@@ -56,7 +56,7 @@ def generalized(
 def surrogate(
     ratio: float, advantage: float, low: float, high: float, dual: float = 0.0
 ) -> tuple[float, bool]:
-    """PPO's loss of a token, and whether a bound holds."""
+    """PPO's loss of a token, and whether a bound is active."""
     bounded = min(max(ratio, 1 - low), 1 + high)
     gain = min(ratio * advantage, bounded * advantage)
     held = bounded * advantage < ratio * advantage
@@ -66,7 +66,7 @@ def surrogate(
 
 
 def value_loss(value: float, old: float, wanted: float, clip: float) -> float:
-    """PPO's loss of a value."""
+    """PPO's loss of a value estimate."""
     plain = (value - wanted) ** 2
     if not clip:
         return plain / 2
@@ -85,7 +85,7 @@ def divergence(policy: float, reference: float, estimator: str) -> float:
 
 
 def by_sequence(values: Sequence[float], sequences: Sequence[int]) -> list[list[float]]:
-    """At each token the values of its whole sequence."""
+    """For each token, the values of its whole sequence."""
     return [
         [v for v, other in zip(values, sequences, strict=True) if other == own] for own in sequences
     ]

@@ -1,4 +1,4 @@
-"""What log-probs of a prompt have to be: those of a full forward, by the definition."""
+"""Reference log-probs of a prompt, computed with a full forward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tiny random checkpoints of the three families, written by transformers: the oracle of the
-forward.
-"""
+"""Tiny random checkpoints of the three families, written by transformers: forward oracles."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def random_model(
 def save_random(
     directory: Path, family: str, seed: int = 0, sharpness: float = 1.0, **shape: object
 ) -> PreTrainedModel:
-    """Saves it in two shards (fp32) and returns it."""
+    """Saves the model in two shards (fp32) and returns it."""
     model = random_model(family, seed, sharpness, **shape)
     model.save_pretrained(directory, max_shard_size="200KB")
     return model

@@ -1,4 +1,4 @@
-"""Trajectories with a value in every field that the noun has today."""
+"""Trajectories with a value in every field of the present type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.trajectory import BranchKey, DrawSpan, SpeculationStats, Trajectory, VersionSpan
 
-# No field has its default, so that one left out on the way is seen.
+# No field has its default, so that a field lost on the way is detected.
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=12)
 COUNTS = st.integers(1, 2**31 - 1)
 LEVELS = st.lists(COUNTS, min_size=1, max_size=3).map(tuple)
@@ -18,7 +18,7 @@ LOGPROBS = st.floats(width=32, allow_nan=False)
 
 
 def stats() -> st.SearchStrategy[SpeculationStats]:
-    """Counters, all of them above 0."""
+    """Statistics with all counters above 0."""
     kinds = {"int": COUNTS, "tuple[int, ...]": LEVELS, "Mapping[str, int]": BY_ARM}
     names = {one.name: kinds[str(one.type)] for one in fields(SpeculationStats)}
     return st.builds(SpeculationStats, **names)
@@ -26,7 +26,7 @@ def stats() -> st.SearchStrategy[SpeculationStats]:
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    """A field that the noun has and this has not is a KeyError."""
+    """Raises KeyError for a field of the type that has no strategy here."""
     length = draw(st.integers(0, 12))
 
     def row(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:

@@ -1,4 +1,6 @@
-"""Ranks of a process group, each a real process, forked from one that has imported torch once."""
+"""Ranks of a process group, each a real process, forked from a process that has imported torch
+once.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ _IMPORTED = (
 
 def run_ranks(main: Callable[..., None], world_size: int, directory: Path, *given: Any) -> None:
     """Runs `main(*given)` in each of `world_size` processes, which find each other by their
-    environment, through an address or a file in `directory`. `main` stands in a module that the
-    tests import by its name. Fails with what a rank raised.
+    environment, through an address or a file in `directory`. `main` is defined in a module that the
+    tests import by its name. Fails with the error that a rank raised.
     """
     meeting = {
         "WORLD_SIZE": str(world_size),
@@ -77,7 +79,7 @@ def _rank(
     telling: Connection, environment: dict[str, str], main: Callable[..., None], given: Any
 ) -> None:
     os.environ.update(environment)
-    gc.freeze()  # a collection would look through all imported modules
+    gc.freeze()  # a collection would scan all imported modules
     try:
         main(*given)
     except BaseException:

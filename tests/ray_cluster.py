@@ -20,7 +20,7 @@ _HEAD = Path(__file__).with_name("ray_head.py")
 def ray_head() -> Iterator[str]:
     """The address of a cluster that ends with the context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)  # the same in all tests: Ray reads it once
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)  # equal in all tests, because Ray reads it once
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         command = [sys.executable, str(_HEAD)]
         with subprocess.Popen(command, text=True, **pipes) as head:

@@ -1,4 +1,4 @@
-"""Runs a Ray cluster on loopback: prints its address, and ends at the end of its input."""
+"""Runs a Ray cluster on loopback: prints its address, and exits at the end of its input."""
 
 from __future__ import annotations
 

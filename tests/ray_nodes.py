@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster, each under an address of its own, and a run over them."""
+"""Nodes of a Ray cluster, each with its own address, and a run over the nodes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 
 WITH_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
-"""Without an import: Ray reads its token's variables at its own."""
+"""The check does not import Ray, because Ray reads its token's variables on import."""
 TOKEN = "of-a-cluster-that-tests-start-" * 2
 _START = Path(sys.executable).with_name("ray")
 
 
 class RayNode:
-    """One node: a process group that can be killed whole."""
+    """One node: a process group that can be killed as a whole."""
 
     def __init__(self, host: str, cpus: int, *where: str, within: Sequence[str] = ()) -> None:
-        """`where`: words that make it the head, or name the head; `within`: those before its
+        """`where`: options that make it the head, or name the head; `within`: words before its
         command.
         """
         words = ["--block", f"--node-ip-address={host}", f"--num-cpus={cpus}", *where]
@@ -46,7 +46,7 @@ class RayNode:
         )
 
     def starts(self) -> str:
-        """What it says when it does not start, else ""."""
+        """The node's output if it does not start, else ""."""
         assert self._process.stdout is not None
         said = []
         for line in self._process.stdout:
@@ -56,8 +56,8 @@ class RayNode:
         return "".join(said)
 
     def kill(self) -> None:
-        """As a machine that loses its power: with all that it has started, which else lives until
-        it notices.
+        """Kills the node and all its processes, like a power failure; otherwise its children would
+        live until they notice.
         """
         with suppress(psutil.NoSuchProcess):
             for one in psutil.Process(self._process.pid).children(recursive=True):
@@ -77,7 +77,7 @@ class RayNode:
 
 
 def started(host: str, cpus: int, *where: str, within: Sequence[str] = ()) -> RayNode:
-    """A node; Ray gives one 30 s to start, whatever the machine does, so it may take several."""
+    """A node. Ray allows 30 s for a start on any machine, so it may need several attempts."""
     for _ in range(4):
         node = RayNode(host, cpus, *where, within=within)
         if not (said := node.starts()):
@@ -90,8 +90,8 @@ def started(host: str, cpus: int, *where: str, within: Sequence[str] = ()) -> Ra
 def ray_nodes(
     cpus: dict[str, int], port: int, *more: str, within: Mapping[str, Sequence[str]] | None = None
 ) -> Iterator[dict[str, RayNode]]:
-    """Nodes by host, with so many cores each; the first is the head, and has
-    `more` words. `within`: words before the commands of each host.
+    """Nodes by host, each with so many cores; the first node is the head, with the options `more`.
+    `within`: words before the commands of each host.
     """
     nodes: dict[str, RayNode] = {}
     head, *others = cpus
@@ -112,7 +112,7 @@ def ray_nodes(
 def run_over_nodes(
     out: Path, address: str, *words: str, within: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """A demo whose trainers are on another node than its rollouts."""
+    """A demo with trainers and rollouts on different nodes."""
     apart = ("max_policy_lag=2", "placement=disaggregated", "learner_slots=1")
     chosen = [f"coordinator.{one}" for one in ("schedule=fully_async", *apart)]
     launched = ("--launcher", "ray", "--address", address)
@@ -121,6 +121,6 @@ def run_over_nodes(
 
 
 def host_of(run: Path, service: str) -> str:
-    """Where a service of a run is now."""
+    """Address of the node where a service of a run is now."""
     address: str = RunFiles("", run).read_config()["addresses"][service]
     return address.rpartition(":")[0].rpartition("//")[2]

@@ -1,4 +1,4 @@
-"""Redis servers that a test may kill: of ours, and as others run them."""
+"""Redis servers that a test may kill: the run's own servers, and foreign servers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class RedisServer:
 
 @contextmanager
 def foreign_redis(directory: Path, *settings: str, within: Sequence[str] = ()) -> Iterator[str]:
-    """URL of a server that others run over `directory`: every command is allowed. `settings` are
-    more lines of its redis.conf; `within`: words before its command.
+    """URL of a foreign server over `directory`, which allows every command. `settings` are more
+    lines of its redis.conf; `within`: words before its command.
     """
     directory.mkdir(parents=True, exist_ok=True)
     socket = directory / "s"
@@ -63,8 +63,8 @@ def start_redis(
     file: Path | None = None,
     within: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """A server process with the lines of a redis.conf, which lies in `file` where the server has to
-    write it too.
+    """A server process with the lines of a redis.conf, which is stored in `file` where the server
+    has to write it too.
     """
     if file is not None:
         file.write_text(settings)

@@ -54,7 +54,7 @@ _KINDS = {
 
 
 class WorkerClient:
-    """One worker process: started, asked, stopped."""
+    """One worker process: started, commanded, stopped."""
 
     def __init__(
         self, kind: str, engine: dict[str, Any], folder: Path, row_bytes: int, ready_s: float = 120
@@ -92,7 +92,7 @@ class WorkerClient:
             raise
 
     def log(self) -> str:
-        """What the process printed, its end."""
+        """The end of the process's output."""
         return self.log_path.read_text(errors="replace")[-4000:]
 
     def _ready(self, deadline_s: float) -> pb.WorkerReady:
@@ -127,9 +127,9 @@ class WorkerClient:
         self._socket.send(pb.WorkerCommand(**command).SerializeToString())
 
     def ask(self, deadline_s: float = 60, **command: Any) -> pb.WorkerEvent:
-        """A command and its answer; tokens that come meanwhile are kept.
+        """Sends a command and returns its answer; tokens that arrive meanwhile are kept.
 
-        Raises what the worker says.
+        Raises the worker's error.
         """
         self._numbers += 1
         self._socket.send(pb.WorkerCommand(command_id=self._numbers, **command).SerializeToString())
@@ -143,13 +143,13 @@ class WorkerClient:
                 return event
 
     def wait(self, deadline_s: float = 60) -> None:
-        """Until tokens come."""
+        """Waits until tokens arrive."""
         event = self._next(deadline_s)
         assert event.HasField("tokens")
         self._take(event)
 
     def close(self) -> None:
-        """Shut the process down."""
+        """Shuts the process down."""
         if self.process.poll() is None:
             self.send(shutdown=pb.Shutdown())
             try:
@@ -193,7 +193,7 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
 
 
 class _Shifted:
-    """A sink that sees the request ids of its own engine."""
+    """A sink that receives only the request ids of its engine."""
 
     def __init__(self, sink: RowSink, first: int) -> None:
         self._sink, self._first = sink, first
@@ -212,8 +212,8 @@ class _Shifted:
 
 
 class RemoteEngine:
-    """Engine over a WorkerClient that outlives it: a new one starts from the first weights and an
-    empty engine.
+    """Engine over a WorkerClient that outlives it: a new RemoteEngine starts from the first weights
+    and an empty engine.
     """
 
     def __init__(self, client: WorkerClient, weights: Path, sink: RowSink | None) -> None:
@@ -290,7 +290,7 @@ class RemoteEngine:
         return news
 
     def step(self) -> list[Chunk]:
-        """Until a round has given tokens; several may have passed."""
+        """Waits until a round has given tokens; several rounds may pass."""
         before = self._tokens
         until = time.monotonic() + patient(60)
         while not self._client.chunks and self._tokens == before:
@@ -381,4 +381,4 @@ class RemoteEngine:
         return health
 
     def close(self) -> None:
-        """The process stays."""
+        """Leaves the process running."""

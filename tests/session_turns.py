@@ -1,4 +1,4 @@
-"""Turns of sessions as a test wants them."""
+"""Builds turns of sessions for tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def turn(
 
 
 def session(name: str = "s", about: Assignment | None = None, **limits: float) -> Session:
-    """One that is not registered anywhere."""
+    """A session without registration."""
     return Session(name, about or Assignment("run"), SessionsConfig.model_validate(limits))
 
 
@@ -55,7 +55,7 @@ def said(
     response: Sequence[int] = (2,),
     name: str = "",
 ) -> Turn:
-    """A generation of a session from its beginning to its end."""
+    """Runs a generation of a session from its beginning to its end."""
     where.begin(SAMPLING, len(prompt))
     new = turn(parent, prompt, response, name=name)
     where.end(len(prompt), new)

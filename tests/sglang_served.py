@@ -1,4 +1,4 @@
-"""What the tests of a served SGLang share: launching one, asking it, and the oracle's answers."""
+"""Shared by the tests of a served SGLang: launch, requests, and the oracle's answers."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ class Kept:
         return len(request_ids)
 
     def of(self, number: int, tokens: Sequence[int]) -> torch.Tensor:
-        """Rows 0 ..
-
-        T - 2 of a request's T tokens, fp32 [T - 1, width]; none may be absent or of another token.
+        """Rows 0 .. T - 2 of a request's T tokens, fp32 [T - 1, width]; no row may be absent or of
+        another token.
         """
         mine = self.rows[number]
         assert sorted(mine) == list(range(len(tokens) - 1))
@@ -88,13 +87,12 @@ class Served:
         self.kept = self.client.rows = Kept()
         self.spec = spec
         self._numbers = 0
-        self._emitted = 0  # tokens when something was last sent
+        self._emitted = 0  # token count at the last send
         self._done: dict[int, list[Chunk]] = {}
 
     def send(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[int]:
-        """Queue requests; returns their numbers.
-
-        `arm`, `capture` and `stream` are the request's, the rest sampling.
+        """Queue requests; returns their numbers. `arm`, `capture` and `stream` belong to the
+        request, the other options to the sampling.
         """
         outer = {"forced_arm": options.pop("arm", ""), "capture": options.pop("capture", True)}
         outer["stream"] = options.pop("stream", False)
@@ -112,7 +110,7 @@ class Served:
         return list(range(first, self._numbers))
 
     def wait(self, numbers: Sequence[int]) -> list[list[Chunk]]:
-        """All chunks of the requests, once they have ended."""
+        """Waits for the end of the requests; returns all their chunks."""
         while not all(
             any(chunk.finish for chunk in self._done.get(number, [])) for number in numbers
         ):
@@ -124,7 +122,7 @@ class Served:
         return [self._done[number] for number in numbers]
 
     def collect(self) -> None:
-        """Sort what has come by request."""
+        """Sort received chunks by request."""
         for chunk in self.client.chunks:
             self._done.setdefault(chunk.request_id, []).append(chunk)
         self.client.chunks.clear()
@@ -137,8 +135,8 @@ class Served:
         return self.client.ask(get_health=pb.GetHealth()).health
 
     def rounds(self, count: int) -> None:
-        """Until so many tokens have been emitted since the last requests were sent; they may have
-        ended by then. Raises AssertionError where they never come.
+        """Waits until so many tokens have been emitted since the last requests were sent; the
+        requests may have ended by then. Raises AssertionError if the tokens never arrive.
         """
         until = time.monotonic() + patient(60)
         while self.health().tokens_emitted < self._emitted + count:
@@ -152,9 +150,7 @@ def said(chunks: Sequence[Chunk]) -> list[int]:
 def stock(
     engine: dict[str, Any], prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, Any]:
-    """What the unpatched SGLang with these arguments answers greedily; see
-    sglang/stock_engine.py.
-    """
+    """Greedy answers of the unpatched SGLang with these arguments; see sglang/stock_engine.py."""
     task = {"engine": {"port": free_port(), **engine}, "prompts": prompts, "new_tokens": new_tokens}
     environment = {
         **os.environ,
@@ -193,7 +189,7 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[in
 
 
 def hidden(model: PreTrainedModel, tokens: Sequence[int], layers: str = "last") -> torch.Tensor:
-    """States of all tokens but the last, [T - 1, width], in the order a RowLayout names."""
+    """States of all tokens but the last, [T - 1, width], in the order of a RowLayout's names."""
     with torch.inference_mode():
         states = model(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
     names = [-1 if name == "last" else int(name) for name in layers.split(",")]
@@ -203,7 +199,7 @@ def hidden(model: PreTrainedModel, tokens: Sequence[int], layers: str = "last") 
 def save_eagle3(
     directory: Path, hidden_size: int, vocab: int, draft_vocab: int, seed: int = 5
 ) -> None:
-    """A random EAGLE-3 checkpoint in the published format: one wide layer, own head over every
+    """A random EAGLE-3 checkpoint in the published format: one wide layer, and a head over every
     third token.
     """
     torch.manual_seed(seed)
@@ -258,7 +254,7 @@ def save_eagle3(
 def exact_pairs(
     model: PreTrainedModel, prompt: Sequence[int], temperature: float, top_k: int
 ) -> dict[tuple[int, int], float]:
-    """Probability of every pair of first two tokens, float64, by the definition."""
+    """Exact probability of every pair of first two tokens, float64."""
 
     def step(tokens: list[int]) -> list[tuple[int, float]]:
         with torch.inference_mode():
@@ -271,11 +267,10 @@ def exact_pairs(
 
 
 def chi_square_p(counts: dict[tuple[int, int], int], exact: dict[tuple[int, int], float]) -> float:
-    """p-value of Pearson's test; cells expected fewer than five times are pooled.
-
-    Fails on a pair that cannot be.
+    """p-value of Pearson's test; cells with expected counts below five are pooled. Raises
+    AssertionError for an impossible pair.
     """
-    from scipy.stats import chisquare  # comes with SGLang
+    from scipy.stats import chisquare  # installed with SGLang
 
     assert set(counts) <= set(exact)
     total = sum(counts.values())
@@ -296,9 +291,7 @@ def chi_square_p(counts: dict[tuple[int, int], int], exact: dict[tuple[int, int]
 def pair_counts(
     served: Served, prompt: Sequence[int], samples: int, **options: Any
 ) -> dict[tuple[int, int], int]:
-    """How often each pair of first two tokens is drawn, every other request being greedy in the
-    same batch.
-    """
+    """Counts of each pair of first two tokens; every other request in the batch is greedy."""
     seeds = list(range(1000, 1000 + samples))
     numbers = served.send([prompt] * samples, seeds=seeds, max_tokens=3, capture=False, **options)
     company = served.send(

@@ -1,4 +1,4 @@
-"""What the tests of a gateway over SGLang push to it, and ask."""
+"""Pushes and requests for the tests of a gateway over SGLang."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ QUESTIONS = ("48:36=", "91:35=")
 
 
 def demo_tensors(name: str) -> dict[str, NamedTensor]:
-    """Of a checkpoint of the demo."""
+    """Tensors of a checkpoint of the demo."""
     return decode_safetensors((DEMO / name / "model.safetensors").read_bytes())
 
 
 def filled(tensor: NamedTensor, value: float) -> NamedTensor:
-    """The tensor with one number everywhere."""
+    """The tensor with one number in all places."""
     return from_numpy(tensor.name, np.full(tensor.shape, value, dtype=np.float32))
 
 
 async def pushed(served: Any, target: int, tensors: dict[str, NamedTensor]) -> VersionSet:
-    """The set that the tensors, under a new version, make with what serves."""
+    """The served set with the pushed tensors under a new version."""
     number = next(served.numbers)
     found = list(tensors.values())
     manifest = build_manifest(target, number, found, lm_head_hash=f"{number:016x}")

@@ -1,5 +1,5 @@
-"""How long the process of the tests stood still: seconds that a bound on what passed has to allow
-for, since whoever is watched from here had that time too.
+"""Measures the seconds that the test's process stood still. A bound on elapsed time has to allow
+for these seconds, because a watched process had them too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands in a stream after something happened to its server amid appends and reads."""
+"""Traffic on a stream while its server is disturbed between appends and reads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TOTAL = 300
 
 
 async def go_through(stream: RedisStream, happens: Mapping[int, Callable[[], object]]) -> None:
-    """Append and read TOTAL entries at once, with a thing that happens before some of them.
+    """Append and read TOTAL entries at once; `happens` maps entries to disturbances before them.
 
-    Each has to arrive once, in order, and to leave nothing behind.
+    Each entry has to arrive once and in order, and to leave nothing behind.
     """
     await stream.create_group("g")
     async with asyncio.timeout(patient(60)):

@@ -1,5 +1,5 @@
-"""A made-up run with figures known in advance: journal entries and span files in the form that the
-services write.
+"""A made-up run with figures fixed in advance: journal entries and span files in the services'
+form.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def record(step: int, steps: int) -> dict[str, Any]:
 
 
 def arm_figures(step: int, drafter: int) -> dict[str, dict[str, str]]:
-    """Each drafter version gets half a token more out of a round than the one before; n-grams draft in
-    every third step, 1.25 tokens a round.
+    """Each drafter version adds half a token per round; n-grams draft in every third step, 1.25
+    tokens a round.
     """
     rounds = {"eagle:3_1_4": 40 + step}
     tokens = {"eagle:3_1_4": (40 + step) * (4 + drafter) // 2}
@@ -183,7 +183,7 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
 
 
 def write_journal(path: Path, steps: int) -> None:
-    """The journal file that a finished run leaves."""
+    """Writes the journal file that a finished run leaves."""
     path.write_bytes(b"".join(pack_entry(entry) + b"\n" for entry in entries(steps)))
 
 

@@ -1,4 +1,4 @@
-"""Takes the place of Tilt: evaluates the Tiltfile in Starlark and does what it asks for."""
+"""Takes the place of Tilt: evaluates the Tiltfile in Starlark and executes its resources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Resource = dict[str, Any]
 
 
 def tilt_dialect() -> sl.Dialect:
-    """What Tilt's own Starlark takes: no f-strings, no types."""
+    """Tilt's own Starlark dialect: no f-strings, no types."""
     dialect = sl.Dialect.standard()
     dialect.enable_lambda = dialect.enable_top_level_stmt = True
     dialect.enable_def = dialect.enable_keyword_only_arguments = True
@@ -31,7 +31,7 @@ def tilt_dialect() -> sl.Dialect:
 
 
 def resources_of(settings: Mapping[str, str]) -> dict[str, Resource]:
-    """Resources of the Tiltfile by name, in its order; `settings`: what follows `tilt up --`."""
+    """Resources of the Tiltfile by name, in its order; `settings`: options after `tilt up --`."""
     found: dict[str, Resource] = {}
 
     def local_resource(name: str, **values: Any) -> None:
@@ -68,7 +68,7 @@ def resources_of(settings: Mapping[str, str]) -> dict[str, Resource]:
 
 
 class TiltCi:
-    """`tilt ci`: everything that begins by itself, in the order of the dependencies; succeeds when
+    """`tilt ci`: starts all automatic resources in the order of their dependencies. Succeeds when
     all servers are ready and all commands have ended well.
     """
 
@@ -79,7 +79,7 @@ class TiltCi:
         self.ready: list[str] = []
 
     def run(self) -> None:
-        """Raises AssertionError, naming the resource, where Tilt would fail."""
+        """Raises AssertionError with the resource's name where Tilt would fail."""
         try:
             while waiting := [name for name in self._resources if name not in self.ready]:
                 name = next(n for n in waiting if set(self._needs(n)) <= set(self.ready))
@@ -88,7 +88,7 @@ class TiltCi:
             self.stop()
 
     def stop(self) -> None:
-        """Ends what still serves, in reverse order."""
+        """Ends the remaining servers, in reverse order."""
         for server in reversed(self._servers.values()):
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGTERM)
@@ -121,7 +121,7 @@ class TiltCi:
         self.ready.append(name)
 
     def log(self, name: str) -> str:
-        """What a resource has said, its last 2,000 characters."""
+        """The last 2,000 characters of a resource's log."""
         return (self._logs / f"{name}.log").read_text(errors="replace")[-2000:]
 
     @staticmethod
@@ -132,7 +132,7 @@ class TiltCi:
 
 
 def probed(probe: Mapping[str, Any]) -> bool:
-    """One look, as Tilt's own prober takes it."""
+    """One probe, as Tilt's own prober makes it."""
     try:
         if action := probe.get("tcp_socket"):
             with socket.create_connection(action["address"], probe["timeout_secs"]):

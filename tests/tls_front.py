@@ -1,5 +1,5 @@
-"""TLS before a server at a unix socket: listens at `host port`, with the certificate and the key of
-two files, until it is killed.
+"""TLS in front of a server at a unix socket: listens at `host port` with a certificate and a key
+from files, until killed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from asyncio import StreamReader, StreamWriter
 
 
 async def passed(read: StreamReader, write: StreamWriter) -> None:
-    """Until one side ends."""
+    """Copies until one side ends."""
     try:
         while data := await read.read(65_536):
             write.write(data)

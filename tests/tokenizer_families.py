@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the families that models have, trained on a few lines."""
+"""Tiny tokenizers of the common model families, trained on a few lines."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def characters_for_bytes(special: list[str], texts: Sequence[str] = CORPUS) -> T
 
 
 def metaspace(special: list[str], scheme: str, texts: Sequence[str] = CORPUS) -> Tokenizer:
-    """A tokenizer of SentencePiece's kind, with bytes for what it has no piece for."""
+    """A tokenizer of SentencePiece's kind, with bytes for text without a piece."""
     tokenizer = _unknown_as_bytes(texts, strip=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     return _with(tokenizer, special)
 
 
 def prepending(special: list[str], texts: Sequence[str] = CORPUS) -> Tokenizer:
-    """The same with the space put before the text by the normalizer, as in the first Llamas."""
+    """The same, but the normalizer puts the space before the text, as in the first Llamas."""
     tokenizer = _unknown_as_bytes(texts, strip=True)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -125,7 +125,7 @@ def _with(tokenizer: Tokenizer, special: list[str]) -> Tokenizer:
 
 
 def add_bos(tokenizer: Tokenizer, bos: str) -> None:
-    """Every text begins with it."""
+    """The tokenizer with this token before every text."""
     token_id = tokenizer.token_to_id(bos)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, token_id)]

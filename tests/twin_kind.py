@@ -1,5 +1,5 @@
-"""Trained kinds of a user's own, by import path: EAGLE's network under other names; one reads an
-inner state.
+"""Trained drafter kinds of a user, by import path: EAGLE's network under other names. DeepDrafter
+reads an inner state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SILENT = replace(
     architectures=("SilentDrafter",),
     inner_layers=last_state_only,
 )
-"""Reads an inner state and does not say so."""
+"""Reads an inner state but does not declare it."""
 
 
 class TwinNet(EagleNet):
@@ -60,7 +60,7 @@ class TwinNet(EagleNet):
 
 
 class DeepNet(TwinNet):
-    """The same once more."""
+    """TwinNet for the kind DEEP."""
 
     kind: ClassVar[SpeculatorKind] = DEEP
 
@@ -72,7 +72,7 @@ class TwinDrafter(EagleDrafter):
 
 
 class DeepDrafter(TwinDrafter):
-    """Asks for the input of layer 1 and notes the states it is given, [n - 1, W] with their tokens
+    """Requests the input of layer 1 and notes the states it receives, [n - 1, W] with their tokens
     [n].
     """
 
@@ -95,7 +95,7 @@ class DeepDrafter(TwinDrafter):
 
 
 class SilentNet(DeepNet):
-    """The same once more."""
+    """DeepNet for the kind SILENT."""
 
     kind: ClassVar[SpeculatorKind] = SILENT
 

@@ -1,5 +1,5 @@
-"""Some twenty requests that are made to hold a gateway up: each a function of the gateway's two ports that
-sends one and returns when it is over.
+"""Some twenty requests that try to block the gateway. Each attack is a function of the gateway's
+two ports; it sends one request and returns at its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 RESPONSES, COUNT = "/v1/responses", "/v1/messages/count_tokens"
 Attack = Callable[[int, int], Awaitable[object]]
-"""(HTTP port, gRPC port) -> what came of it"""
+"""(HTTP port, gRPC port) -> outcome of the attack"""
 
 
 def posted(path: str, body: object) -> Attack:
@@ -40,7 +40,7 @@ def posted(path: str, body: object) -> Attack:
 
 
 def endless(path: str, seconds: float) -> Attack:
-    """A body without an end, as fast as it is taken."""
+    """Sends a body without an end, as fast as the gateway reads it."""
 
     async def parts() -> AsyncIterator[bytes]:
         async with asyncio.timeout(seconds):
@@ -61,7 +61,7 @@ def endless(path: str, seconds: float) -> Attack:
 
 
 def raw_bytes(*parts: bytes, times: int = 1) -> Attack:
-    """Bytes on a connection, until the gateway has had enough of them or all are sent."""
+    """Sends bytes on a connection until the gateway closes it or all bytes are sent."""
 
     async def send(http_port: int, _: int) -> object:
         reader, writer = await asyncio.open_connection("127.0.0.1", http_port)

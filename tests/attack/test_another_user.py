@@ -1,7 +1,7 @@
-"""What another user of the machine can do to a gateway that `paceline serve` has started: nothing.
+"""Another user of the machine can do nothing to a gateway that `paceline serve` has started.
 
-The attacker is a process of uid 65534 where the machine lets the test become one, else one that
-knows the addresses alone.
+The attacker is a process of uid 65534 if the test may change its uid. Otherwise the attacker is a
+process that has only the addresses.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Target:
         return (self.directory / "tokens" / name).read_text()
 
     def attacked(self, rule: Path, token: str) -> dict[str, Any]:
-        """What the attacker saw."""
+        """Runs the attacker and returns its findings."""
         files = [*self.directory.rglob("*")]
         uid = NOBODY if os.getuid() == 0 else 0
         words = [self.address, self.url, f"{rule}:Rule", list(map(str, files)), token, uid]
@@ -121,7 +121,7 @@ class Target:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     directory = tmp_path_factory.mktemp("run")
-    # Open as far as its parents go: what keeps others out is what the run itself does.
+    # The directory and its parents are open; only the run's own permissions protect its files.
     for folder in (directory, *directory.parents[:2]):
         folder.chmod(0o755)
     grpc, http = free_ports(2)

@@ -1,4 +1,4 @@
-"""No request stops the others: /health answers while each of twenty hostile ones is sent."""
+"""The gateway answers /health while each of twenty hostile requests is sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEMO_POLICY = Path(__file__).parents[2] / "examples" / "demo" / "policy_trained"
 ATTACKED_S = 2.0
 TRIES = 3
 LONGEST_S = 1.0
-"""Of any answer of /health on a quiet machine; the goal is a p99 of 50 ms."""
+"""Longest time of an answer of /health on a quiet machine; the goal is a p99 of 50 ms."""
 PROBE = """
 import http.client, json, sys, time, threading
 port, took, over = int(sys.argv[1]), [], threading.Event()
@@ -42,12 +42,12 @@ while not over.is_set() or len(took) < 20:
     over.wait(0.005)
 print(json.dumps(took[1:]))
 """
-"""Asks for /health until its input ends; the first answer is told at once."""
+"""Requests /health until its input ends; it reports the first answer at once."""
 
 
 @dataclass
 class Probe:
-    """A process that asks for /health all the time: what the test's own does costs it nothing."""
+    """A process that requests /health all the time, so that the test's own work cannot delay it."""
 
     process: subprocess.Popen[str]
 
@@ -58,19 +58,19 @@ class Probe:
         return cls(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
 
     def wait(self) -> None:
-        """Until the first answer."""
+        """Waits for the first answer."""
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "serving\n"
 
     def seconds(self) -> list[float]:
-        """Of each answer, the quickest first; the process ends."""
+        """Ends the process; returns the seconds of each answer in ascending order."""
         said, _ = self.process.communicate(timeout=patient(60))
         return sorted(json.loads(said))
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
-    """A gateway process with the demo's policy; its HTTP and gRPC port."""
+    """A gateway process with the demo's policy; yields its HTTP and gRPC port."""
     directory = tmp_path_factory.mktemp("attacked")
     http_port, grpc_port = free_ports(2)
     settings = {
@@ -91,7 +91,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int
         process = subprocess.Popen(words, env=child_environment(), stdout=log, stderr=log)
     try:
         with_deadline = time.monotonic() + patient(90)
-        while True:  # its ports are not open yet: nothing to wait on
+        while True:  # its ports are not open yet, so the test has no event to wait for
             probe = Probe.of(http_port)
             if probe.process.stdout is not None and probe.process.stdout.readline():
                 probe.seconds()
@@ -108,7 +108,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int
 async def test_health_answers_while_a_hostile_request_is_under_way(
     name: str, gateway: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # What holds the gateway up does so each time; a machine that stood still has not.
+    # A request that blocks the gateway does so in every try; a stalled machine does not.
     for _ in range(TRIES):
         probe = Probe.of(gateway[0])
         probe.wait()

@@ -1,4 +1,4 @@
-"""What a killed gateway leaves behind is gone at the next start, and a living neighbour's stays."""
+"""The next start removes the leftovers of a killed gateway and keeps the files of a living one."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A place of its own for temporary files; short, since a socket's path is."""
+    """A separate folder for temporary files, with a short path because socket paths are limited."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def start(tmp_path: Path, temporary: Path, redis_url: str) -> Iterator[Start]:
-    """Starts a gateway of two workers with rings, which runs code in a sandbox."""
+    """Starts a gateway with two workers and row rings, which runs code in a sandbox."""
     model = tiny_model(tmp_path / "model")
     script = tmp_path / "script.json"
     script.write_text(json.dumps(sums(model)))
@@ -74,7 +74,7 @@ def start(tmp_path: Path, temporary: Path, redis_url: str) -> Iterator[Start]:
         )
         gateways.append(gateway)
         assert gateway.stdout is not None
-        assert "serves\n" in gateway.stdout  # after what the sandbox logs
+        assert "serves\n" in gateway.stdout  # after the sandbox's log lines
         return gateway
 
     yield start
@@ -88,18 +88,20 @@ def files_below(folder: Path) -> set[Path]:
 
 
 def ours_in_shared_memory() -> set[Path]:
-    """What a gateway could have put there by a name: other tests' SGLang and Ray come and go."""
+    """Files of gateways in shared memory, by name; SGLang and Ray of other tests add and remove
+    theirs.
+    """
     there = Path("/dev/shm")
     return {one for name in ("paceline*", "torch_*", "psm_*") for one in there.glob(name)}
 
 
 def boxes_below(folder: Path) -> set[Path]:
-    """Those of programs that have begun."""
+    """Boxes of programs that have begun."""
     return {path.parent for path in folder.rglob("box-*/begun")}
 
 
 def when_it_runs_code(gateway: subprocess.Popen[str], folder: Path, before: set[Path]) -> set[Path]:
-    """Its boxes, once its sandbox runs a program."""
+    """Waits until the gateway's sandbox runs a program; returns its boxes."""
     end = time.monotonic() + patient(30)
     while time.monotonic() < end:
         if boxes := boxes_below(folder) - before:
@@ -110,7 +112,7 @@ def when_it_runs_code(gateway: subprocess.Popen[str], folder: Path, before: set[
 
 
 def killed_at_once(gateway: subprocess.Popen[str]) -> None:
-    """As a machine's memory killer or a batch system does: no process of it cleans up."""
+    """Kills like a machine's OOM killer or a batch system: no process of the gateway cleans up."""
     family = [*psutil.Process(gateway.pid).children(recursive=True), psutil.Process(gateway.pid)]
     for process in family:
         process.suspend()

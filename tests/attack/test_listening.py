@@ -1,4 +1,4 @@
-"""What of a running demo can be reached, and by whom."""
+"""A running demo listens on loopback and in directories of its own user only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether nobody but this user passes through it; no folder holds an abstract socket."""
+    """Whether only this user can enter the folder; an abstract socket has no folder."""
     about = folder.lstat()
     return folder.is_absolute() and (about.st_uid, about.st_mode & 0o077) == (os.getuid(), 0)
 

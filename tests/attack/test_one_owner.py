@@ -1,4 +1,4 @@
-"""A run that lives is taken up by nobody else, and one whose owner was killed by the next one."""
+"""A living run cannot be resumed; a run with a killed owner can."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.attack, pytest.mark.timeout(300)]
 
 
 def files_of(run: Path) -> dict[str, int]:
-    """When each of the run's settings and locks was written."""
+    """Modification times of the run's settings and locks."""
     return {
         str(path): path.stat().st_mtime_ns for path in (run / "config.toml", *run.glob("pids/*"))
     }

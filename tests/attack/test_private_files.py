@@ -1,4 +1,4 @@
-"""What a run writes and where its Redis listens, seen by another user of the machine."""
+"""Another user of the machine can read no file of a run, and no Redis of a run has a port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.attack, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    before = os.umask(0o022)  # as most users have it
+    before = os.umask(0o022)  # the umask of most users
     process = demo(tmp_path, "--steps", "1", *SMALL, "policy_trainer.checkpoint_interval_steps=1")
     os.umask(before)
     with process:

@@ -1,4 +1,4 @@
-"""A model's code in the sandbox of a running gateway goes for the gateway, its workers and Redis."""
+"""A model's code attacks the gateway, its workers and Redis from the sandbox of a gateway."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.attack
 KINDS = ("namespaces", "landlock")
 SECRETS = ("PACELINE_TOKEN", "REDIS_URL", "OPENAI_API_KEY")
 WORD = "only-the-gateway-knows"
-SLACK_BYTES = 128 << 20  # what processes take between two looks at them, which a load delays
+SLACK_BYTES = 128 << 20  # growth of processes between two measurements, which load delays
 
 ATTACK = """
 import ctypes, json, os, signal, socket, sys
@@ -95,7 +95,7 @@ print(json.dumps(done))
 
 
 def sockets_of(processes: Sequence[psutil.Process]) -> dict[str, list[object]]:
-    """Addresses on which these processes listen."""
+    """Addresses on which the processes listen."""
     pids = {one.pid for one in processes}
     tcp = [
         list(one.laddr)
@@ -107,7 +107,7 @@ def sockets_of(processes: Sequence[psutil.Process]) -> dict[str, list[object]]:
 
 
 async def attacked(kind: str, code: str, stdin: str = "", **limits: int) -> SandboxResult:
-    """What came of code; skips where the machine lacks a layer of the kind."""
+    """Runs code in a sandbox; skips where the machine lacks a layer of the kind."""
     sandbox = Sandbox(SandboxConfig.model_validate({"isolation": kind, "wall_s": 30, **limits}))
     try:
         return await sandbox.run(textwrap.dedent(code), stdin=stdin)
@@ -173,7 +173,7 @@ HOGS = {
 
 @pytest.mark.parametrize("hog", HOGS)
 async def test_a_box_takes_no_more_memory_than_it_may(hog: str) -> None:
-    """What is counted: megabytes that the code says it holds."""
+    """The code prints one character for each megabyte that it holds."""
     limit, file_bytes = 256 << 20, 8 << 20
     code = "import os\n" + textwrap.dedent(HOGS[hog])
     result = await attacked("namespaces", code, memory_bytes=limit, file_bytes=file_bytes)

@@ -1,5 +1,5 @@
 """Fills the disk under a supervised Redis and frees it again: `python full_disk_run.py DIRECTORY`,
-on a small disk of its own. Prints what test_full_disk.py reads.
+on a small disk of its own. Prints the lines that test_full_disk.py reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ while client.ping(): time.sleep(0.05)
 
 
 def fill(directory: Path) -> Path:
-    """Leaves LEFT_BYTES of the disk."""
+    """Fills the disk up to the last LEFT_BYTES."""
     ballast = directory / "ballast"
     with ballast.open("wb", buffering=0) as file:
         file.write(bytes(shutil.disk_usage(directory).free - LEFT_BYTES))
@@ -51,7 +51,7 @@ async def append_until_it_fails(stream: RedisStream, acknowledged: list[str]) ->
 
 
 async def needy_connected(client: Redis) -> None:
-    """Waits for the process that needs Redis to be there, again."""
+    """Waits until the process that needs Redis is connected again."""
     assert await client.blpop(["needy"], timeout=int(patient(20.0))) is not None
 
 

@@ -1,4 +1,4 @@
-"""A run whose drafter trainer is killed: it goes on without it, and takes it back."""
+"""A run continues without a killed drafter trainer and uses the trainer again after its restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kill_drafter_trainer(lines: list[str]) -> None:
 
 
 def finished(process: subprocess.Popen[str], run: Path) -> tuple[str, dict[str, Any]]:
-    """What the rest of the run printed, and its summary."""
+    """Waits for the end of the run; returns its remaining output and its summary."""
     output, _ = process.communicate(timeout=patient(200))
     assert process.returncode == 0, output
     return output, json.loads((run / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""A short `make chaos`: seeded faults in a whole run, judged from what lies in Redis and on disk."""
+"""A short `make chaos`: seeded faults in a whole run, judged from the data in Redis and on disk."""
 
 from __future__ import annotations
 

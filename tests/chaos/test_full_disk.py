@@ -1,4 +1,4 @@
-"""A disk that is full, again and again: what was acknowledged stays, and the run goes on."""
+"""A disk fills up repeatedly: acknowledged entries stay, and the run continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN_DISK = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> str:
-    """A shell command's beginning that mounts a disk of 192 MiB, seen by that command alone."""
+    """Beginning of a shell command that mounts a disk of 192 MiB, visible to that command only."""
     mount = f"mount -t tmpfs -o size=192m none {tmp_path}"
     if subprocess.run([*OWN_DISK, mount], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a file system of their own")

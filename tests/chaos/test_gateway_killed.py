@@ -1,4 +1,4 @@
-"""A process that is killed with -9 leaves its open sessions to the next one."""
+"""A gateway that is killed with -9 leaves its open sessions to the next gateway."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A gateway killed with -9 and started again: agents hear what became of their sessions, nothing
-final is lost.
+"""A gateway is killed with -9 and restarted: agents learn the outcome of their sessions, and no
+final result is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_S = patient(60)
 
 
 class Gateway:
-    """The gateway's process, at the same ports in every life."""
+    """The gateway's process, with the same ports after each restart."""
 
     def __init__(self, directory: Path, redis_url: str, run_id: str) -> None:
         grpc_port, http_port = free_ports(2)
@@ -58,7 +58,7 @@ class Gateway:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Returns when it serves."""
+        """Returns when the gateway serves."""
         words = (sys.executable, "-m", "paceline.services.rollout_gateway", *self._words)
         self._process = await asyncio.create_subprocess_exec(*words, env=os.environ.copy())
         await wait_healthy(self.address, SecurityConfig(), START_S)
@@ -76,7 +76,7 @@ class Gateway:
 
 
 def model(directory: Path) -> Path:
-    """What the scripted engine needs of a model, and a slow script."""
+    """A model directory with the files that the scripted engine reads, and a slow script."""
     path = directory / "tiny-model"
     path.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -185,7 +185,7 @@ async def test_sessions_of_a_killed_gateway_are_told_failed_and_what_was_final_s
     await gateway.kill()
     await gateway.start()
     told = (await between.chat([user("x")], status=409))["error"]["message"]
-    assert "failed: infra" in told  # also a second life later
+    assert "failed: infra" in told  # also after a second restart
     stream_of = RedisStream(client, run_key(run_id, "trajectories"))
     await stream_of.create_group("test")
     (entry,) = await stream_of.read("test", "c", 5, 1.0)

@@ -1,4 +1,4 @@
-"""A short `make recovery`: the only rank of a policy of 135M parameters dies beside busy processes."""
+"""A short `make recovery`: the only rank of a 135M-parameter policy dies on a busy CPU."""
 
 from __future__ import annotations
 

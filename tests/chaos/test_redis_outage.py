@@ -1,4 +1,4 @@
-"""Redis dies in the middle and comes back from its log: nothing is lost and nothing doubled."""
+"""Redis dies during appends and recovers from its log: no entry is lost or doubled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short `make starve`: a run whose processes are stopped at random, at the lowest priority."""
+"""A short `make starve`: a run with processes stopped at random, at the lowest priority."""
 
 from __future__ import annotations
 

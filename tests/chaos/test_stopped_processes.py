@@ -1,5 +1,5 @@
-"""A run whose processes are stopped (SIGSTOP) one after the other: each is seen, killed and replaced
-in seconds, and nothing is lost by it.
+"""Every process of a run is stopped (SIGSTOP) in turn: each is detected, killed and replaced within
+seconds, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.local.patience import patient
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(480)]
 
 STEPS = 1000
-"""More than there is time for: the run is stopped when all of its processes have been."""
+"""More steps than the time allows: the test ends the run after stopping each of its processes."""
 
 
 def stopped_s(pid: int) -> float:
-    """Stops a process; seconds until it is no more, by the kernel's word."""
+    """Stops a process; returns the seconds until the kernel reports its end."""
     handle = os.pidfd_open(pid)
     began = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
@@ -51,7 +51,7 @@ def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_p
 
     def stop(name: str, pid: int) -> None:
         seen_s[name] = stopped_s(pid)
-        limit_s = LIMIT_S + patient(LIMIT_S / 3) + 1.0  # by how busy the machine is just now
+        limit_s = LIMIT_S + patient(LIMIT_S / 3) + 1.0  # patience follows the present load
         if seen_s[name] >= limit_s and name != "redis":
             late[name] = (seen_s[name], limit_s)
 
@@ -61,7 +61,7 @@ def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_p
     for service in ("gateway", "policy_trainer", "drafter_trainer", "coordinator", "redis"):
         stop(service, pids[service])
         wait_for(process, f"{service} healthy")
-    # Redis answers no beats: a question in 1.5 s, which it may take as long to answer.
+    # Redis sends no heartbeats: it is pinged every 1.5 s, and an answer may take as long.
     asked_s = seen_s.pop("redis")
     assert asked_s < LIMIT_S / 2 + patient(LIMIT_S) + 1.0
     told = {name: round(seconds, 2) for name, seconds in seen_s.items()}

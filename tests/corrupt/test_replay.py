@@ -1,4 +1,4 @@
-"""A run whose policy trainer computes steps again, to other bits than it has published."""
+"""A restarted policy trainer recomputes steps and gets other bits than it had published."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.config.load import read_tables, write_tables
 from paceline.local.patience import patient
 
 LEARNS = str(Path(__file__).parents[2] / "benchmarks/workloads/two_digits/workload.toml")
-"""Half of its first answers are right: every step changes the weights."""
+"""Half of the policy's first answers are right, so that every step changes the weights."""
 
 pytestmark = [pytest.mark.corrupt, pytest.mark.timeout(300)]
 

@@ -1,4 +1,4 @@
-"""Runs whose files on disk are not what was written: nothing of them is used, and the run goes on."""
+"""Runs with damaged files on disk: the run uses no damaged file, and continues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def newest(directory: Path, prefix: str) -> Path:
 
 
 def kill(run: subprocess.Popen[str], lines: list[str], service: str) -> None:
-    """Ends a service with its children and ranks; then no rank is left to write a checkpoint."""
+    """Kills a service with its children and ranks, so that no rank can write a checkpoint."""
     ended = psutil.Process(pid_of(lines, service))
     ranks = running(f"paceline.services.{service}.rank", run.pid)  # children of the forkserver
     others = [*ended.children(recursive=True), *ranks]
@@ -55,7 +55,7 @@ def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> No
     process = demo(
         tmp_path,
         "--steps",
-        "6",  # both trainers are back before the last
+        "6",  # both trainers recover before the last step
         *SMALL,
         "policy_trainer.checkpoint_interval_steps=1",
         "drafter_trainer.checkpoint_interval_s=0.1",
@@ -85,7 +85,7 @@ def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_go
     process = demo(tmp_path, "--steps", "4", *SMALL, "run.heartbeat_s=0")
     lines = wait_for(process, "step 2/4")
     coordinator, run = pid_of(lines, "coordinator"), tmp_path / "demo-0-1"
-    os.kill(coordinator, signal.SIGSTOP)  # what serves now goes on serving
+    os.kill(coordinator, signal.SIGSTOP)  # no new version is committed
     try:
         kill(process, lines, "gateway")
         for spooled in ("versions.json", "policy-*/model.safetensors"):

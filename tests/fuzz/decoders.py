@@ -1,4 +1,4 @@
-"""Every decoder of bytes from outside a process: its name, valid bytes, and how it reads."""
+"""Every decoder of bytes from outside a process: its name, valid bytes, and its reader."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ from paceline.whole_files import read_hashes
 
 
 class Decoder(NamedTuple):
-    """One decoder; `read` returns or raises one of `refuses`, and nothing else."""
+    """One decoder; `read` returns or raises an error of `refuses`, and no other error."""
 
     valid: tuple[bytes, ...]
     read: Callable[[bytes], object]
@@ -82,7 +82,7 @@ def text(raw: bytes) -> str:
 
 
 def as_json(raw: bytes) -> Any:
-    """What a JSON parser before the decoder lets through; {} for the rest."""
+    """Values that pass a JSON parser before the decoder; {} for anything else."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):
@@ -90,7 +90,7 @@ def as_json(raw: bytes) -> Any:
 
 
 def in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """A reader of a directory with one file."""
+    """A reader for a directory with one file."""
 
     def reads(raw: bytes) -> object:
         with tempfile.TemporaryDirectory() as directory:
@@ -101,7 +101,7 @@ def in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], obje
 
 
 def message(kind: Any, read: Callable[[Any], object]) -> Callable[[bytes], object]:
-    """A reader of what protobuf has parsed."""
+    """A reader of messages that protobuf has parsed."""
 
     def reads(raw: bytes) -> object:
         try:
@@ -143,7 +143,7 @@ def entry_bytes(header: dict[str, str], payload: bytes) -> bytes:
 
 
 def through_pipe(raw: bytes) -> object:
-    """What a reward's child has written."""
+    """Unpacks bytes that a reward's child process wrote."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(raw[:60_000])

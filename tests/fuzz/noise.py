@@ -1,7 +1,7 @@
-"""Noise made from valid bytes, and the driver that holds it to its time.
+"""Noise made from valid bytes, and a driver that limits its time.
 
-With PACELINE_FUZZ_S each property sees new noise for so many seconds; without, a few examples that
-are the same in every run.
+With PACELINE_FUZZ_S each property sees new noise for so many seconds. Otherwise it sees a few
+examples, the same in every run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ODDITIES: tuple[Any, ...] = (
     *(0, -1, 1, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.0, 1e308, 1e-320),
     *(float("nan"), float("inf"), float("-inf"), {"type": 1}, {"": {"": []}}, ["a", 1, None]),
 )
-"""JSON values, and some that only Python's parser takes, to put where others stood."""
+"""JSON values, and some values that only Python's parser accepts, used as replacements."""
 SPLICES = (
     *(b"", b"\0", b"\xff", b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\n", b"\r\n", b"-"),
     *(b"[" * 5000, b'{"a":' * 5000, b"9" * 5000, b"1e999", b"NaN", b"null", b"\\ud800", b"data: "),
@@ -40,7 +40,7 @@ SPLICES = (
 
 
 def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where the values inside a JSON value stand, itself first."""
+    """Paths of all values inside a JSON value, its own path first."""
     inner = (
         value.items()
         if isinstance(value, dict)
@@ -52,7 +52,7 @@ def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """The value with another one at a path; `...` takes the old one away."""
+    """The value with another value at a path; `...` removes the old value."""
     if not path:
         return None if new is ... else new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -65,7 +65,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 @st.composite
 def noise(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
-    """Valid bytes with something wrong in them, or any bytes."""
+    """Valid bytes with a defect, or arbitrary bytes."""
     kind = draw(st.sampled_from(("json", "splice", "splice", "any")))
     if kind == "any":
         return draw(st.binary(max_size=200))
@@ -74,7 +74,7 @@ def noise(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
         try:
             value = json.loads(raw)
         except ValueError:
-            pass  # of another form: its bytes are spliced
+            pass  # a different form, whose bytes are spliced in
         else:
             for _ in range(draw(st.integers(1, 3))):
                 path = draw(st.sampled_from(paths(value)))
@@ -90,12 +90,12 @@ def noise(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
 
 
 def fuzz(valid: Sequence[bytes], read: Callable[[bytes], object]) -> None:
-    """Let `read` have noise until the time is up; it raises for what must not happen."""
+    """Passes noise to `read` until the time is up; `read` raises on a forbidden result."""
 
     def hold(raw: bytes) -> None:
         began = time.process_time()
         read(raw)
-        if BUDGET_S:  # of the processor: a busy machine does not count
+        if BUDGET_S:  # processor time, so that a busy machine does not count
             took_s = time.process_time() - began
             assert took_s < patient(SLOWEST_S), f"{took_s:.1f} s for {len(raw)} bytes"
 

@@ -1,4 +1,4 @@
-"""Whatever bytes come, a decoder gives a value or refuses them in its own words, at once."""
+"""A decoder returns a value for any bytes or raises its declared errors, without delay."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.fuzz
 def test_noise_is_a_value_or_an_error_of_ours(name: str) -> None:
     decoder = DECODERS[name]
     for raw in decoder.valid:
-        decoder.read(raw)  # valid bytes are read: the noise has something to spoil
+        decoder.read(raw)  # valid bytes are readable, so that the noise has a target
 
     def read(raw: bytes) -> None:
         with suppress(*decoder.refuses):
             decoder.read(raw)
 
-    # Parsers that go down level by level end here unless somebody thought of it.
+    # Deep nesting ends a recursive parser without a depth limit.
     for deep in (b"[", b'{"a":', b'{"a":[', b'{"speculation":'):
         read(deep * 100_000)
     fuzz(decoder.valid, read)

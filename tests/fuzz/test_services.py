@@ -1,4 +1,4 @@
-"""Whatever bytes come by HTTP or gRPC, a running gateway answers them, and not by a fault of its own."""
+"""A running gateway answers any bytes over HTTP or gRPC without an internal error."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def waits(raw: bytes) -> bool:
-    """Whether a request asks to wait for a task, as it may for a minute."""
+    """Whether a request waits for a task, which may take a minute."""
     with suppress(DecodeError):
         return bool(rpb.OpenSessionRequest.FromString(raw).claim)
     return False
 
 
 class Gateway:
-    """A running gateway that a synchronous property asks."""
+    """A running gateway that a synchronous property can call."""
 
     def __init__(self, directory: Path) -> None:
         model = tiny_model(directory / "tiny-model")
@@ -90,20 +90,20 @@ class Gateway:
         self._loop.close()
 
     def post(self, path: str, raw: bytes) -> int:
-        """The answer's status."""
+        """Sends a request; returns the answer's status."""
         headers = {"content-type": "application/json"}
         asked = self.served.http.post(path, content=raw, headers=headers)
         return self._loop.run_until_complete(asked).status_code
 
     def call(self, method: str, raw: bytes) -> grpc.StatusCode:
-        """How the call ends."""
+        """Calls the method; returns the call's status."""
 
         async def ask() -> grpc.StatusCode:
             call = self.served.channel.stream_stream(f"/paceline.v1.{method}")(timeout=patient(20))
             with suppress(grpc.aio.AioRpcError):
                 await call.write(raw)
                 await call.done_writing()
-                async for _ in call:  # the status comes behind the answers
+                async for _ in call:  # the status follows the answers
                     pass
             code: grpc.StatusCode = await call.code()
             return code

@@ -1,4 +1,5 @@
-"""The drafter's learner on CUDA: it comes, learns what it learns on a CPU, and leaves the memory.
+"""The drafter's learner on CUDA: it learns the same as on a CPU, and frees its memory when it
+leaves.
 
 Prints figures.
 """

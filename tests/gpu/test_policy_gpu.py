@@ -1,4 +1,4 @@
-"""The policy's step on a GPU: what saves memory there steps as the CPU does, and gives it back."""
+"""The policy's step on a GPU: with memory savings it equals the CPU's step, and memory is freed."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_three_steps_go_where_the_cpu_goes(tmp_path: Path, mesh: DeviceMesh, way
             other.memory.enter()
     wanted = whole(one.weights.published())
     for name, weight in whole(other.weights.published()).items():
-        assert torch.allclose(weight, wanted[name], atol=4e-3), name  # of three steps of 1e-3
+        assert torch.allclose(weight, wanted[name], atol=4e-3), name  # three steps of 1e-3
 
 
 def test_offload_gives_the_device_the_bytes_of_weights_and_moments(
     tmp_path: Path, mesh: DeviceMesh
 ) -> None:
-    """Measured in the allocator and in what the driver has free."""
+    """Measured in the allocator and in the driver's free memory."""
     large = {"vocab_size": 8_192, "hidden_size": 1_024, "intermediate_size": 4_096}
     save_random(tmp_path / "model", "llama", num_hidden_layers=4, **HEADS, **large)
     one = learner(tmp_path / "model", mesh, offload=True)

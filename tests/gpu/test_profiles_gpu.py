@@ -1,5 +1,5 @@
-"""Profiles on a GPU: its own kernels multiply what the CPU does, and a captured graph computes with
-the numbers of the newest version.
+"""Profiles on a GPU: its own kernels compute the CPU's products, and a captured graph uses the
+numbers of the newest version.
 """
 
 from __future__ import annotations

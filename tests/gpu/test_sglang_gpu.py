@@ -1,4 +1,4 @@
-"""SGLang on CUDA: what cannot be tried on a CPU.
+"""SGLang on CUDA: properties that no CPU can show.
 
 Memory given back in MB, weights loaded in seconds; prints figures.
 """

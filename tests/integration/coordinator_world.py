@@ -1,4 +1,4 @@
-"""Scripted peers around a real coordinator, and what a run of them leaves."""
+"""Scripted peers around a real coordinator, and readers of a run's records."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ WAIT_S = patient(20.0)
 
 @dataclass
 class Script:
-    """What the peers are to do, and what they saw."""
+    """Orders for the peers, and their observations."""
 
     workers: int = 2
     hold_step: int | None = None  # the rollouts of this step wait until `released`
-    hold_round: str = ""  # only what has this in the ids of its groups
-    equal: frozenset[str] = frozenset()  # ids of groups whose samples all get the same reward
+    hold_round: str = ""  # only a round that has this text in the ids of its groups
+    equal: frozenset[str] = frozenset()  # ids of groups with equal rewards for all samples
     left_out: list[tuple[int, list[str]]] = field(default_factory=list)  # as waited_for
     released: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Event = field(default_factory=asyncio.Event)
@@ -77,7 +77,7 @@ class Script:
     missed_preempts: int = 0  # requests that arrive while the trainer is stopped
     slow_to_attach: bool = False
     unscored: frozenset[tuple[int, int]] = frozenset()  # (task index, sample index) of every step
-    unscored_ends: str = "stop"  # how these end
+    unscored_ends: str = "stop"  # finish reason of the unscored samples
     open_sizes: tuple[int, ...] = ()  # sessions of the groups that agents bring to every step
     hold_policy_step: int | None = None  # the first training of this step never ends
     policy_failures: int = 0
@@ -85,12 +85,12 @@ class Script:
     workers_lost: int = 0
     drafts: bool = True  # the engine has the probe's arm
     commits_failed: int = 0
-    beyond: dict[int, list[str]] = field(default_factory=dict)  # what the audit of a step names
+    beyond: dict[int, list[str]] = field(default_factory=dict)  # named by the audit, by step
     quarantines: list[tuple[str, ...]] = field(default_factory=list)
     quarantines_failed: int = 0
     modes: list[int] = field(default_factory=list)  # of the commits
     spoiled: bool = False  # the gateway's spool, after the first commit
-    policy_gone: bool = False  # from there, when the trainer has trained on
+    policy_gone: bool = False  # after spoiling, once the trainer has trained on
     activated: asyncio.Event = field(default_factory=asyncio.Event)
     resumed: asyncio.Event = field(default_factory=asyncio.Event)  # workers that were lent
     joined: asyncio.Event = field(default_factory=asyncio.Event)
@@ -106,30 +106,30 @@ class Script:
     profiles: list[str] = field(default_factory=list)  # of the commits
     serving: dict[str, VersionSet] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)  # workers that have given their memory back
-    order: list[str] = field(default_factory=list)  # who asked for slots, and who got them
-    listening: int = 0  # who would be told of requests that wait
+    order: list[str] = field(default_factory=list)  # calls to the peers, in order
+    listening: int = 0  # number of open WatchTraffic calls
     traffic: asyncio.Queue[rollout_pb2.WatchTrafficResponse] = field(default_factory=asyncio.Queue)
-    release_fails: int = 0  # once, when so many workers are asked for
+    release_fails: int = 0  # once, when so many workers are requested
     bubbles: bool = True  # the second worker waits for the drafter on the first one's slot
     disaggregated: bool = False  # the policy trains on slots of its own
     push_waits: bool = False  # for the rollouts of the next step
     push_drafts: bool = False  # each push waits until the drafter trains once more
-    rollout_waits: bool = False  # from the second step on: for the commit of the one before
+    rollout_waits: bool = False  # from the second step on, for the commit of the former step
     one_version: bool = False  # nothing is rolled out while a set is committed
     rolling_out: set[int] = field(default_factory=set)  # steps
     drawn_at: dict[int, int] = field(default_factory=dict)  # by step, policy that began to serve it
     evaluations: list[float] = field(default_factory=list)
-    accept_lengths: list[dict[str, float]] = field(default_factory=list)  # told to the drafter's
+    accept_lengths: list[dict[str, float]] = field(default_factory=list)  # of Activate requests
     trained_from: dict[int, int] = field(default_factory=dict)  # by step, policy before it
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits for something that the peers do."""
+        """Waits until a condition on the peers holds."""
         async with self.news:
             await asyncio.wait_for(self.news.wait_for(holds), WAIT_S)
 
     async def told(self) -> None:
-        """Wakes who waits."""
+        """Wakes all waiting tasks."""
         async with self.news:
             self.news.notify_all()
 
@@ -222,7 +222,7 @@ class Gateway(RolloutServiceServicer):
     async def ReleaseWorkers(self, request: Any, context: Any) -> Any:
         if self.script.release_fails == len(request.workers):
             self.script.release_fails = 0
-            self.script.activated.set()  # nobody will
+            self.script.activated.set()  # no drafter will be activated
             raise ResourceExhausted("lent.json cannot be written")
         self.script.lent.update(request.workers)
         self.script.order.append(f"release {list(request.workers)}")
@@ -281,7 +281,7 @@ def _sample(task: Any, sample: int, *, scored: bool = True, session_id: str = ""
 
 
 class Weights(WeightServiceServicer):
-    """Serves every set it is told to, also when it starts again; refuses old epochs."""
+    """Serves every committed set, also after a restart; refuses old epochs."""
 
     def __init__(self, script: Script, guard: EpochGuard, name: str) -> None:
         self.script, self.guard, self.name = script, guard, name
@@ -364,7 +364,7 @@ class Policy(PolicyServiceServicer):
         asked = self.script.order.count("quarantine")
         await self.script.told()
         yield policy_pb2.TrainStepResponse(stepped=stepped)
-        if stepped.beyond:  # a push takes longer than the call that follows what was found
+        if stepped.beyond:  # a push takes longer than the call that follows the audit's finding
             await self.script.until(lambda: self.script.order.count("quarantine") > asked)
         if self.script.push_waits:
             await self.script.until(lambda: step + 1 in self.script.drawn_at)
@@ -435,7 +435,7 @@ class Drafter(DrafterServiceServicer):
 
 @dataclass
 class Peers:
-    """Three servers that may be stopped and started again on their ports."""
+    """Three servers that a test can stop and restart on the same ports."""
 
     script: Script
     ports: dict[str, int]
@@ -480,8 +480,8 @@ class Peers:
 async def running_peers(
     script: Script, security: SecurityConfig = SECURITY
 ) -> AsyncIterator[Peers]:
-    """The drafter trains during a push only with `push_drafts`: other pushes take no time, so
-    that it would be chance.
+    """The drafter trains during a push only with `push_drafts`. Other pushes take no time, so that
+    training would depend on chance.
     """
     names = ("gateway", "policy_trainer", "drafter_trainer")
     peers = Peers(script, {name: free_port() for name in names}, security)
@@ -540,20 +540,20 @@ run_service("coordinator", CoordinatorConfig, serve)
 
 
 async def process_of(words: list[str], snapshot_entries: int) -> asyncio.subprocess.Process:
-    """A coordinator in a process of its own."""
+    """A coordinator in a separate process."""
     code = PROCESS.format(snapshot_entries=snapshot_entries)
     return await asyncio.create_subprocess_exec(sys.executable, "-c", code, *words)
 
 
 async def held(script: Script, config: CoordinatorConfig) -> asyncio.Task[None]:
-    """A run whose rollouts wait in the step that the script holds."""
+    """A run with rollouts that wait in the step that the script holds."""
     run = asyncio.create_task(run_to_end(config))
     await asyncio.wait_for(script.holding.wait(), WAIT_S)
     return run
 
 
 async def status_of(config: CoordinatorConfig) -> str:
-    """What `paceline status` prints."""
+    """Output of `paceline status`."""
     told = io.StringIO()
     address = config.addresses.coordinator
     await show_status(coordinator_of([], address), Console(file=told, width=200))
@@ -568,7 +568,10 @@ async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:
 
 
 def check_slots(entries: list[dict[str, Any]], slots: int = 2) -> float:
-    """No overlap, the drafter only inside rollouts; returns the drafter's slot-seconds."""
+    """Asserts that slots never overlap and the drafter runs only inside rollouts.
+
+    Returns the drafter's slot-seconds.
+    """
     intervals, windows = slot_intervals(entries), step_windows(entries)
     assert overlaps(intervals) == []
     policy = [(one.start_s, one.end_s) for one in intervals if one.holder == "policy"]
@@ -589,7 +592,7 @@ def check_uses(
     windows: list[StepWindow],
     slots: int,
 ) -> None:
-    """Every record accounts for all slots all the time, and as who held them has it."""
+    """Every record accounts for all slots at all times, and agrees with the slots' holders."""
     for record, window in zip(records_of(entries), windows, strict=True):
         used = record["slot_s"]
         assert sum(used.values()) == pytest.approx(slots * (window.end_s - window.start_s))
@@ -599,7 +602,7 @@ def check_uses(
             for holder in ("engine", "policy", "drafter")
         }
         assert used["generating"] == pytest.approx(held["engine"])
-        assert used["policy"] <= held["policy"] + 1e-6  # less: workers give their memory back first
+        assert used["policy"] <= held["policy"] + 1e-6  # workers free memory first
         assert used["policy"] + used["transferring"] >= held["policy"] - 1e-6
         assert used["drafter"] <= held["drafter"] + 1e-6
         assert used["transferring"] > 0

@@ -1,5 +1,5 @@
-"""A drafter trainer as it runs, and all it talks to: Redis, a gateway-side weight receiver, rows of
-a real policy.
+"""A running drafter trainer with its peers: Redis, a gateway-side weight receiver, rows of a real
+policy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLICY = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"
 
 
 class Receiver:
-    """The gateway's side of a push; a test may hold it up."""
+    """The gateway's side of a push, which a test may delay."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -80,7 +80,7 @@ class World:
             "security.run_tokens": "false",
             "model": POLICY,
             "optimizer.lr": 1e-2,
-            "niceness": 0,  # others compute beside the tests, and these wait for it
+            "niceness": 0,  # other work runs beside the tests and has priority
             "buffer.judged_every": 4,
             **self.overrides,
             **overrides,
@@ -122,7 +122,7 @@ class World:
         slots: Sequence[int] = (0,),
         deadline_s: float = 30,
     ) -> AsyncIterator[pb.ActivateResponse]:
-        """News of an activation; the channel closes with the iterator."""
+        """Yields news of an activation; the channel closes with the iterator."""
         request = pb.ActivateRequest(
             context=self.context(epoch),
             slots=slots,
@@ -183,8 +183,8 @@ async def serve_receiver(spool: Spool, receiver: Receiver) -> tuple[Server, int]
 def rows_of_policy(
     run: str, count: int, *, length: int = 48, seed: int = 0, prefix: str = "s"
 ) -> list[FeatureBatch]:
-    """What the engine would capture from `count` sampled sequences of the demo's start policy
-    (transformers).
+    """Rows as the engine captures them for `count` sampled sequences of the demo's start policy
+    (computed with transformers).
     """
     from transformers import LlamaForCausalLM
 
@@ -219,7 +219,7 @@ def rows_of_policy(
 
 
 def policy_head_hash() -> str:
-    """Hash of the start policy's head as it lies in the file."""
+    """Hash of the start policy's head, as stored in the file."""
     tensors = load_file(POLICY / "model.safetensors")
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).contiguous()
     return head_hash(head.view(torch.uint8).numpy().tobytes())

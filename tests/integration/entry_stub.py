@@ -1,4 +1,4 @@
-"""A service for the tests of the entry: writes down what it was given, then waits or ends."""
+"""A service for the tests of the entry: records its input, then waits or ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module to be forked: notes each import, and does in main as it is told."""
+"""A module to be forked: notes each import, and follows its arguments in main."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class NoHooks:
 
 
 def save_tiny_policy(directory: Path) -> None:
-    """A policy of two layers that no tokenizer belongs to."""
+    """A policy of two layers without a tokenizer."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -100,7 +100,7 @@ def made(run: str, step: int, version: int) -> list[Trajectory]:
 
 @dataclass
 class World:
-    """A run: what the trainer talks to, and the trainer itself."""
+    """A run: the trainer and its peers."""
 
     run: str
     directory: Path
@@ -114,7 +114,7 @@ class World:
     news: int = 0  # end of a news pipe that the trainer inherits
 
     def settings(self, **overrides: object) -> list[str]:
-        """Words of a command line."""
+        """Settings as words of the trainer's command line."""
         keys = {
             "run.id": self.run,
             "run.dir": self.directory,
@@ -211,7 +211,7 @@ async def receiver(spool: Spool, target: int, port: int = 0) -> tuple[Server, in
 
 @asynccontextmanager
 async def policy_world(directory: Path, model: Path, url: str, run_id: str) -> AsyncIterator[World]:
-    """A run in this directory, whose trainer is not started yet."""
+    """A run in this directory; its trainer is not started yet."""
     spools = {name: Spool(directory / name, keep=8) for name in ("gateway", "drafter")}
     targets = {"gateway": WEIGHT_TARGET_POLICY, "drafter": WEIGHT_TARGET_POLICY_HEAD}
     started = {name: await receiver(spool, targets[name]) for name, spool in spools.items()}

@@ -1,4 +1,6 @@
-"""A rank for tests: says ready, answers each message, does as the message says."""
+"""A rank for tests: reports that it is ready, answers each message, and executes commands in
+messages.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ NAMES = (
 
 
 def speak_early(link: RankLink, spoken: Path) -> None:
-    """Rank 0 is ready and sends news; the others are ready once it has."""
+    """Rank 0 is ready and sends news; the other ranks are ready afterwards."""
     if link.rank == 0:
         link.ready()
         link.send(b"news")
@@ -35,8 +37,8 @@ def speak_early(link: RankLink, spoken: Path) -> None:
 
 
 def start_slowly(link: RankLink, how: str, seconds: float) -> None:
-    """Takes so long before it is ready: reports its progress, computes (now and then as on a machine
-    of ten times the load, or all the time), or does nothing.
+    """Delays readiness by so many seconds. It reports progress, computes (at intervals as under ten
+    times the load, or all the time), or does nothing.
     """
     end = time.monotonic() + seconds
     while (left_s := end - time.monotonic()) > 0:

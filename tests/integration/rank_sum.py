@@ -1,4 +1,6 @@
-"""A rank for tests that computes with the others: answers a number with the sum over all ranks."""
+"""A rank for tests that computes with the other ranks: answers a number with the sum over all
+ranks.
+"""
 
 from __future__ import annotations
 

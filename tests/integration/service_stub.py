@@ -1,4 +1,4 @@
-"""A process for the supervisor's tests: serves health on an address and ends as it is told."""
+"""A process for the supervisor's tests: serves health on an address and ends as ordered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.rpc import Server
 
 
 async def serve(words: argparse.Namespace) -> int:
-    """Serve until SIGTERM; SIGUSR1 ends it as --exits says."""
+    """Serve until SIGTERM; SIGUSR1 ends the process as --exits orders."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

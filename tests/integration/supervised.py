@@ -1,4 +1,4 @@
-"""Stub services under a supervisor, and what it says of them."""
+"""Stub services under a supervisor, and the supervisor's events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stub_launch(
 
 
 class Events(list[ChildEvent]):
-    """Events heard, and a wait for one."""
+    """Received events, and a wait for an event."""
 
     def __init__(self) -> None:
         super().__init__()

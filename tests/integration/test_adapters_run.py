@@ -1,4 +1,4 @@
-"""A whole run that trains adapters and pushes nothing else."""
+"""A whole run trains adapters and pushes only adapters."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_engines_draw_from_the_start_policy_with_the_adapters_that_were_pushed(
     assert process.returncode == 0, output
     run = tmp_path / "demo-0-1"
     steps = [json.loads(line)["policy"] for line in (run / "steps.jsonl").read_text().splitlines()]
-    # Adapters begin as nothing: from the second step on the gap would be what they have learned.
+    # Adapters start at zero: from the second step on, an engine without adapters would show a gap.
     assert all(one["behavior_gap"] < 1e-5 for one in steps)
     assert any(one["grad_norm"] > 0 for one in steps)
     whole = Path("examples/demo/policy_start/model.safetensors").stat().st_size
     assert all(0 < one["push_bytes"] < whole / 10 for one in steps)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["policy_versions"] == 5  # the start among them
+    assert summary["policy_versions"] == 5  # includes the start policy

@@ -1,5 +1,5 @@
-"""Asynchronous schedules of the coordinator, in both placements, against peers that answer from
-scripts over real gRPC sockets and a real Redis.
+"""Asynchronous schedules of the coordinator in both placements, against scripted peers over real
+gRPC sockets and a real Redis.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def words_of(
 
 def every_group_once(script: Script, lag: int, steps: int = STEPS) -> None:
     """Each group of each step was trained once, and not too late."""
-    batches = dict(script.waited_for)  # a step that was asked for twice is trained once
+    batches = dict(script.waited_for)  # a step that was requested twice is trained once
     assert sorted(batches) == list(range(steps))
     groups = sorted(group for batch in batches.values() for group in batch)
     assert groups == sorted(f"s{step}.t{task}" for step in range(steps) for task in range(2))
@@ -83,7 +83,7 @@ async def test_one_step_off_rolls_a_step_out_while_the_one_before_goes_to_the_ga
     redis_url: str, tmp_path: Path, placement: dict[str, object]
 ) -> None:
     script = Script(bubbles=False, push_waits=True, one_version=True)
-    script.drawn_at[STEPS] = 0  # the last push waits for nothing
+    script.drawn_at[STEPS] = 0  # the last push has no rollouts to wait for
     script.disaggregated = placement is APART
     async with running_peers(script) as peers:
         config = config_of(words_of(peers, redis_url, tmp_path, placement, schedule="one_step_off"))

@@ -1,5 +1,5 @@
-"""Asynchronous training as a person runs it, judged by what is left in Redis' log: every group is
-trained once or reported as stale, and no trained token is older than the bound.
+"""Asynchronous training from the command line, judged by Redis' log: every group is trained once or
+reported as stale, and no trained token is older than the bound.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def test_every_group_is_trained_once_within_the_bound_or_reported_as_stale(
             lags[int(what)][str(int(what) - oldest)] += 1
         else:
             assert fate == "dropped:stale", key
-    assert {len(fates) for fates in groups.values()} == {1}  # a group goes as a whole
+    assert {len(fates) for fates in groups.values()} == {1}  # a group is trained as a whole
     found = {int(lag) for of_step in lags.values() for lag in of_step}
     assert min(found) >= 0
-    assert 1 <= max(found) <= ETA  # and some were older than the policy that they trained
+    assert 1 <= max(found) <= ETA  # and some groups were older than the policy that trained them
     told = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     assert {int(one.get("step", 0)): one["staleness"] for one in told} == {
         step: dict(of_step) for step, of_step in lags.items()

@@ -1,5 +1,5 @@
-"""A whole run whose engine is inexact on purpose: the path is named, turned off, and the run ends
-well without it.
+"""A whole run with an engine that is inexact on purpose: the path is named and turned off, and the
+run ends well without it.
 """
 
 from __future__ import annotations

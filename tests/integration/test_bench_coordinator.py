@@ -1,5 +1,5 @@
-"""The coordinator bench runs with its real processes; its figures are for `paceline bench`, not for
-a test, except those that no other load changes.
+"""The coordinator bench runs with its real processes. Tests check only the figures that no other
+load changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The gateway's bench runs with its real processes; its figures are for `paceline bench`, not for a
-test.
-"""
+"""The gateway's bench runs with its real processes; only `paceline bench` judges its figures."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ COMMAND = [
 ]
 COMMAND += ["--turns", "0"]
 
-# its workers are then below the bench
+# its workers are then descendants of the bench
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_forkserver")]
 
 
 @pytest.fixture
 def left_over() -> Callable[[], list[str]]:
-    """Command lines of a gateway's processes that a test has started and that run still; those of
-    tests before it in this process may, too.
+    """Command lines of a gateway's processes that this test has started and that still run.
+    Processes of earlier tests may still run too and do not count.
     """
     before = psutil.Process().children(recursive=True)
 
@@ -95,7 +93,7 @@ def test_an_interrupted_bench_leaves_no_process() -> None:
     family = psutil.Process(process.pid).children(recursive=True)
     assert (
         len(family) >= 6
-    )  # load, gateway and its worker, the worker called directly; who forks both
+    )  # load, gateway and its worker, the directly called worker, and the fork server of both
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=patient(30)) == 130
     process.stderr.close()

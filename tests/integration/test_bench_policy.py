@@ -1,6 +1,4 @@
-"""The policy's bench runs with its real processes; its figures are for `paceline bench`, not for a
-test.
-"""
+"""The policy's bench runs with its real processes; only `paceline bench` judges its figures."""
 
 from __future__ import annotations
 

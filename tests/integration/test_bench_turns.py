@@ -1,4 +1,4 @@
-"""Two real demo runs that take turns, a step each."""
+"""Two real demo runs take turns, one step each."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def plan(out: Path, arm: str, flags: Flags) -> DemoPlan:
 
 
 def spans(run: DemoRun) -> list[tuple[float, float, str]]:
-    """Wall clock of each step's beginning and end."""
+    """Wall-clock times of each step's start and end."""
     ends = [(float(one["finished_at_s"]), float(one["step_s"])) for one in run.steps]
     return [(end - lasted, end, run.arm) for end, lasted in ends]
 
 
 def out_of_turn(arms: Sequence[str]) -> list[int]:
-    """Places of the steps that were done by who was ahead of another.
+    """Places of the steps that an arm did while it was ahead of another arm.
 
-    Who has none yet does not count: the pause before a run's first rest may come before its first
-    step or after it.
+    An arm without a step does not count: the pause before a run's first rest may precede or follow
+    its first step.
     """
     done: Counter[str] = Counter()
     found = []

@@ -1,4 +1,4 @@
-"""The bench of weights runs with its real processes; its figures are for `paceline bench`."""
+"""The bench of weights runs with its real processes; only `paceline bench` judges its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long run leaves no more in the durable Redis than a short one."""
+"""A long run leaves no more data in the durable Redis than a short run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_run_of_three_times_the_steps_holds_no_more_sessions_and_replays
 
 
 async def _bytes_but_journal(client: redis.asyncio.Redis, run_id: str) -> int:
-    """The journal is kept whole, for the report: a few KB a step."""
+    """The journal is kept whole for the report: a few KB a step."""
     keys = [key async for key in client.scan_iter(match=f"paceline:{{{run_id}}}:*", count=1000)]
     held = {key: await client.memory_usage(key, samples=0) or 0 for key in keys}
     return sum(held[key] for key in held if b":journal" not in key)

@@ -1,4 +1,6 @@
-"""A call whose connection breaks fails as Unavailable, however gRPC words it: callers try again."""
+"""A call over a broken connection fails as Unavailable, whatever gRPC's error text, so callers
+retry.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from paceline.rpc import rpc_errors
 
 CHUNKS, CHUNK_BYTES = 400, 1 << 16
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-"""A new channel would begin in the connection that was broken for the one before."""
+"""Without this option, a new channel would reuse the broken connection of an earlier channel."""
 
 
 async def take(requests: AsyncIterator[bytes], context: object) -> bytes:

@@ -1,4 +1,4 @@
-"""A child's stops (SIGSTOP), its end and its group, as real processes."""
+"""A child process's stops (SIGSTOP), its end and its group, over real processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def watched(limit_s: float = LIMIT_S) -> AsyncIterator[Child]:
 
 @contextmanager
 def five_times_over() -> Iterator[None]:
-    """Five busy processes a core."""
+    """Runs five busy processes per core."""
     spin = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(spin) for _ in range(5 * usable_cores())]
     try:
@@ -84,7 +84,7 @@ async def test_a_stopped_process_is_killed_within_the_limit_and_a_look() -> None
         os.kill(child.pid, signal.SIGSTOP)
         assert await child.wait() == -signal.SIGKILL
         took_s = time.monotonic() - began
-        # the last sixth waits for a busy machine
+        # the last sixth is patience for a busy machine
         most_s = LIMIT_S + 2 * LOOK_S * max(patience(), 1.0) + 1.0 + stood_s()
         assert LIMIT_S - 2 * LOOK_S < took_s < most_s
         assert child.last_words() == "was killed by SIGKILL, stopped for 1.2 s"

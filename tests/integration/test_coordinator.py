@@ -1,6 +1,4 @@
-"""The coordinator against peers that answer from scripts: real gRPC sockets, real Redis, real
-ZeroMQ.
-"""
+"""The coordinator against scripted peers: real gRPC sockets, real Redis, real ZeroMQ."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
         subscriber.close()
     assert script.commits == [(1, 1, 1), (2, 2, 2), (3, 3, 3)]
     assert script.trained == [0, 1, 2]
-    known = {"eagle:3_1_4": 2.5}  # by the rollouts that finished before
+    known = {"eagle:3_1_4": 2.5}  # from the rollouts that finished before
     assert (script.accept_lengths[0], script.accept_lengths[-1]) == ({}, known)
     entries = await journal_of(config)
     assert check_slots(entries) > 0
@@ -118,7 +116,7 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
 
 
 async def _ignore_gap(first: int, last: int) -> None:
-    """Facts from before the subscription are no matter here."""
+    """Ignores facts from before the subscription."""
 
 
 async def test_a_slot_is_leased_only_after_its_worker_has_given_its_memory_back(
@@ -127,7 +125,7 @@ async def test_a_slot_is_leased_only_after_its_worker_has_given_its_memory_back(
     async with running_peers(script := Script()) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1, heldout_path=""))
         await run_to_end(config)
-    # What gets no slot again before the run ends is taken back for agents that go on.
+    # Released workers that get no slot again before the run ends resume for external agents.
     assert script.order == [
         *("resume []", "generate"),
         *("release [0]", "draft"),
@@ -184,7 +182,7 @@ async def test_slots_go_back_to_the_engine_for_callers_that_wait(
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1, heldout_path=""))
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
-        for epoch in (1, 2):  # of no lease, and of the drafter's
+        for epoch in (1, 2):  # an unknown lease, and the drafter's lease
             script.traffic.put_nowait(rollout_pb2.WatchTrafficResponse(epoch=epoch, requests=3))
         await asyncio.wait_for(script.preempted.wait(), WAIT_S)
         await asyncio.wait_for(script.resumed.wait(), WAIT_S)
@@ -213,7 +211,7 @@ async def test_a_slot_that_is_released_later_joins_the_drafter(
         *("resume []", "generate"),
         *("release [0]", "draft"),
         *("release [1]", "join [0, 1]"),
-        *(("resume [0, 1]",) if fails else ()),  # the rollouts go on
+        *(("resume [0, 1]",) if fails else ()),  # the rollouts resume
         *("release [0, 1, 2]", "train"),
         "resume [0, 1, 2]",
     ]
@@ -538,7 +536,7 @@ async def test_paceline_stop_ends_the_run_with_the_running_step_and_says_what_it
 
 
 class Said(io.StringIO):
-    """What a console prints, and an event for the first thing that it waits for."""
+    """Text printed to a console, and an event for the first "waiting for"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -637,7 +635,8 @@ async def test_a_second_coordinator_of_the_same_run_cannot_write(
             f"addresses.events=tcp://127.0.0.1:{free_port()}",
         ]
         other = asyncio.create_task(run_to_end(config_of([*words, *moved])))
-        # The newcomer preempts the drafter; the first one hears of it and finds the journal taken.
+        # The new coordinator preempts the drafter; the first coordinator then finds the journal
+        # taken.
         with pytest.raises(FailedPrecondition) as refused:
             await run
         script.released.set()
@@ -817,7 +816,7 @@ async def test_an_alarm_says_whom_all_wait_for_until_the_run_goes_on(
                 break
         assert kind == "impaired"
         assert "coordinator waits for gateway (rollout of step 0, " in alarm
-        assert "gateway (does not answer: " in alarm  # this one has no ProgressService
+        assert "gateway (does not answer: " in alarm  # this gateway has no ProgressService
         async with channel(config.addresses.coordinator, SECURITY) as to:
             assert (await ask_progress(to, WAIT_S)).alarm.startswith("no progress for ")
         script.released.set()
@@ -879,7 +878,7 @@ def no_straggler_waits_for_the_drafter(script: Script) -> None:
 
 
 async def until_away(config: CoordinatorConfig, services: list[str]) -> None:
-    """Returns when the coordinator says that just these services are away."""
+    """Returns when the coordinator reports exactly these services as away."""
     async with asyncio.timeout(WAIT_S), channel(config.addresses.coordinator, SECURITY) as peer:
         stub = CoordinatorServiceStub(peer)
         while True:

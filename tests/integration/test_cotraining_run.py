@@ -1,6 +1,7 @@
-"""The whole loop: a drafter that begins with nothing learns in the rollouts' idle time, is promoted
-and drafts what the policy accepts. Each trained kind in a run of its own, all but one with a time
-of its own to learn in.
+"""The whole loop: an untrained drafter learns in the rollouts' idle time, is promoted, and drafts
+tokens that the policy accepts.
+
+Each trained kind has a run; all kinds but the harvested kind have a drafter phase of their own.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HARVESTED, STEPS = "eagle", 8
-"""Of the kind that learns in idle time alone: a busy machine leaves it five optimiser steps in
-each.
+"""The kind that learns in idle time alone, and its steps. Each step leaves it five optimiser steps
+on a busy machine.
 """
 SERIAL = (4, "coordinator.drafter_schedule=serial", "coordinator.max_drafter_steps=60")
-"""Steps of the others, and what has them learn as much of a step on any machine."""
+"""Steps of the other kinds, and settings that give equal learning per step on any machine."""
 TRAINED = [kind for kind in SPECULATORS.values() if kind.trained]
 
 
@@ -48,11 +49,12 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     served = [int(step["versions"].get("drafter", 0)) for step in steps]
     assert served[0] == 0
-    # By the end of the run: on a busy machine the first one may be for the step that would follow.
+    # Promoted by the end of the run: on a busy machine the first promotion may be for the next
+    # step.
     assert summary["gate_decisions"].get("promoted", 0) >= 1, summary["gate_decisions"]
-    # One may be taken back for the one before it; what is new comes in order.
+    # A drafter may be rolled back to the drafter before it; new drafters arrive in order.
     assert list(dict.fromkeys(served)) == sorted(set(served))
-    # a fresh dflash drafter begins at 1.33, where others begin at 1.0
+    # a fresh dflash drafter begins at 1.33, the other kinds begin at 1.0
     assert summary["accept_len_last"] > summary["accept_len_first"] + 0.1
     assert summary["drafter_steps"] >= 2 * count
     arms = [name for step in steps for name in step["arm_rounds"]]
@@ -66,5 +68,5 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
         )
         assert rounds == int(step["drafted_rounds"])
         assert tokens / rounds == pytest.approx(step["accept_length"])
-    if kind.name == HARVESTED:  # others have a time of their own, which is waited for
+    if kind.name == HARVESTED:  # the run waits for other kinds in their own phase
         assert summary["preempt_wait_share"] < 0.05

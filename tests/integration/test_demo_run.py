@@ -1,4 +1,4 @@
-"""`paceline demo` as a person runs it: real services, real Redis, real signals."""
+"""`paceline demo` from the command line: real services, real Redis, real signals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     assert told.seconds == pytest.approx(steps[1]["step_s"], rel=0.2)
     assert sum(part.seconds for part in told.parts) == pytest.approx(told.seconds)
     assert names.engine_stage("decode") in {part.name for part in told.parts}
-    # the set goes to the gateway while the drafter leaves its slots: the step ends with the longer
+    # the gateway commits the set while the drafter leaves its slots; the longer call ends the step
     edges = {part.edge.split()[-1] for part in told.parts}
     assert {"WeightService.Commit", "DrafterService.Preempt"} & edges
     assert told.cause.startswith("step 1 took ")
@@ -95,7 +95,7 @@ def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: P
     assert [child for child in family if child.is_running()] == []
     assert left_over(tmp_path) == []
     run = tmp_path / "demo-0-1"
-    (run / "report.html").unlink()  # it was written when the run was stopped
+    (run / "report.html").unlink()  # the summary was written when the run was stopped
     again = paceline("report", str(run))
     assert again.returncode == 0, again.stderr
     assert json.loads((run / "summary.json").read_text())["steps"] >= 1
@@ -115,7 +115,7 @@ def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     objects = [json.loads(line) for line in done.stdout.splitlines()]
     kinds = [one["kind"] for one in objects]
-    assert kinds[0] == "phase"  # said before settings are read
+    assert kinds[0] == "phase"  # printed before settings are read
     assert kinds.index("run") < kinds.index("serving") < kinds.index("step")
     assert [one.get("step", "0") for one in objects if one["kind"] == "step"] == ["0", "1"]
     assert (kinds[-1], objects[-1]["summary"]["steps"]) == ("summary", 2)
@@ -123,7 +123,7 @@ def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_policy_is_evaluated_without_a_run() -> None:
-    """examples/demo/evaluate_policy.py, which samples with transformers, finds 0.84."""
+    """examples/demo/evaluate_policy.py samples with transformers and measures 0.84."""
     folder = demo_folder()
     tasks, model = str(folder / "tasks_heldout.jsonl"), str(folder / "policy_trained")
     words = ["--prompts", "64", "--max-tokens", "368", "--samples", "2", "--json"]

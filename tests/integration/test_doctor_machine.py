@@ -1,4 +1,4 @@
-"""`paceline doctor` before a run: every check is made, and what fails says what to do."""
+"""`paceline doctor` before a run makes every check, and each failed check names its remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 def doctor(
     tmp_path: Path, *settings: str, files: int = 65_536, **environment: str
 ) -> tuple[int, dict[str, dict[str, str]], str]:
-    """Exit status, findings by check, and what stands on stderr."""
+    """Exit status, findings by check, and text on stderr."""
     free = [f"addresses.{n}=127.0.0.1:{p}" for n, p in zip(ADDRESSES, free_ports(6), strict=True)]
     words = [sys.executable, "-m", "paceline.cli.main", "doctor", "--json"]
     command = [*words, f"run.dir={tmp_path / 'run'}", *free, *settings]
@@ -68,7 +68,7 @@ def test_one_fail_ends_no_other_check_and_each_says_what_to_do(tmp_path: Path) -
     open_to_all.chmod(0o755)
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        # Short: the socket of a Redis in a long path would lie in the user's directory.
+        # Short, because the socket of a Redis with a long path would be in the user's directory.
         tempfile.TemporaryDirectory() as runs,
     ):
         port = taken.getsockname()[1]

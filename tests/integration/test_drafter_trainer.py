@@ -1,4 +1,4 @@
-"""The drafter trainer as it runs: parent, rank, Redis, a weight receiver; activated, preempted,
+"""A running drafter trainer (parent, rank, Redis, a weight receiver) is activated, preempted,
 killed, resumed.
 """
 
@@ -155,7 +155,7 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(
 
     with pytest.raises(DeadlineExceeded, match="begun"):
         await collect(world.activate(9, deadline_s=1e-6))
-    await world.preempt(9)  # returns when what came too late has stopped
+    await world.preempt(9)  # returns when the late activation has stopped
     status = await world.status()
     await world.stop()
     await world.start(**ENDLESS)
@@ -172,20 +172,20 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows)
-    few = {"gate.samples": 8, "gate.min_positions": 8 * (48 - 6)}  # and all that they hold
+    few = {"gate.samples": 8, "gate.min_positions": 8 * (48 - 6)}  # and all their positions
     await world.start(**ENDLESS, **{"gate.interval_steps": 50}, **few)
     world.receiver.open.clear()
     async with aclosing(world.activate(1)) as running:
         await until(running, "activated")
         await asyncio.wait_for(
             world.receiver.entered.wait(), patient(60)
-        )  # the gateway loads the drafter, and takes its time
+        )  # the gateway takes long to load the drafter
         assert (await world.preempt(1)).was_active, "a preemption waited for a push"
         detached = await until(running, "detached")
         assert detached.reason == "preempted"
     world.receiver.open.set()
     async with aclosing(world.activate(2)) as running:
-        gate = await promotion(running)  # what the first activation could not tell
+        gate = await promotion(running)  # undecided in the first activation
         await world.preempt(2)
     assert gate.drafter_version == 1
     assert gate.candidate_accept_length - gate.serving_accept_length > gate.noise > 0
@@ -264,8 +264,7 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(
     await world.append([*newer, *unknown])
     async with aclosing(world.activate(4)) as running:
         await until(running, "activated")
-    # A checkpoint waits for its turn: it is written once the activation nobody listens to has
-    # stopped.
+    # A checkpoint waits: it is written after the end of the activation without a reader.
     await world.call(
         "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(4))
     )
@@ -282,7 +281,7 @@ async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while
 ) -> None:
     await world.append(
         [batch for batch in rows if not judged_first(batch)]
-    )  # nothing to judge by, so far
+    )  # no held-out rows so far
     warm = sglang_drafter(world.directory.with_name("warm"))
     await world.start(ranks=2, drafter=world.directory.with_name("warm"), **ENDLESS)
     target = read_config(POLICY)
@@ -352,7 +351,7 @@ async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
         await world.join(1, 4, 2, 7, 8)
     await joins_beside_preemptions(world, range(2, 6))
     await a_dead_rank_cannot_join(world, 6)
-    await world.append(rows)  # what the lost ranks had read is lost
+    await world.append(rows)  # rows that the lost ranks had read are lost
     last = world.activate(7, max_steps=2, slots=[0, 1, 2], deadline_s=patient(60))
     again = await collect(last)
     assert (again[0].activated.world_size, again[-1].detached.steps) == (3, 2)
@@ -360,7 +359,7 @@ async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
 
 
 async def joins_beside_preemptions(world: World, epochs: range) -> None:
-    """Whichever comes first, the activation ends and all ranks take the next one."""
+    """Join or preemption may win; the activation ends and all ranks take the next activation."""
     ranks = (await world.status()).rank_pids
     for epoch in epochs:
         async with aclosing(world.activate(epoch, slots=[0])) as running:
@@ -376,7 +375,7 @@ async def joins_beside_preemptions(world: World, epochs: range) -> None:
 
 
 async def a_dead_rank_cannot_join(world: World, epoch: int) -> None:
-    """Both calls say so, and new ranks follow."""
+    """Both calls report the dead rank, and new ranks follow."""
     async with aclosing(world.activate(epoch, slots=[0])) as running:
         await until(running, "activated")
         os.kill((await world.status()).rank_pids[1], signal.SIGKILL)
@@ -387,8 +386,8 @@ async def a_dead_rank_cannot_join(world: World, epoch: int) -> None:
 
 
 def sglang_drafter(directory: Path) -> dict[str, torch.Tensor]:
-    """A drafter as saved from SGLang's own modules: bf16, "model." before its names, with the
-    target's matrices.
+    """A drafter in SGLang's own format: bf16, "model." before its names, with the target's
+    matrices.
     """
     target = read_config(POLICY)
     net = EagleNet(target, seed=5)
@@ -404,7 +403,7 @@ def sglang_drafter(directory: Path) -> dict[str, torch.Tensor]:
 
 
 async def preempt_often(world: World, epochs: range) -> None:
-    """Preempts activations that train and write a checkpoint, and prints how long it took."""
+    """Preempts activations that train and write a checkpoint, and prints the times."""
     before, took_s = await world.status(), list[float]()
     for epoch in epochs:
         async with aclosing(world.activate(epoch)) as running:
@@ -421,7 +420,7 @@ async def preempt_often(world: World, epochs: range) -> None:
 
 
 async def checkpoints_while_training(world: World, count: int) -> list[int]:
-    """Steps behind the next `count` checkpoints; each is begun when the one before is complete."""
+    """Steps in the next `count` checkpoints; each checkpoint begins when the former is complete."""
     begun = [(await world.status()).checkpoint_steps]
     async with asyncio.timeout(patient(60)):
         while len(begun) <= count:
@@ -453,7 +452,7 @@ def relabelled(batch: FeatureBatch, head: str, version: int) -> FeatureBatch:
 
 
 def judged_first(batch: FeatureBatch) -> bool:
-    """Whether the rows wait to be judged by, by the rule of the buffer."""
+    """Whether the buffer's rule keeps the rows for evaluation."""
     return zlib.crc32((batch.group_id or batch.session_id).encode()) % 4 == 0
 
 

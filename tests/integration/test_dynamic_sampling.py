@@ -1,4 +1,4 @@
-"""Runs of a real coordinator whose groups of equal rewards give way to others."""
+"""Runs of a real coordinator that replaces groups with equal rewards by other groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def words_of(peers: object, redis_url: str, directory: Path, **more: object) -> 
 
 
 def asked(script: Script) -> list[list[str]]:
-    """Groups of the calls of step 0."""
+    """Groups in the calls of step 0."""
     return [
         [task.group_id for task in request.tasks]
         for request in script.rollouts

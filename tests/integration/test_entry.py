@@ -1,4 +1,4 @@
-"""How a service process starts and ends, seen from outside."""
+"""Start and end of a service process, observed from outside."""
 
 from __future__ import annotations
 

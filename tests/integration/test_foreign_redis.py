@@ -1,4 +1,4 @@
-"""A Redis that others run, looked at before a run trusts it; real servers of every kind."""
+"""A foreign Redis is examined before a run uses it; real servers of every kind."""
 
 from __future__ import annotations
 

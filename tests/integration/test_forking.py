@@ -111,7 +111,7 @@ async def test_a_signal_reaches_a_fork_alone_and_shows_in_its_end(
     assert await ended(forks[0]) == -signal.SIGKILL
     os.kill(forks[1].pid, signal.SIGKILL)
     assert await ended(forks[1]) == -signal.SIGKILL
-    forks[0].kill()  # of an ended one: nothing
+    forks[0].kill()  # the process has ended: no effect
     assert forks[2].returncode is None
     assert psutil.Process(forks[2].pid).is_running()
 
@@ -136,7 +136,7 @@ async def test_forks_end_with_their_parent_and_the_next_has_a_new_one(
     forked = await fork(forker, tmp_path / "0.log", "wait")
     parent = psutil.Process(forked.pid).parent()
     assert parent is not None
-    parent.kill()  # it may cut short what the first one writes
+    parent.kill()  # it may cut short the first process's output
     assert await ended(forked) == -signal.SIGKILL
     log = tmp_path / "1.log"
     assert await ended(await fork(forker, log)) == 3
@@ -163,7 +163,7 @@ async def test_it_ends_after_its_last_process_when_it_is_told_to(
 
 
 async def test_a_process_ends_with_whoever_ordered_it(tmp_path: Path, make: Make) -> None:
-    """The run's forkserver lives on, and what another has ordered too."""
+    """The run's forkserver lives on, and the processes of another forker too."""
     others = make()
     other = await fork(others, tmp_path / "other.log", "wait")
     parent = psutil.Process(other.pid).ppid()

@@ -1,4 +1,4 @@
-"""The health check as a probe runs it: a process whose exit status tells."""
+"""The health check as a probe runs it: a process with an exit status for the health."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ url = urlsplit(sys.argv[1])
 to = http.client.HTTPConnection(url.hostname, url.port, timeout=20)
 to.request("GET", f"/?{url.query}")
 print(to.getresponse().status)
-"""  # the page answers with a cookie and sends the browser on
+"""  # the page answers with a cookie and a redirect
 COLLECT = """
 import sys
 from otlp_receiver import receiving
@@ -41,7 +41,7 @@ with receiving("[::1]") as receiver:
 
 
 def finished(out: Path, within: tuple[str, ...] = ()) -> Path:
-    """The directory of a run of one step that has lost nothing and left no process."""
+    """Asserts that a run of one step lost nothing and left no process; returns its directory."""
     process = demo(out, "--steps", "1", *SMALL, within=within)
     output, _ = process.communicate(timeout=patient(300))
     assert process.returncode == 0, output
@@ -66,7 +66,7 @@ def test_a_run_goes_on_as_ever_where_dead_proxies_are_set(
 
 @pytest.fixture
 def deep() -> Iterator[Path]:
-    """A directory whose path has 120 characters."""
+    """A directory with a path of 120 characters."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:  # its length counts
         path = Path(short) / ("x" * (120 - len(short) - 1))
         path.mkdir()
@@ -105,7 +105,7 @@ def test_a_run_ends_as_fast_without_its_collector_as_with_it(
 
 @pytest.fixture
 def only_ipv6() -> Iterator[Namespace]:
-    """A host whose one address is ::1."""
+    """A host with ::1 as its only address."""
     host = Namespace()
     try:
         host.run("ip", "address", "del", "127.0.0.1/8", "dev", "lo")

@@ -1,4 +1,4 @@
-"""A model may be named by its id on the Hub, wherever a command takes one."""
+"""Every command that takes a model accepts its id on the Hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hub() -> Iterator[Hub]:
 
 
 def paceline(*words: str, url: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """A command whose Hub is at `url` and whose cache is `home`."""
+    """A command that uses the Hub at `url` and the cache in `home`."""
     environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_COLOR": "1"}
     environment |= {"COLUMNS": "400", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     command = [sys.executable, "-m", "paceline.cli.main", *words]
@@ -45,7 +45,7 @@ def paceline(*words: str, url: str, home: Path) -> subprocess.CompletedProcess[s
 
 
 def nobody() -> str:
-    """An address where no Hub is."""
+    """An address without a Hub."""
     return f"http://127.0.0.1:{free_port()}"
 
 

@@ -1,4 +1,6 @@
-"""What runs and gets nowhere is killed and started again; what others run is said to be away."""
+"""A hanging service or Redis of the run is killed and restarted; a hanging foreign server is
+reported as away.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from paceline.streams import connect
 pytestmark = pytest.mark.slow
 
 HUNG_S = 3.0
-"""A busy machine may let a service stand for two."""
+"""A busy machine may stall a service for two seconds."""
 
 
 @pytest.mark.slow
@@ -63,7 +65,7 @@ async def test_a_loop_that_turns_or_has_ended_is_left_alone() -> None:
         await asyncio.sleep(limit_s / 3)
         turning.note("")
     assert not any(end.done() for end in ends)
-    time.sleep(4 * patient(limit_s))  # noqa: ASYNC251  the supervisor itself stands
+    time.sleep(4 * patient(limit_s))  # noqa: ASYNC251  the supervisor itself is blocked
     turning.note("")
     await asyncio.sleep(limit_s / 3)
     assert not ends[0].done()
@@ -129,7 +131,7 @@ async def test_a_redis_of_ours_that_was_stopped_for_less_than_the_limit_lives(
     supervisor, events, client = redis
     monkeypatch.setenv(VARIABLE, "1")  # as on a quiet machine
     pid = supervisor.pids["redis"]
-    for _ in range(4):  # at several phases of the questions
+    for _ in range(4):  # at several phases of the pings
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(1.4)
         os.kill(pid, signal.SIGCONT)
@@ -161,7 +163,7 @@ async def test_a_server_is_not_asked_whether_it_hangs_before_it_was_healthy(
     events, order, asked = Events(), list[str](), asyncio.Event()
 
     async def healthy(_: float) -> None:
-        await asyncio.sleep(0.2)  # as if it imported: longer than any answer may take
+        await asyncio.sleep(0.2)  # like an import: longer than an answer may take
         order.append("healthy")
 
     async def ping(_: float) -> None:
@@ -206,7 +208,7 @@ async def test_a_redis_that_others_run_is_said_to_be_away_and_back_and_lives(
             await asyncio.sleep(patient(1.5))
             server.resume()
             await events.until(lambda heard: "recovered" in heard.kinds("redis"))
-            # A busy machine may keep it from answering at other times too.
+            # A busy machine may also prevent answers at other times.
             told = events.kinds("redis")
             assert told == ["healthy", *["impaired", "recovered"] * (len(told) // 2)]
             assert server.is_running()

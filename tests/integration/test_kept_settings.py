@@ -1,4 +1,4 @@
-"""A coordinator takes a run up only with the settings that its state is counted in."""
+"""A coordinator resumes a run only with equal values of the settings that its state depends on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHERS = {
     "coordinator.samples_per_task": ("3", "2"),
     "coordinator.dynamic_sampling_rounds": ("1", "0"),
 }
-"""What is set, and what the run has begun with."""
+"""The new value, and the value with which the run began."""
 TOGETHER = (
     ("coordinator.schedule", "coordinator.max_policy_lag"),
     ("coordinator.placement", "coordinator.learner_slots"),

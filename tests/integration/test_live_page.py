@@ -1,4 +1,4 @@
-"""The live page of a real run, as a browser asks for it."""
+"""The live page of a real run, as a browser requests it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.local.patience import patient
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = "12"
-"""Enough for the page to begin while they go on, on a machine that stands still for seconds too."""
+"""Enough steps for the page to begin during the run, also on a machine that stalls for seconds."""
 
 
 def test_the_page_shows_a_run_that_goes_on_and_outlives_it(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_page_shows_a_run_that_goes_on_and_outlives_it(tmp_path: Path) -> No
 
 
 def until_finished(browser: httpx.Client) -> dict[str, Any]:
-    """The first state in which the run has ended. Its drawing follows the state."""
+    """The first state of an ended run. Its drawing follows the state."""
     figures: set[str] = set()
     deadline = time.monotonic() + patient(300)
     while time.monotonic() < deadline:

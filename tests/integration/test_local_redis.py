@@ -1,5 +1,5 @@
-"""Redis under the supervisor: both roles, killed and back with the durable data; and a Redis that
-others run.
+"""Redis under the supervisor: both roles survive a kill with the durable data; also a foreign
+Redis.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Versions that come as deltas, served by the embedded engine under a profile."""
+"""Versions that arrive as deltas, served by the embedded engine under a profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ VERSIONS = 3
 
 
 def version(number: int) -> list[NamedTensor]:
-    """The demo's start policy after `number` steps that move one value in 400 of each matrix."""
+    """The demo's start policy after `number` steps; each step moves one value in 400 of each
+    matrix.
+    """
     tensors = {name: one.clone() for name, one in read_tensors(DEMO).items()}
     for one in tensors.values():
         for step in range(1, number + 1):
@@ -34,7 +36,7 @@ def version(number: int) -> list[NamedTensor]:
 
 
 async def pushed(receiver: Receiver, sender: WeightSender, number: int) -> str:
-    """The encoding in which a version went."""
+    """The encoding in which a version was sent."""
     given = version(number)
     whole = check_share(build_manifest(P, number, given), held_whole(given))
     report = await sender.push(receiver.channel, whole, CONTEXT, deadline_s=patient(20))
@@ -43,7 +45,7 @@ async def pushed(receiver: Receiver, sender: WeightSender, number: int) -> str:
 
 
 def served_bits(profile: str, paths: list[Path]) -> dict[str, Tensor]:
-    """The storages that serve after the versions of these directories, each over the one before."""
+    """Storages after serving the versions of these directories, each over its predecessor."""
     config = read_config(DEMO)
     model = ServedModel(config, torch.float32, 64, PROFILES.get(profile), start=DEMO)
     weights = model.load(DEMO)

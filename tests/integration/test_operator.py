@@ -1,4 +1,4 @@
-"""An operator's commands while a run goes on: rollback, pin and unpin, against peers from scripts."""
+"""An operator's commands during a run: rollback, pin and unpin, against scripted peers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60), pytest.mark.usefixtures
 
 
 async def said(config: CoordinatorConfig, request: Request) -> list[str]:
-    """What the command prints."""
+    """Output of the command."""
     told = io.StringIO()
     address = config.addresses.coordinator
     console = Console(file=told, width=200)
@@ -118,7 +118,7 @@ async def test_an_unpinned_run_serves_what_was_promoted_meanwhile(
 
 
 async def profiles_said(config: CoordinatorConfig, profile: str) -> str:
-    """What `paceline use-profile` prints."""
+    """Output of `paceline use-profile`."""
     told = io.StringIO()
     coordinator = coordinator_of([], config.addresses.coordinator)
     assert await choose_profile(coordinator, profile, Console(file=told, width=200)) == 0

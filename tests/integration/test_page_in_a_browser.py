@@ -1,6 +1,4 @@
-"""The live page of a real run in a real browser: what its script shows of the answers, on a
-desk and on a phone.
-"""
+"""The live page of a real run in a real browser, on a desk and on a phone."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def check(tab: Tab, width: int) -> None:
     assert tab.value("document.querySelectorAll('.said .accepted').length") > 0
     assert tab.value("document.querySelectorAll('.bad-row').length") == 0
     assert tab.value("document.querySelectorAll('.tip[hidden]').length") == 1
-    # Nothing is wider than the page but what scrolls in its card.
+    # Only the contents of scrolling cards are wider than the page.
     assert tab.value("document.documentElement.scrollWidth") <= width
     loads = tab.value(
         "performance.getEntries().filter((one) => one.responseEnd).map("

@@ -1,5 +1,5 @@
-"""README, docs/agents.md and docs/tutorial.md, played from their first block to their last; commands
-of docs/drafters.md.
+"""Executes README, docs/agents.md and docs/tutorial.md from the first block to the last, and
+commands of docs/drafters.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SERVICE_PORTS = ("coordinator", "gateway", "http", "policy_trainer", "drafter_tr
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a reader of README and agents.md stands: a model that can chat, and tasks."""
+    """Working directory of a reader of README and agents.md: a model with a chat template, and
+    tasks.
+    """
     model = tmp_path / "MODEL_DIR"
     shutil.copytree(WORKLOAD / "policy_start", model)
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -36,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def on_free_ports() -> Callable[[str], str]:
-    """What a reader types where the ports of the page are taken, and sees on a terminal."""
+    """Commands as a reader types them on a terminal where the ports of the page are taken."""
     ports = free_ports(len(SERVICE_PORTS) + 1)
     own = {name: f"127.0.0.1:{port}" for name, port in zip(SERVICE_PORTS, ports, strict=False)}
     own["events"] = f"tcp://{own['events']}"
@@ -110,6 +112,6 @@ def test_the_drafters_page_names_a_kind_of_ones_own(folder: Path) -> None:
 
 
 def run_here(page: str) -> list[Block]:
-    """The blocks of a page that say that this file runs them."""
+    """The blocks of a page that name this file as their test."""
     name = "tests/integration/test_pages.py"
     return [replace(one, how="") for one in blocks_of(ROOT / page) if one.what.startswith(name)]

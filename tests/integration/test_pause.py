@@ -1,4 +1,4 @@
-"""An operator pauses a run, and lets it go on, against peers from scripts."""
+"""An operator pauses and continues a run, against scripted peers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers"
 
 
 class Told(io.StringIO):
-    """What a command prints; `waits` is set with its second line, that it waits."""
+    """Output of a command; `waits` is set with its second line, which reports that it waits."""
 
     def __init__(self, waits: asyncio.Event | None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ Work = Callable[[Coordinator, Console], Coroutine[Any, Any, int]]
 async def told(
     config: CoordinatorConfig, work: Work, waits: asyncio.Event | None = None
 ) -> tuple[int, list[str]]:
-    """The exit status of a command, and what it prints; `waits` is set when it says that it
+    """The exit status of a command and its output; `waits` is set when the command reports that it
     waits.
     """
     out = Told(waits)
@@ -89,7 +89,7 @@ async def test_a_paused_run_rests_after_its_step_lends_no_worker_and_goes_on_whe
         assert (lines[1], lines[-1]) == ("waiting for step 1: rollout", rests)
         await script.until(lambda: script.order[-1] == "resume [0, 1]")
         await script.traffic.put(rollout_pb2.WatchTrafficResponse(requests=1, epoch=1))
-        await script.until(lambda: script.order[-1] == "resume []")  # callers wait nevertheless
+        await script.until(lambda: script.order[-1] == "resume []")  # callers still wait
         shown = await status_of(config)
         assert "phase paused" in shown
         assert "paused; to continue: paceline resume" in shown

@@ -1,4 +1,4 @@
-"""The policy trainer as it runs: parent, two ranks, Redis, weight receivers; stepped, killed,
+"""A running policy trainer (parent, two ranks, Redis, weight receivers) is stepped, killed,
 resumed.
 """
 
@@ -200,7 +200,7 @@ async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_count
     for one in made(world.run, 1, 1):
         branches = (
             3 if one.sample_index == 1 else 1
-        )  # of the sessions with reward 1; the lone siblings have 0
+        )  # sessions with reward 1; the single siblings have 0
         if one.sample_index < 2:
             for branch in range(branches):
                 key = dataclasses.replace(one.key, branch_id=str(branch))
@@ -259,7 +259,7 @@ async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
         await world.step(step, step)
         await world.commit(step + 1)
     third = world.weights(3)
-    async with asyncio.timeout(patient(60)):  # it is written while the third step runs
+    async with asyncio.timeout(patient(60)):  # written during the third step
         while (await world.status()).checkpoint_version != 2:
             pass
     await world.stop(signal.SIGKILL)
@@ -337,7 +337,7 @@ async def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_its_steps_
 
     (world.directory / "checkpoints" / "policy" / "records.jsonl").unlink()
     for checkpoint in (world.directory / "checkpoints" / "policy").glob("step-[234]"):
-        (checkpoint / "manifest.json").unlink(missing_ok=True)  # killed while it removed one
+        (checkpoint / "manifest.json").unlink(missing_ok=True)  # killed during a removal
     process = await world.spawn()
     assert await asyncio.wait_for(process.wait(), patient(60)) != 0
     log = (world.directory / "logs" / "policy_trainer.rank-rank0.log").read_text()
@@ -406,7 +406,7 @@ async def test_a_trainer_that_replayed_to_other_bits_goes_on_from_what_serves(
     await killed_and_started_with_two_ranks(world)
     if again:
         assert (await world.step(1, 1))[-1].bytes == 0, "what serves was pushed again"
-    await world.step(2, 2, sessions=0)  # moves no weight
+    await world.step(2, 2, sessions=0)  # changes no weight
     assert moved(world.weights(3), served) == 0.0
 
 
@@ -434,7 +434,7 @@ async def test_a_killed_rank_costs_a_repeated_step_and_changes_no_bit(
     assert not set(before) & set(after)
     assert {psutil.Process(pid).ppid() for pid in after} == {importer}, "torch is imported again"
     async with aclosing(heard(reading)) as news, asyncio.timeout(patient(10)):
-        told = (one async for one in news if one[0] != "turn")  # of the event loop, all the while
+        told = (one async for one in news if one[0] != "turn")  # event loop turns, sent regularly
         kind, what = await anext(told)
         assert kind == "impaired"
         assert "rank 1 of policy_trainer.rank was killed by SIGKILL" in what

@@ -1,4 +1,4 @@
-"""A whole run whose operator changes what the policy is rounded to, and back."""
+"""A whole run with an operator who changes the policy's rounding, and changes it back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = (
 
 
 def told(run: Path, *words: str) -> str:
-    """What a command says of the run, which goes on until it is told to stop."""
+    """Output of a command about the run, which continues until the operator stops it."""
     command = [sys.executable, "-m", "paceline.cli.main", *words]
     done = subprocess.run(
         [*command, "--config", str(run / "config.toml")],
@@ -51,7 +51,7 @@ def test_tokens_are_drawn_under_the_profile_of_the_set_that_serves(
         told(run, "stop")
         output, _ = process.communicate(timeout=patient(400))
     finally:
-        process.terminate()  # no harm once it has ended
+        process.terminate()  # harmless after the run's end
     assert process.returncode == 0, "".join(lines) + output
 
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Proxy variables apply to other hosts alone, as `no_proxy` says there; over real sockets."""
+"""Proxy variables apply to other hosts only, except hosts in `no_proxy`; over real sockets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an audit names, from the trainer's answer to the gateway, the journal and the records: a real
-coordinator between scripted peers.
+"""Paths that an audit names pass from the trainer's answer to the gateway, the journal and the
+records: a real coordinator between scripted peers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ranks as real processes: ready, messages both ways, death seen at once, none left behind."""
+"""Ranks as real processes: readiness, messages both ways, immediate detection of deaths, no
+leftovers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def _group(tmp_path: Path, world_size: int = 2, **env: str) -> RankGroup:
     return RankGroup("rank_echo", world_size, 1, tmp_path, {"PYTHONPATH": IMPORTS, **env})
 
 
-pytestmark = pytest.mark.usefixtures("own_forkserver")  # some tests stop it
+pytestmark = pytest.mark.usefixtures("own_forkserver")  # some tests stop the rank
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
 
 
 async def test_a_live_rank_with_many_unread_messages_is_not_lost(ranks: RankGroup) -> None:
-    count = 500  # more than the queues of both ends hold
+    count = 500  # more than the queues of both ends can hold
     os.kill(ranks.pids[0], signal.SIGSTOP)
     for number in range(count):
         ranks.send(b"%d" % number)
@@ -111,7 +113,7 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
 
 
 class Unlucky(RankGroup):
-    """Ranks that start once, and never again."""
+    """Ranks that can start only once."""
 
     starts = 0
 
@@ -172,7 +174,7 @@ async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alo
             answers = [await group.receive(patient(30.0)) for _ in range(2)]
             assert sorted(answers) == [(rank, b"%.1f" % (20 * number + 1)) for rank in (0, 1)]
         inet, unix = open_doors(psutil.Process(pid) for group in groups for pid in group.pids)
-        assert len(inet) >= 4  # each rank listens for its group's others
+        assert len(inet) >= 4  # each rank listens for the other ranks of its group
         assert beyond_loopback(inet) == []
         assert unix == set()
         assert len(list(process_directory().glob("r-*/store"))) == 2
@@ -204,7 +206,7 @@ async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
         began = time.monotonic()
         with pytest.raises(RankLost, match=r"rank 1 .*killed by SIGKILL, stopped for 3 s"):
             await ranks.receive(patient(30.0))
-        # Who forked the rank tells of its end, in a process of its own.
+        # The rank's parent, a separate process, reports its end.
         assert time.monotonic() - began < LIMIT_S + patient(BEAT_S) + LIMIT_S + stood_s()
     await ranks.end_ranks(0.0)
     await ranks.start(patient(20.0))

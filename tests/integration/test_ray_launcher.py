@@ -1,4 +1,4 @@
-"""`paceline demo --launcher ray` on a real Ray cluster of one node, as a person runs it."""
+"""`paceline demo --launcher ray` on a real Ray cluster of one node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Own:
 
 @pytest.fixture(scope="module")
 def on_cluster() -> Iterator[list[str]]:
-    """Words that launch a run on a cluster of two slots."""
+    """Options that launch a run on a cluster of two slots."""
     with ray_head() as address:
         yield ["--launcher", "ray", "--address", address]
 
@@ -54,7 +54,7 @@ def finished(process: subprocess.Popen[str]) -> str:
 
 
 def outcome(run: Path) -> tuple[list[str], str]:
-    """Tokens of every step, and the policy that was trained with them."""
+    """Tokens of every step, and the policy that was trained on them."""
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     (policy,) = (run / "checkpoints/policy").glob("step-*/model.safetensors")
     return [step["tokens_hash"] for step in steps], sha256(policy.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""A run over hosts of a network: nodes that are killed in a phase of a step, cut off, or slow."""
+"""A run over hosts of a network; nodes are killed in a phase of a step, cut off, or slow."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ PHASES: dict[str, Callable[[Entry], bool]] = {
     "push": lambda entry: entry["event"] == "PolicyStepped",
     "commit": lambda entry: entry["event"] == "PolicyPrepared",
 }
-"""With what each begins."""
+"""The first journal entry of each phase."""
 
 
 @dataclass
 class Network:
-    """Three hosts with a Ray node each; the first is the head, where runs are started."""
+    """Three hosts with a Ray node each; the first host is the head, where runs start."""
 
     address: str  # of the cluster
     hosts: dict[str, Host]
@@ -62,7 +62,7 @@ class Network:
         return next(iter(self.hosts.values()))
 
     def lose(self, address: str) -> None:
-        """Kills all of a host, which then is started again and joins as a new node."""
+        """Kills all processes of a host and restarts it; the host joins as a new node."""
         self.hosts[address].kill()
         self.nodes[address].kill()
         self.hosts[address].mend()
@@ -72,11 +72,11 @@ class Network:
 
 @contextmanager
 def network(**link: float) -> Iterator[Network]:
-    """`link`: of the last host to the others."""
+    """`link`: settings of the link between the last host and the other hosts."""
     with hosts(3, slow=(2,) if link else (), **link) as made:
         cpus = {one.address: int(one is not made[0]) for one in made}
         within = {one.address: one.within for one in made}
-        port = free_ports(1)[0]  # Ray looks for its address among all processes of the machine
+        port = free_ports(1)[0]  # Ray searches all processes of the machine for its address
         with ray_nodes(cpus, port, within=within) as nodes:
             yield Network(f"{HEAD}:{port}", {one.address: one for one in made}, nodes)
 
@@ -97,7 +97,7 @@ def net(_token: None) -> Iterator[Network]:
 
 @dataclass
 class Watched:
-    """A run that goes on, and its Redis."""
+    """A run under way, and its Redis."""
 
     directory: Path
     process: subprocess.Popen[str]
@@ -107,7 +107,7 @@ class Watched:
         return host_of(self.directory / RUN_ID, "policy_trainer")
 
     def output(self) -> str:
-        """All that it still says until it has ended well."""
+        """The rest of the run's output; the run must end well."""
         output, _ = self.process.communicate(timeout=patient(400))
         assert self.process.returncode == 0, output
         return output
@@ -117,8 +117,8 @@ class Watched:
 def run_on(
     net: Network, directory: Path, ways: Sequence[str] = OPEN, password: str = ""
 ) -> Iterator[Watched]:
-    """A run whose first step is done; inside the block its Redis is there. `ways`: the settings by
-    which its processes let each other in.
+    """A run after its first step; its Redis serves inside the block. `ways`: the settings of access
+    between its processes.
     """
     redis, within = directory / "run" / "redis-durable", net.head.within
     served = ["appendonly yes", f"port {REDIS_PORT}", f"bind {HEAD}", "protected-mode no"]
@@ -142,13 +142,13 @@ def run_on(
 
 @pytest.fixture(scope="module")
 def batches() -> list[list[str]]:
-    """Hashes of the batches of the runs that were judged."""
+    """Hashes of the batches of the judged runs."""
     return []
 
 
 def judge_run(directory: Path, batches: list[list[str]]) -> None:
-    """Asserts that a run has done all its steps, that nothing was lost or trained twice, by what
-    its Redis has logged, and that it trained the batches of the runs before it.
+    """Asserts that a run did all its steps and trained the batches of the runs before it. Redis'
+    log must show no lost and no doubled sample.
     """
     summary = json.loads((directory / RUN_ID / "summary.json").read_text())
     assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
@@ -159,7 +159,7 @@ def judge_run(directory: Path, batches: list[list[str]]) -> None:
     assert (verdict.lost, verdict.duplicated, verdict.disordered) == ([], [], [])
     assert verdict.trained == STEPS * PROMPTS * SAMPLES
     assert left_over(directory) == []
-    trained: dict[int, set[str]] = {}  # by policy version; a step that is made again is the same
+    trained: dict[int, set[str]] = {}  # by policy version; a repeated step is the same
     for line in (directory / RUN_ID / "journal.jsonl").read_text().splitlines():
         _, _, event, data, *_ = json.loads(line)
         if event == "PolicyStepped":
@@ -223,9 +223,7 @@ def test_a_run_outlives_a_node_that_is_slow(
 def closed_ways(
     net: Network, directory: Path, tls: dict[str, str], password: str
 ) -> Iterator[list[str]]:
-    """Settings of a run that lets nobody in without token and certificate, and TLS before its
-    Redis.
-    """
+    """Settings that require token and certificate from every client, and TLS in front of Redis."""
     _, curve_key = zmq.auth.create_certificates(directory, "events")
     redis = directory / "run" / "redis-durable" / "s"
     front = [sys.executable, str(TLS_FRONT), HEAD, str(TLS_PORT)]

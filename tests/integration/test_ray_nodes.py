@@ -1,4 +1,4 @@
-"""A run over several nodes of a real Ray cluster, rollouts on one and trainers on another."""
+"""A run over several nodes of a real Ray cluster: rollouts on one node, trainers on another."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_a_run_that_is_taken_up_waits_for_a_node_that_comes_back(tmp_path:
 async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
     tmp_path: Path,
 ) -> None:
-    """Ray takes our word that a node has GPUs."""
+    """Ray does not verify that a node has GPUs."""
     port = free_ports(1)[0]
     bundles = ({GPU: 2.0}, {GPU: 1.0})
     pools = [Pool("control", ("coordinator",)), Pool("rollout", ("gateway",), bundles)]

@@ -1,4 +1,4 @@
-"""A policy trainer that is started again with another number of ranks goes on from its checkpoint."""
+"""A policy trainer restarts with another number of ranks and continues from its checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Runs:
-    """Runs of the same tasks from the same start policy, each in a directory of its own."""
+    """Runs of the same tasks from the same start policy, each in a separate directory."""
 
     def __init__(self, directory: Path, model: Path, url: str, run_id: str) -> None:
         self._directory, self._model, self._url, self._id = directory, model, url, run_id
@@ -55,7 +55,7 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 async def figures(world: World, before: int, after: int) -> list[dict[str, float]]:
-    """What four steps measure, the last two on `after` ranks of a trainer that is started again."""
+    """Figures of four steps; the last two steps run on `after` ranks of a restarted trainer."""
     await world.start(ranks=before, checkpoint_interval_steps=10)
     news = [await trained(world, step) for step in (0, 1)]
     await world.stop()

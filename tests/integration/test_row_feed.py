@@ -1,4 +1,6 @@
-"""What the thread of a rank reads of the features stream, once, whoever read before it."""
+"""A rank's thread reads each entry of the features stream once, also entries that a killed rank had
+read but not decoded.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from paceline.streams import RedisStream, connect, encode_features, run_key
 
 
 class Taken:
-    """Sessions as they come."""
+    """Session ids in the order of arrival."""
 
     def __init__(self) -> None:
         self.sessions: list[str] = []

@@ -43,7 +43,7 @@ CLASSES = [
 
 
 class Echo:
-    """Raw bytes in, raw bytes out; a request may order what happens."""
+    """Raw bytes in, raw bytes out; a request may order the behaviour."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -137,7 +137,7 @@ async def call_converse(to: grpc.aio.Channel, request: bytes) -> bytes:
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
-    """What awaiting a unary call would have raised."""
+    """The error that awaiting a unary call would have raised."""
     return grpc.aio.AioRpcError(
         await call.code(),
         await call.initial_metadata(),
@@ -256,7 +256,7 @@ async def test_the_callers_deadline_ends_the_call_on_both_sides(
         0.3,
         3.0,
         30.0,
-    ):  # on a busy machine it may pass before the method is reached
+    ):  # on a busy machine the deadline may pass before the method is reached
         with pytest.raises(errors.DeadlineExceeded), rpc_errors():
             await answer(to, b"hang", deadline_s)
         if servicer.entered.is_set():
@@ -329,7 +329,7 @@ async def test_a_reader_cancelled_between_the_calls_start_and_its_first_message_
     reader = asyncio.ensure_future(read())
     call._preparation.add_done_callback(
         lambda started: reader.cancel()
-    )  # runs before the reader hears of the start
+    )  # runs before the reader's wake-up
     with pytest.raises(asyncio.CancelledError):
         await reader
     assert call.cancelled()
@@ -372,7 +372,7 @@ MALFORMED = {
     "/grpc.health.v1.Health/Watch": None,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": None,
 }
-"""Methods of all kinds that take a message of protobuf, ours and gRPC's own."""
+"""Methods of all kinds with protobuf messages, the project's and gRPC's own."""
 
 
 @pytest.mark.parametrize("path", MALFORMED)
@@ -396,7 +396,7 @@ async def test_bytes_that_are_no_protobuf_are_refused_and_leave_no_traceback(
 
 
 class Weights(WeightServiceServicer):  # type: ignore[misc]
-    """Fenced; flaky at first; the rest of the service is not there."""
+    """Fenced, and flaky at first; the other methods are absent."""
 
     def __init__(self) -> None:
         self.guard = EpochGuard(SecurityConfig())

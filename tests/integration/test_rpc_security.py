@@ -21,7 +21,7 @@ from paceline.v1.weights_pb2_grpc import (
 
 
 class Weights(WeightServiceServicer):  # type: ignore[misc]
-    """Answers one question."""
+    """Answers one method."""
 
     async def GetVersions(self, request: GetVersionsRequest, context: Any) -> GetVersionsResponse:
         return GetVersionsResponse(prepared_policy=[7])

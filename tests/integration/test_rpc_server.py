@@ -1,4 +1,4 @@
-"""The life of a server: its port, its health, its end."""
+"""Life of a server: its port, its health, its end."""
 
 import asyncio
 import socket
@@ -34,7 +34,7 @@ NAME = "paceline.v1.WeightService"
 
 
 class Slow(WeightServiceServicer):  # type: ignore[misc]
-    """Abort waits for the test's word."""
+    """Abort waits for the test's signal."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -204,7 +204,7 @@ async def test_a_channel_finds_a_restarted_server_again() -> None:
 async def test_a_connection_that_waits_in_a_full_queue_for_a_second_serves_its_call(
     running: tuple[Server, Slow, str],
 ) -> None:
-    """As one that a busy machine is slow to make: what is not answered is asked again after 1 s."""
+    """Simulates a busy machine that accepts a connection late: the kernel repeats a SYN in 1 s."""
     host, port = running[2].rsplit(":", 1)
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

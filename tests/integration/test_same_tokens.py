@@ -1,5 +1,5 @@
-"""Speculation changes no token: greedy against transformers' generate, sampled against the engine
-without drafts.
+"""Speculation changes no token: greedy tokens equal transformers' generate, sampled tokens equal
+the engine without drafts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def said(
 
 
 def generated(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """What transformers says, greedily."""
+    """Greedy tokens of transformers."""
     options = {
         "max_new_tokens": NEW_TOKENS,
         "min_new_tokens": NEW_TOKENS,
@@ -124,8 +124,8 @@ def sampled_requests(count: int) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sequences", [512, pytest.param(2_048, marks=pytest.mark.slow)])
 def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path, sequences: int) -> None:
-    """Half of them at temperature 0.7, half at 1; only a near-tie may fall otherwise in a forward of
-    another shape.
+    """Half of the sequences use temperature 0.7, half use 1. Only a near-tie may change in a
+    forward of another shape.
     """
     save_random(tmp_path, "llama", sharpness=6.0, num_hidden_layers=2)
     batch = sampled_requests(sequences)
@@ -151,5 +151,5 @@ def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path, sequences
             f"gap {gap:.1e}"
         )
         assert not differ
-        # A bandit soon leaves arms that do not pay where they were measured.
+        # A bandit soon abandons arms that do not pay.
         assert (accepted > (tokens / 100 if arm else 0)) == (arm != "off")

@@ -1,4 +1,4 @@
-"""A real run one of whose processes stops: the alarm names it, and the run goes on with it."""
+"""One process of a real run stalls: the alarm names it, and the run continues with it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def engine_worker(run: subprocess.Popen[str]) -> psutil.Process:
-    """One of the processes around an engine."""
+    """The process of an engine worker."""
     return running("paceline.services.rollout_gateway.engines.worker.process", run.pid)[0]
 
 
 def test_an_alarm_names_the_stopped_worker_and_all_who_wait_for_it(tmp_path: Path) -> None:
-    settings = ("coordinator.stall_alarm_s=2", "run.heartbeat_s=0")  # else it would be replaced
+    settings = ("coordinator.stall_alarm_s=2", "run.heartbeat_s=0")  # prevents its replacement
     run = demo(tmp_path, "--steps", "200", *SMALL, *settings)
     try:
         wait_for(run, "step 1/200")

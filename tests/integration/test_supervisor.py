@@ -1,6 +1,4 @@
-"""The supervisor over real processes: order, health, restarts, clear failures, and nothing left
-behind.
-"""
+"""The supervisor over real processes: order, health, restarts, clear failures, and no leftovers."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def _end_when_healthy(name: str) -> Callable[[ChildEvent], None]:
-    """Tell a service to end each time it is healthy."""
+    """Ends a service each time it is healthy."""
 
     def hear(event: ChildEvent) -> None:
         if event.name == name and event.kind == "healthy":

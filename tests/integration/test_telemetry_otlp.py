@@ -1,5 +1,5 @@
-"""Spans, metrics and log records reach an OTLP collector when the standard variable names one, and
-nobody otherwise.
+"""Spans, metrics and log records reach an OTLP collector only when the standard variable names a
+collector.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wanted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> OtlpRecei
 
 
 def work() -> str:
-    """What a process does; the id of its span."""
+    """A process's work; returns the id of its span."""
     telemetry.setup("gateway", TelemetryConfig(log_level="info"))
     Counter("tokens", "1", (), "of a test").record(5)
     log = telemetry.get_logger("router")
@@ -89,7 +89,7 @@ def test_an_exception_goes_along_and_those_of_libraries_from_warning_on(
         assert "raise KeyError" in one.attributes["exception.stacktrace"]
     assert wanted.logs[1].attributes["source"] == "library"
     shown = capsys.readouterr().err
-    assert shown.count("Traceback") == 2  # stderr has what it had
+    assert shown.count("Traceback") == 2  # stderr shows both exceptions as before
     assert "of the export itself" in shown
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_exported_unless_asked(receiver: OtlpReceiver) -> None:
 
 @pytest.fixture(params=["refuses", "is silent"])
 def dead_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a collector that is not there, or does not answer."""
+    """Address of an absent or silent collector."""
     if request.param == "refuses":
         yield f"http://127.0.0.1:{free_port()}"
         return

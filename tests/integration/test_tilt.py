@@ -1,6 +1,4 @@
-"""A whole run under Tilt: under the program itself where there is one, else under a stand-in that
-does what the Tiltfile asks for.
-"""
+"""A whole run under Tilt if Tilt is installed, else under a stand-in that executes the Tiltfile."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ RUN_S = 240.0
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of two steps at the default addresses, as the Tiltfile has them."""
+    """A run of two steps at the Tiltfile's default addresses."""
     monkeypatch.delenv("REDIS_URL", raising=False)
     tree = read_tables(ROOT / "examples/demo/demo.toml")
     for word in (*SMALL, "coordinator.steps=2", f"run.dir={tmp_path}/run", "run.id=tilt"):
@@ -34,7 +32,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def report_of(settings: Path) -> subprocess.CompletedProcess[str]:
-    """What the button says."""
+    """Output of the report button."""
     command = resources_of({"config": str(settings)})["report"]["cmd"]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=patient(120), check=False

@@ -47,13 +47,13 @@ async def committed(pair: list[Receiver], leased: tuple[int, ...] = ()) -> list[
         config, cast(Any, peers), unused, unused, emitted.append, lambda: 0.0, lambda: state
     )
     command = commands.Commit(CONTEXT.step, CONTEXT.epoch, NEW, leased)
-    with suppress(Reported):  # as its caller does
+    with suppress(Reported):  # as the coordinator's caller does
         await commit(calls, command)
     return emitted
 
 
 def served(pair: list[Receiver]) -> list[list[VersionSet]]:
-    """The sets that each gateway has served since the former one."""
+    """The sets that each gateway has served since the former set."""
     return [[fact[1] for fact in one.hooks.told if fact[0] == "commit"][1:] for one in pair]
 
 

@@ -1,5 +1,7 @@
-"""A whole run over two gateways on one host draws the same tokens and trains the same weights as a
-run over one gateway with as many workers. It survives the loss of the second gateway and trains every trajectory once.
+"""A whole run over two gateways on one host equals a run over one gateway with as many workers.
+
+It draws the same tokens, trains the same weights, survives the loss of the second gateway, and
+trains every trajectory once.
 """
 
 from __future__ import annotations

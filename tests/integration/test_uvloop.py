@@ -1,4 +1,4 @@
-"""Services run on uvloop: what they use of processes and sockets works there too."""
+"""Services run on uvloop: their use of processes and sockets works there too."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STARTS = 200
 
 
 async def starts_beside_calls() -> None:
-    """Starts processes while threads of gRPC are busy; prints with what they have ended."""
+    """Starts processes while threads of gRPC are busy; prints the counts of their exit statuses."""
     server = Server("127.0.0.1:0", SecurityConfig())
     port = await server.start()
 

@@ -48,7 +48,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 def version(number: int) -> list[NamedTensor]:
-    """Version 1, and later ones in each of which two values in a hundred have moved by a unit."""
+    """Version `number`: version 1 is random; each later version moves two values in a hundred by a
+    unit.
+    """
     rng = np.random.default_rng(7)
     given = [
         rng.standard_normal((600, 800), dtype=np.float32).view(np.uint32) >> 16,
@@ -87,7 +89,7 @@ def delta_of(number: int, base: int) -> tuple[pb.Manifest, bytes]:
 
 
 async def send(receiver: Receiver, manifest: pb.Manifest, stream: bytes) -> PushReport:
-    """A delta of our own making."""
+    """A handmade delta."""
     starts = range(0, len(stream), manifest.chunk_bytes)
     view = memoryview(stream)
     ranges = [checked_range(at, view[at : at + manifest.chunk_bytes]) for at in starts]
@@ -96,7 +98,7 @@ async def send(receiver: Receiver, manifest: pb.Manifest, stream: bytes) -> Push
 
 
 def restamp(manifest: pb.Manifest, stream: bytes) -> None:
-    """Has the manifest describe another stream."""
+    """Makes the manifest describe another stream."""
     described, _ = delta_manifest(
         pb.Manifest(chunk_bytes=CHUNK), pb.Manifest(content_hash="base"), stream
     )
@@ -104,7 +106,7 @@ def restamp(manifest: pb.Manifest, stream: bytes) -> None:
 
 
 async def pushed_whole(start: Start, directory: Path, number: int) -> dict[Path, bytes]:
-    """Files that a full push of a version leaves in a spool of its own."""
+    """Files that a full push of a version leaves in a separate spool."""
     async with receivers(directory) as start_one:
         receiver = await start_one()
         given = version(number)
@@ -168,7 +170,7 @@ async def test_versions_come_whole_then_as_deltas_resumed_and_whole_again_after_
     by_encoding = partial(
         counted, metric_reader, "paceline.weights.received_bytes", target="policy"
     )
-    assert by_encoding(encoding="full") == 3 * total  # one of them in the spool beside it
+    assert by_encoding(encoding="full") == 3 * total  # pushed_whole's spool received a third
     assert by_encoding(encoding="sparse_delta") >= sum(one.bytes for one in reports[1:])
 
 
@@ -187,7 +189,7 @@ async def test_versions_for_which_memory_is_short_are_assembled_on_the_disk(
     monkeypatch.setattr("paceline.weights.chunks.available_bytes", lambda: 2 * total - 1)
     for number in (1, 2):
         await push(sender, receiver, number)
-    assert made == [total, total]  # what came whole, and what was made of a delta
+    assert made == [total, total]  # the whole version, and the version made from a delta
     monkeypatch.undo()
     assert files(receiver.spool.path(P, 2)) == await pushed_whole(start, tmp_path / "whole", 2)
 
@@ -314,7 +316,7 @@ def set_manifest(name: str, value: object) -> Change:
 
 
 def spoiled(spoil: Callable[[bytes], bytes]) -> Change:
-    """Another stream, which the manifest names."""
+    """Another stream, named by the manifest."""
 
     def change(manifest: pb.Manifest, stream: bytes) -> bytes:
         other = spoil(stream)
@@ -338,7 +340,7 @@ def bomb() -> bytes:
 
 
 def nan_delta(manifest: pb.Manifest, stream: bytes) -> bytes:
-    """The sender of a NaN that does not look: all checksums are right."""
+    """A NaN from a sender that does not check values; all checksums are right."""
     old, new = version(1), version(1)
     words = as_numpy(new[2]).copy()
     words[11] = 0x7FC1

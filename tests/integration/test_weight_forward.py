@@ -1,4 +1,4 @@
-"""A receiver sends each version on to the next one, over real gRPC servers."""
+"""A receiver forwards each version to the next receiver, over real gRPC servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paceline.weights.wire import PushChunk, encode_push
 
 @asynccontextmanager
 async def chain(directory: Path, count: int = 2) -> AsyncIterator[list[Receiver]]:
-    """Receivers, each of which sends on to the next."""
+    """Receivers that each forward to the next receiver."""
     async with AsyncExitStack() as stack:
         found: list[Receiver] = []
         for number in reversed(range(count)):

@@ -1,5 +1,7 @@
-"""Weights between a real sender and a real gRPC server: push, refuse, resume, commit, roll back,
-restart; by the network, and by files on one host.
+"""Weights between a real sender and a real gRPC server, over the network and over files on one
+host.
+
+Push, refuse, resume, commit, roll back, restart.
 """
 
 from __future__ import annotations
@@ -180,7 +182,7 @@ async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Sta
 
     with pytest.raises(DataLoss, match="chunk 3 of policy version 1 is corrupt"):
         await send(receiver.channel, given, manifest, list(range(count)), spoil)
-    assert sent == list(range(count))  # no write was broken by the status
+    assert sent == list(range(count))  # the status call broke no write
 
 
 async def test_a_sender_that_falls_silent_hears_within_a_second_or_two_why_it_is_refused(
@@ -421,7 +423,7 @@ async def test_a_version_damaged_before_its_commit_is_not_served_and_pushed_agai
     first = await start()
     given = await first.push(P, 1)
     flip(first.spool.path(P, 1) / name)
-    again = await start()  # what was loaded is gone, as after a kill
+    again = await start()  # the loaded version is gone, as after a kill
     with pytest.raises(DataLoss, match=name):
         await again.commit(1, 1, 0)
     assert again.hooks.told == []
@@ -511,7 +513,7 @@ async def test_a_version_with_a_number_that_is_not_finite_is_neither_sent_nor_ta
     manifest = manifest_of(given, P, 1)
     indices = range(-(-manifest.total_bytes // CHUNK))
     crcs = (zlib.crc32(data) for _, data in cut_chunks(manifest, broken, indices))
-    manifest.content_hash = content_hash(crcs)  # as a sender that does not look would write it
+    manifest.content_hash = content_hash(crcs)  # as a sender without checks would write it
     with pytest.raises(WeightsError, match="tensor c holds numbers that are not finite"):
         await send(receiver.channel, broken, manifest, list(indices))
     assert (receiver.hooks.told, receiver.spool.prepared) == ([], frozenset())

@@ -1,4 +1,4 @@
-"""Versions that several senders bring together, each what it holds, to a real gRPC server."""
+"""Versions that several senders push together, each with its own share, to a real gRPC server."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 @pytest.fixture
 def together() -> Callable[[int], Together]:
-    """So many senders."""
+    """Number of senders."""
     return Together.of
 
 
 class Meeting:
-    """Threads that exchange what JSON has, as ranks do."""
+    """Threads that exchange JSON values, as ranks do."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count, timeout=patient(20))
@@ -58,7 +58,7 @@ class Meeting:
 
 
 def rows_of(tensor: NamedTensor, count: int, rank: int) -> tuple[int, NamedTensor]:
-    """First element and rows that a rank of so many holds, cut as FSDP2 does."""
+    """First element and row count of a rank's share, cut as FSDP2 does."""
     rows = tensor.shape[0]
     step = -(-rows // count)
     first, last = min(rank * step, rows), min((rank + 1) * step, rows)
@@ -71,7 +71,7 @@ def rows_of(tensor: NamedTensor, count: int, rank: int) -> tuple[int, NamedTenso
 
 @dataclass
 class Together:
-    """So many senders of one model, each with rows of its own."""
+    """So many senders of one model, each with its own rows."""
 
     senders: list[WeightSender]
     views: list[Senders]
@@ -87,7 +87,7 @@ class Together:
         return cls([WeightSender("auto", one) for one in views], views)
 
     async def each(self, work: Callable[[int], Any]) -> list[Any]:
-        """Of every sender, in a thread of its own."""
+        """Runs the work for every sender in a separate thread."""
         count, loop = len(self.senders), asyncio.get_running_loop()
         with ThreadPoolExecutor(count) as pool:
             return await asyncio.gather(
@@ -114,7 +114,7 @@ class Together:
         )
 
     async def push(self, receiver: Receiver, number: int) -> PushReport:
-        """Plans, delivers at the same time, settles, until it is settled."""
+        """Plans, delivers at the same time and settles, until the version is settled."""
         going: list[Parcel | PushReport] = [*await self.plan(number)]
         while all(isinstance(one, Parcel) for one in going):
             delivered = await self.deliver(receiver, going)
@@ -195,7 +195,7 @@ async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(
     assert other.report.missing == len(missing) > 0
     rest = await ours.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
     assert rest.report.missing == 0
-    assert rest.report.bytes < own  # no more than the missing chunks of it
+    assert rest.report.bytes < own  # no more than its missing chunks
     assert broken.bytes + rest.report.bytes < own + manifest.chunk_bytes
     receiver.spool.check(P, 1)
 

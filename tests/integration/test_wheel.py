@@ -1,4 +1,4 @@
-"""The wheel, built from this tree and installed into virtual environments that have nothing else."""
+"""The wheel, built from this tree and installed into otherwise empty virtual environments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def with_the_client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment in which `pip install paceline` was run."""
+    """An environment after `pip install paceline`."""
     environment = tmp_path_factory.mktemp("client")
     venv.create(environment, with_pip=True)
     run(environment / "bin/python", "-m", "pip", "install", "-q", wheel, cwd=environment)
@@ -72,7 +72,7 @@ def gateway(tmp_path: Path) -> Iterator[str]:
 def run(
     *command: str | Path, cwd: Path, status: int = 0, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """A command without this tree on its path and without a Redis of others."""
+    """Runs a command without this tree on its path and without a foreign Redis."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -112,7 +112,7 @@ def _normal(name: str) -> str:
 
 
 def _with_requirements(name: str) -> set[str]:
-    """A package and all that it requires without extras, installed here or not."""
+    """A package and all its requirements without extras, whether installed here or not."""
     found, left = set[str](), [name]
     while left:
         if (one := _normal(left.pop())) in found:
@@ -157,7 +157,7 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: 
     folder.mkdir()
     python = environment / "bin/python"
     run(python, "-m", "pip", "install", "-q", "--no-deps", wheel, cwd=folder)
-    # What the extra `train` brings is what this interpreter has: gigabytes, installed once already.
+    # This interpreter already has the gigabytes of the extra `train`.
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
 

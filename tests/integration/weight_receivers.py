@@ -1,4 +1,4 @@
-"""A receiver of weights behind real gRPC, and senders of our own making."""
+"""A receiver of weights behind real gRPC, and handmade senders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHUNK = 4096
 
 @dataclass
 class Recorder:
-    """Hooks that remember what they were told, and fail on demand."""
+    """Hooks that record their arguments, and fail on demand."""
 
     told: list[tuple[object, ...]] = field(default_factory=list)
     fail: set[str] = field(default_factory=set)
@@ -103,7 +103,7 @@ Start = Callable[..., Awaitable[Receiver]]
 
 
 def tensors(seed: int) -> list[NamedTensor]:
-    """Three tensors; their borders fall inside chunks."""
+    """Three tensors; their borders are inside chunks."""
     rng = np.random.default_rng(seed)
     return [
         from_numpy("a", rng.standard_normal((50, 33)).astype(np.float32)),
@@ -121,7 +121,7 @@ def manifest_of(given: list[NamedTensor], target: int, version: int) -> pb.Manif
 def cut_chunks(
     manifest: pb.Manifest, given: list[NamedTensor], indices: Iterable[int]
 ) -> Iterator[tuple[int, bytes]]:
-    """(index, bytes) of chunks, as they stand in the content."""
+    """(index, bytes) of chunks, with the bytes of the content."""
     content = b"".join(one.view for one in given)
     return ((index, content[slice(*chunk_span(manifest, index))]) for index in indices)
 
@@ -133,7 +133,7 @@ async def send(
     indices: list[int],
     spoil: Callable[[PushChunk], PushChunk] = lambda chunk: chunk,
 ) -> pb.PushResponse:
-    """Prepare and a push of our own making."""
+    """Calls Prepare and sends handmade chunks."""
     stub = WeightServiceStub(to)
     push = to.stream_unary(
         f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
@@ -164,14 +164,14 @@ async def wanted(to: grpc.aio.Channel, manifest: pb.Manifest) -> pb.PrepareRespo
 
 @asynccontextmanager
 async def receivers(directory: Path) -> AsyncIterator[Start]:
-    """Starts receivers over one spool, one after the other, as after kills."""
+    """Starts receivers over one spool in sequence, as after kills."""
     servers: list[Server] = []
     channels: list[grpc.aio.Channel] = []
 
     async def start_one(
         port: int = 0, following: grpc.aio.Channel | None = None, **options: object
     ) -> Receiver:
-        """`following`: of the receiver that gets each version from this one."""
+        """`following`: channel to the receiver that gets each version from this receiver."""
         hooks, spool = Recorder(), Spool(directory / "spool")
         if following is not None:
             options["forward"] = Forward(following, spool)

@@ -1,4 +1,4 @@
-"""A copy of the checkout in which a recipe of CONTRIBUTING.md is carried out."""
+"""A copy of the checkout in which the tests follow a recipe of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLI = "from paceline.cli.main import app; app()"
 
 @dataclass(frozen=True)
 class Change:
-    """One place that a recipe touches: a new file, or a line before `before` in an old one."""
+    """One change of a recipe: a new file, or a line before `before` in an existing file."""
 
     path: str
     text: str
@@ -32,12 +32,12 @@ class Change:
 
 
 def places(changes: Sequence[Change]) -> int:
-    """Files that a recipe touches."""
+    """Files that a recipe changes."""
     return len({one.path for one in changes})
 
 
 class Checkout:
-    """libs and services as links, and changed files in their place."""
+    """The copy: links to libs and services, with the changed files replaced."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -51,7 +51,7 @@ class Checkout:
             )
 
     def change(self, changes: Sequence[Change]) -> None:
-        """Carries a recipe out; every `before` has to be there once."""
+        """Applies a recipe; every `before` has to occur once."""
         for one in changes:
             path = self.root / one.path
             text = one.text
@@ -59,13 +59,13 @@ class Checkout:
                 old = path.read_text()
                 assert old.count(one.before) == 1, f"{one.path}: {one.before!r}"
                 text = old.replace(one.before, one.text + one.before)
-                path.unlink()  # a link: the file it points to stays as it is
+                path.unlink()  # a link: the original file stays unchanged
             assert not path.exists(), one.path
             path.write_text(text)
 
     @property
     def environment(self) -> dict[str, str]:
-        """For processes that are to import this copy, and modules beside it."""
+        """Environment of processes that import this copy, and modules beside it."""
         folders = (self.root / "libs", self.root)
         return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
@@ -82,7 +82,7 @@ class Checkout:
 
     @contextmanager
     def gateway(self, *words: str) -> Iterator[tuple[httpx.Client, str]]:
-        """`paceline serve gateway` as a process: its HTTP API and its gRPC address."""
+        """`paceline serve gateway` as a process; yields its HTTP API and its gRPC address."""
         http, grpc = free_ports(2)
         command = ["serve", "gateway", "--no-token", "--model", str(MODEL)]
         command += ["--http-port", str(http)]

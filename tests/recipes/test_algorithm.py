@@ -1,4 +1,4 @@
-"""An algorithm, added as CONTRIBUTING.md says, trains a step in the real policy trainer."""
+"""An algorithm, added according to CONTRIBUTING.md, trains a step in the real policy trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_THE_TREE = (
 __all__ = ["model_dir", "world"]
 
 
-@pytest.mark.slow  # a trainer of its own each
+@pytest.mark.slow  # a separate trainer for each
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -1,5 +1,8 @@
-"""A setting, a metric, a journal event, a message's field, a sampling parameter and a release of
-SGLang, added as CONTRIBUTING.md says, and used by the service or read back by its own reader.
+"""Extensions added according to CONTRIBUTING.md, then used by the service or read back by its own
+reader.
+
+A setting, a metric, a journal event, a message's field, a sampling parameter and a release of
+SGLang.
 """
 
 from __future__ import annotations
@@ -184,7 +187,7 @@ def test_a_new_journal_event_is_written_and_read_back_whole(
 
 
 def generate_messages(checkout: Checkout) -> None:
-    """What `make proto` does, in the copy."""
+    """Does the work of `make proto` in the copy."""
     pytest.importorskip("grpc_tools")
     shutil.rmtree(checkout.root / "libs" / "paceline" / "v1")
     protos = sorted(str(path) for path in (checkout.root / "proto").rglob("*.proto"))

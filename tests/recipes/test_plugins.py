@@ -1,5 +1,7 @@
-"""A variant of each plug-in family, added as CONTRIBUTING.md says: in at most two places of the
-tree, or outside of it by import path, and used through `paceline serve gateway`.
+"""A variant of each plug-in family, added according to CONTRIBUTING.md and used through `paceline
+serve gateway`.
+
+It takes at most two places of the tree, or none with an import path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recipe of a release in CONTRIBUTING.md, carried out on copies of the files it edits."""
+"""The recipe of a release in CONTRIBUTING.md, executed on copies of the files it edits."""
 
 from __future__ import annotations
 

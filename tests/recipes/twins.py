@@ -1,4 +1,4 @@
-"""One small variant of every plug-in family, as source: what it says and how the table names it."""
+"""One small variant of every plug-in family: its source and its table entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that once broke the machine, event by event as their journals had them."""
+"""Runs that once broke the coordinator's machine, replayed event by event from their journals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def replayed(settings: RunSettings, *happened: Event) -> tuple[State, tuple[Comm
 
 
 def test_a_share_that_is_told_of_twice_is_refused() -> None:
-    """It ended the coordinator."""
+    """The repeated event had ended the coordinator."""
     once = (events.StepBegan(1, 0), events.ShareDone(2, 1, 0))
     before, _ = replayed(SYNC, *once)
     after, issued = replayed(SYNC, *once, events.ShareDone(3, 1, 0))
@@ -46,7 +46,7 @@ def test_a_share_that_is_told_of_twice_is_refused() -> None:
 
 
 def test_a_step_that_is_trained_before_its_last_sample_is_told_of_is_forgotten() -> None:
-    """It was kept for ever, one more each step."""
+    """The coordinator had kept each such step for ever."""
     state, _ = replayed(
         APART,
         events.StepBegan(1, 0),
@@ -61,7 +61,7 @@ def test_a_step_that_is_trained_before_its_last_sample_is_told_of_is_forgotten()
 
 
 def test_a_push_that_dies_while_rollouts_wait_for_its_set_is_made_again() -> None:
-    """Rollouts waited for the set, and the trainer for the slots of the rollouts."""
+    """Rollouts had waited for the set, and the trainer for the slots of the rollouts."""
     state, issued = replayed(
         ONE_OFF,
         events.StepBegan(1, 0),
@@ -76,7 +76,7 @@ def test_a_push_that_dies_while_rollouts_wait_for_its_set_is_made_again() -> Non
 
 
 def test_a_worker_that_the_drafter_had_is_lent_again_after_the_policys_turn() -> None:
-    """Its slot stood idle until tasks were drawn, at the end of a run to its end."""
+    """Its slot had been idle until tasks were drawn; at the end of a run, until the run's end."""
     _, issued = replayed(
         TURNS,
         events.StepBegan(1, 0),

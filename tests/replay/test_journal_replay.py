@@ -77,7 +77,7 @@ EVENTS: list[Event] = [
 
 
 class Renamed(events.Event):
-    """An event whose fields have the names of others' fields, and other types."""
+    """An event with the field names of other events, and other types."""
 
     kind: str
     service: str
@@ -146,7 +146,7 @@ async def test_a_replayed_journal_waits_for_the_same_groups(
 
 
 def two_steps() -> list[Event]:
-    """EVENTS to the end of a second step, and the evaluation after it."""
+    """EVENTS to the end of a second step, and the following evaluation."""
     happened = EVENTS[:-1]
     for answer in (
         lambda state: events.TasksFinished(

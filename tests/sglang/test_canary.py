@@ -1,5 +1,5 @@
-"""Of two SGLang workers one takes a new set first: what it refuses serves nobody, and the other goes
-on with the old set and its tokens.
+"""One of two SGLang workers tries a new set first. A refused set serves nobody, and the other
+worker keeps the old set and its tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Answer = tuple[list[int], set[int]]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SimpleNamespace]:
-    """A gateway whose two workers serve the demo's trained policy and drafter."""
+    """A gateway with two workers that serve the demo's trained policy and drafter."""
     config = GatewayConfig.model_validate(
         {
             "model": str(DEMO / "policy_trained"),
@@ -94,8 +94,8 @@ async def pids(served: Any) -> list[int]:
 
 
 async def refused(served: Any, versions: VersionSet, match: str) -> None:
-    """The set is refused while both workers have a request, and nobody hears of it; the worker that
-    has tried it is replaced, the other stays.
+    """The set is refused while both workers have a request, without effect on the requests. The
+    worker that tried the set is replaced, the other worker stays.
     """
     before, expected = await pids(served), await all_said(served, 200)
     assert [seen for _, seen in expected] == [{served.serving.policy}] * len(QUESTIONS)

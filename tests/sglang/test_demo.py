@@ -1,4 +1,6 @@
-"""`paceline demo` over SGLang: it serves a drafter that has learned from its own captured rows."""
+"""`paceline demo` over SGLang: the run serves a drafter that has learned from its own captured
+rows.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SGLang with an EAGLE drafter and our plugin: the demo's policy, trees and chains, every round
-another arm.
+"""SGLang with an EAGLE drafter and Paceline's plugin: the demo's policy, trees and chains, another
+arm every round.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def embedded_tokens(prompts: list[list[int]], **sampling: object) -> list[list[int]]:
-    """What our own engine says without speculation."""
+    """Tokens of the embedded engine without speculation."""
     spec = EmbeddedSpec(
         model_dir=str(DEMO / "policy_trained"), drafter="off", max_sequence_tokens=256
     )
@@ -134,7 +134,7 @@ def test_structured_tokens_are_those_of_the_embedded_engine_whatever_is_drafted(
     assert served.tokens(prompts, **sampling) == expected
     for arm in ("off", "eagle:4_3_12"):
         assert served.tokens(prompts, arm=arm, **sampling) == expected
-    free = [prompt * 2 for prompt in prompts[:3]]  # beside rows that are free
+    free = [prompt * 2 for prompt in prompts[:3]]  # beside rows without a grammar
     alone = served.tokens(free, temperature=1.0)
     numbers = served.send(prompts, **sampling)
     assert served.tokens(free, temperature=1.0) == alone
@@ -144,7 +144,7 @@ def test_structured_tokens_are_those_of_the_embedded_engine_whatever_is_drafted(
 def test_a_structured_response_that_cannot_go_on_ends_alone(
     served: Served, prompts: list[list[int]]
 ) -> None:
-    """This expression outgrows the limits of a step after some tokens."""
+    """This expression exceeds the limits of a step after some tokens."""
     growing = "(((a|b?c)*[a-z]{0,900}){0,900}d){0,900}" * 200 + "e{20}"
     alone = served.tokens(prompts[:3], temperature=1.0)
     numbers = served.send(
@@ -221,7 +221,7 @@ def test_rows_are_the_states_of_transformers_over_chunks_prefixes_stops_retracti
             tokens = [*prompt_of[number], *said(chunks)]
             rows, expected = served.kept.of(number, tokens), hidden(oracle, tokens)
             assert (rows - expected).abs().max() <= 1e-4
-            assert (rows[1:] - expected[:-1]).abs().max() > 0.1  # a shift by one would show
+            assert (rows[1:] - expected[:-1]).abs().max() > 0.1  # a shift by one row would show
     assert served.kept.twice == 0
 
 
@@ -317,8 +317,8 @@ def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(
 
 
 def adapters(policy: Path, folder: Path, start: str) -> PreTrainedModel:
-    """A version of adapters over a policy's query and gate matrices, which SGLang fuses with
-    others; returns the policy with them added, of transformers.
+    """A version of adapters over a policy's query and gate matrices, which SGLang fuses with other
+    matrices; returns transformers' policy with the adapters added.
     """
     draw, given = torch.Generator().manual_seed(5), dict[str, torch.Tensor]()
     model = load_oracle(policy)
@@ -390,7 +390,7 @@ def test_an_engine_with_nothing_to_do_leaves_its_core(
 
     started, used = time.monotonic(), seconds()
     while time.monotonic() < started + 4:
-        served.client._socket.poll(500)  # nothing comes
+        served.client._socket.poll(500)  # no message arrives
     share = (seconds() - used) / (time.monotonic() - started)
     if paused:
         served.client.ask(**{"continue": pb.ContinueGeneration()})

@@ -1,4 +1,4 @@
-"""A model whose experts are divided over the ranks of one worker: its tokens are those of
+"""A model with experts divided over the ranks of one worker: its tokens equal the tokens of
 transformers, and every rank takes a version set in the same round.
 """
 
@@ -29,7 +29,7 @@ NEW_TOKENS = 24
 
 
 def model(folder: Path, seed: int) -> PreTrainedModel:
-    """Eight experts a layer, of which a token takes two."""
+    """Eight experts per layer; a token uses two."""
     return save_random(folder, "qwen3_moe", seed=seed, sharpness=4.0, max_position_embeddings=512)
 
 
@@ -43,7 +43,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedMo
 def served(
     policies: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Two ranks of four experts a layer each."""
+    """Two ranks with four experts per layer each."""
     one = Served(
         tmp_path_factory.mktemp("worker"),
         model_dir=next(iter(policies)),
@@ -94,7 +94,7 @@ def test_all_ranks_take_a_set_between_two_rounds_and_a_wrong_one_none(
     (chunks,) = served.wait(running)
     spans = [span for chunk in chunks for span in chunk.version_spans]
     folded = list(dict.fromkeys(span.policy_version for span in spans))
-    assert folded == [0, 1]  # one version a token, never back
+    assert folded == [0, 1]  # one version per token, never back
     said_before = max(span.end for span in spans if span.policy_version == 0)
     tokens = said(chunks)
     assert tokens[:said_before] == greedy(before, PROMPTS[0], said_before)
@@ -103,7 +103,7 @@ def test_all_ranks_take_a_set_between_two_rounds_and_a_wrong_one_none(
     assert served.tokens(PROMPTS, max_tokens=NEW_TOKENS) == expected(after)
 
     tensors = read_tensors(Path(new))
-    for number, name in enumerate(sorted(tensors)[:2]):  # each is looked at by another rank
+    for number, name in enumerate(sorted(tensors)[:2]):  # another rank checks each tensor
         folder, values = tmp_path / f"not finite {number}", tensors[name].clone()
         folder.mkdir()
         values.view(-1)[3] = float("nan")

@@ -1,5 +1,5 @@
-"""Exported drafters in the real SGLang: each round accepts what the embedded engine accepts with
-the native files.
+"""Exported drafters in the real SGLang: each round accepts as many tokens as the embedded engine
+does with the native files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"
 NEW_TOKENS, PROMPTS, LIMIT = 48, 16, 256
 TREES = 48
-"""Prompts of the test of deep trees: branches show in a quarter of the answers."""
+"""Prompts of the test of deep trees: a quarter of the answers use branches."""
 CONVERSATIONS = 256
 LEARNING = {
     "steps": 50,
@@ -47,7 +47,7 @@ LEARNING = {
 }
 VOCABULARIES = {"all tokens": 0, "12 tokens": 12}
 TRAINED = 1.4
-"""Tokens of a round that no untrained drafter comes near."""
+"""Tokens per round that no untrained drafter reaches."""
 
 
 def questions(file: str, count: int) -> list[list[int]]:
@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 
 
 def exported(native: Path, out: Path) -> Path:
-    """What `paceline drafter export --format sglang` makes of it."""
+    """Directory written by `paceline drafter export --format sglang`."""
     done = CliRunner().invoke(
         app,
         ["--from", str(native), "--model", str(POLICY), "--out", str(out), "--format", "sglang"],
@@ -104,8 +104,8 @@ def own_rounds(
     answers: Sequence[Sequence[int]],
     temperature: float,
 ) -> list[list[int]]:
-    """Rounds of the embedded engine from the answers' first token on: SGLang draws that one without
-    drafting.
+    """Rounds of the embedded engine from the answers' first token on, because SGLang draws the
+    first token without drafting.
     """
     sampling = {"max_tokens": NEW_TOKENS - 1, "temperature": temperature, "ignore_eos": True}
     requests = [
@@ -122,7 +122,7 @@ def own_rounds(
 def served_rounds(
     served: Served, arm: str, prompts: Sequence[Sequence[int]], temperature: float
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Answers of SGLang and the rounds they came in, without the first token."""
+    """SGLang's answers without the first token, and the tokens of their rounds."""
     options = {
         "temperature": temperature,
         "max_tokens": NEW_TOKENS,
@@ -153,7 +153,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Of a checkpoint whose config.json names fewer positions than the answers have."""
+    """A checkpoint with fewer positions in its config.json than the answers have."""
     folder = tmp_path_factory.mktemp("eagle")
     shutil.copytree(DEMO / "drafter_start", folder / "native")
     config = json.loads((folder / "native" / "config.json").read_text())
@@ -190,11 +190,9 @@ def test_an_exported_eagle_accepts_in_each_round_what_the_native_one_does(
 def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_branches_see(
     eagle: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang hands a node its parent's features, but leaves the branch's keys as they are
-    (select_top_k_tokens).
-
-    So a node that went over to another branch attends to its own branch's earlier nodes, not to its
-    ancestors.
+    """SGLang passes a node its parent's features but keeps the branch's keys (select_top_k_tokens).
+    A node that moved to another branch therefore attends to the old branch's earlier nodes, not to
+    its ancestors.
     """
     arm, prompts = "eagle:6_4_24", questions("tasks_heldout.jsonl", TREES)
     answers, rounds = served_rounds(eagle.served, arm, prompts, 1.0)
@@ -218,13 +216,13 @@ def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_bran
 
 
 def apart(rounds: list[list[int]], others: list[list[int]]) -> int:
-    """Answers that were drafted otherwise."""
+    """Number of answers with other drafts."""
     return sum(one != other for one, other in zip(rounds, others, strict=True))
 
 
 def ties(arm: str) -> int:
-    """How many of 16 answers may be drafted otherwise: of two nodes as likely as each other but for
-    the last bit, which differs between batch shapes and machines, a tree keeps one.
+    """Number of 16 answers that may have other drafts. Of two equally likely nodes a tree keeps
+    one; the last bit decides, which differs between batch shapes and machines.
     """
     return 0 if arm.split("_")[1] == "1" else 1
 
@@ -242,7 +240,7 @@ def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_s
 
 @pytest.fixture(scope="module")
 def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with a `native` checkpoint each, trained by the real command on the policy's own
+    """Folders with a `native` checkpoint each; the real command trains it on the policy's own
     answers.
     """
     folder = tmp_path_factory.mktemp("eagle3")
@@ -286,7 +284,7 @@ def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[st
 
 @pytest.fixture(scope="module")
 def narrow(eagle3: dict[str, Path]) -> Iterator[Pair]:
-    """A drafter of 12 tokens, which are not the first 12."""
+    """A drafter with 12 tokens other than the first 12."""
     yield from pair(eagle3["12 tokens"], "eagle3:3_1_4", "eagle3:2_2_5")
 
 

@@ -1,4 +1,4 @@
-"""A hook that SGLang did not apply, or that hooks another function than we know, is an error."""
+"""Errors for a hook that SGLang did not apply, and for a changed signature of a hooked function."""
 
 from __future__ import annotations
 

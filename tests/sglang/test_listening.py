@@ -1,4 +1,4 @@
-"""Nobody else reaches an SGLang of ours, and it leaves no file when it is killed."""
+"""No other user reaches the project's SGLang, and a killed SGLang leaves no file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def mapped_memory(processes: list[int]) -> set[Path]:
-    """Named shared memory that these have mapped, and not that of a test beside this one."""
+    """Named shared memory that the processes have mapped, without memory of parallel tests."""
     mapped = ""
     for pid in processes:
         with contextlib.suppress(OSError):  # it has ended
@@ -50,11 +50,11 @@ def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     family += [one.pid for one in psutil.Process(family[0]).children(recursive=True)]
     inet, unix = open_doors(psutil.Process(pid) for pid in family)
     assert beyond_loopback(inet) == []
-    assert inet  # gloo between the two
+    assert inet  # gloo between the two ranks
     assert {path for path in unix if not Path(path).is_relative_to(temporary)} == set()
     assert list(temporary.rglob("store")) != []
     until = time.monotonic() + patient(20)
-    while not list(temporary.rglob("elsewhere/*")):  # SGLang's host hears of its end last
+    while not list(temporary.rglob("elsewhere/*")):  # SGLang's host learns of its end last
         assert time.monotonic() < until
         time.sleep(0.05)
     memory = mapped_memory(family)

@@ -1,5 +1,6 @@
-"""SGLang with our plugin under EAGLE-3, NGRAM on two ranks, and without speculation: tiny random
-models, fp32.
+"""SGLang with Paceline's plugin under EAGLE-3, NGRAM on two ranks, and without speculation.
+
+Tiny random models, fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paceline.errors import MissingCapability, WeightsError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
-# NGRAM compiles its tables at the first start on a machine
+# NGRAM compiles its tables at its first start on a machine
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10] * 7, [5], list(range(3, 19)) * 3]
 

@@ -1,4 +1,6 @@
-"""A checkpoint of the policy trainer in the real SGLang: it says what transformers says of it."""
+"""A checkpoint of the policy trainer generates the same tokens in the real SGLang and in
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
 
 
 def trained(run: Path, mesh: DeviceMesh, adapter_rank: int) -> Path:
-    """The checkpoint of a policy that two steps have moved far from its start."""
+    """The checkpoint of a policy after two large steps."""
     config = PolicyTrainerConfig.model_validate(
         {
             "model": str(START),

@@ -1,5 +1,6 @@
-"""A policy in int8 in SGLang: the profile is a member of every set, each version is rounded into the
-storages that serve, and what a canary refuses leaves the set before it, numbers and profile.
+"""A policy in int8 in SGLang: the profile is a member of every set, and each version is rounded
+into the serving storages. A set that a canary refuses leaves the numbers and profile of the earlier
+set.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ pytestmark = [
 ]
 PROFILE, TOKENS = "int8_w8a8", 24
 GAP = 0.05
-"""Mean difference of log-probs, nats, that bfloat16 and rounded activations may make; rounding
-another policy's weights makes one of several.
+"""Largest mean difference of log-probs, nats, from bfloat16 and rounded activations. The rounded
+weights of another policy differ by several nats.
 """
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SimpleNamespace]:
-    """A gateway whose two workers serve the demo's trained policy in int8, and its drafter as it
-    is.
+    """A gateway with two workers that serve the demo's trained policy in int8, and its drafter
+    unrounded.
     """
     config = GatewayConfig.model_validate(
         {
@@ -95,7 +96,7 @@ async def said(served: Any, prompt: list[int]) -> list[Any]:
 
 
 async def all_said(served: Any) -> list[list[int]]:
-    """Greedy tokens to all prompts, one after the other: a batch of one each time."""
+    """Greedy tokens for all prompts in sequence, each in a batch of one."""
     found = []
     for prompt in prompts():
         chunks = await said(served, prompt)
@@ -105,7 +106,7 @@ async def all_said(served: Any) -> list[list[int]]:
 
 
 def rounded_oracle(name: str) -> PreTrainedModel:
-    """A policy of the demo in float32 whose layers' matrices are rounded and put together again."""
+    """A policy of the demo in float32: its layers' matrices are rounded and put together again."""
     model = load_oracle(DEMO / name)
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
@@ -115,7 +116,9 @@ def rounded_oracle(name: str) -> PreTrainedModel:
 
 
 def gap(model: PreTrainedModel, prompt: list[int], chunks: list[Any]) -> float:
-    """Mean difference of log-probs told from the model's, over the tokens of an answer, nats."""
+    """Mean difference between reported log-probs and the model's, over the tokens of an answer,
+    nats.
+    """
     tokens = [token for one in chunks for token in one.token_ids]
     told = torch.tensor([value for one in chunks for value in one.behavior_logprobs])
     with torch.inference_mode():
@@ -173,7 +176,7 @@ async def test_numbers_that_int8_has_no_scale_for_are_refused_at_the_push(served
     before = await all_said(served)
     overflowing = demo_tensors("policy_trained")
     name = "model.layers.1.mlp.down_proj.weight"
-    overflowing[name] = filled(overflowing[name], 3.4e38)  # finite; not in bfloat16
+    overflowing[name] = filled(overflowing[name], 3.4e38)  # finite, but not in bfloat16
     with pytest.raises(WeightsError, match="scales are not finite; seen: inf"):
         await pushed(served, POLICY, overflowing)
     assert await all_said(served) == before

@@ -1,5 +1,5 @@
-"""Log-probs of prompts by SGLang, in pieces of its prefill and beside drafts, against transformers'
-forward of the same tokens.
+"""Log-probs of prompts from SGLang, in chunks of its prefill and beside drafts, against
+transformers' forward.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_prompts_are_scored_as_transformers_scores_them_in_pieces_and_beside_oth
 
 
 def begun(served: Served, **options: int) -> list[int]:
-    """The request for a prompt of which some pieces have been computed, and not all."""
+    """Sends a prompt; returns its request while only some of its chunks are computed."""
     until = time.monotonic() + patient(60)
     while time.monotonic() < until:
         numbers = served.send([PROMPT], **options)

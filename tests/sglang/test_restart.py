@@ -1,6 +1,8 @@
-"""A killed SGLang: its request ends as unavailable, another starts, loads the committed versions
-and serves again, also where it has taken the commit with it. One that is killed while it starts
-leaves no process.
+"""A killed SGLang: its request ends as unavailable, and another SGLang starts, loads the committed
+versions and serves.
+
+This holds also when the commit dies with it. An SGLang that is killed while it starts leaves no
+process.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ async def test_a_killed_sglang_is_replaced_and_serves_what_was_committed(tmp_pat
         await asyncio.wait((committing,), timeout=1)
         assert not committing.done()
         scheduler.kill()
-        await committing  # its channel has asked again: the one that starts loads what is committed
+        await committing  # the call was repeated: the new SGLang loads the committed set
         assert await ask(http_port, prompt, 16) == start
 
 
@@ -113,7 +115,7 @@ CONTEXT = tpb.CommandContext(run_id="restart", step=0, epoch=1)
 
 
 async def push(to_gateway: grpc.aio.Channel, version: int, policy: str) -> None:
-    """One of the demo's policies as this version."""
+    """Pushes a policy of the demo as this version."""
     tensors = list(decode_safetensors((DEMO / policy / "model.safetensors").read_bytes()).values())
     manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, version, tensors)
     await push_weights(to_gateway, manifest, tensors, CONTEXT)
@@ -137,7 +139,7 @@ async def ask(port: int, prompt: list[int], count: int) -> list[int]:
 
 
 def started_host(folder: Path) -> subprocess.Popen[bytes]:
-    """The process of an engine worker that begins to start SGLang; nobody listens to it."""
+    """The process of an engine worker that starts SGLang; no gateway reads its messages."""
     spec = SGLangSpec(
         model_dir=str(DEMO / "policy_start"), drafter="off", device="cpu", max_sequence_tokens=256
     )
@@ -152,12 +154,12 @@ def started_host(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def begun(process: psutil.Process, library: str) -> bool:
-    """Whether a process is one that SGLang has spawned, and has loaded a library so far."""
+    """Whether SGLang has spawned the process, and the process has loaded the library."""
     try:
         if "spawn_main" not in "".join(process.cmdline()):
             return False
         return not library or any(library in one.path for one in process.memory_maps())
-    except psutil.Error:  # it is between fork and exec
+    except psutil.Error:  # the process is between fork and exec
         return False
 
 
@@ -172,7 +174,7 @@ def test_a_host_that_is_killed_while_sglang_starts_leaves_none_of_its_processes(
         assert host.poll() is None
         assert time.monotonic() < until
         time.sleep(0.01)
-    of_host.suspend()  # it spawns no other meanwhile
+    of_host.suspend()  # it spawns no other process meanwhile
     family = of_host.children(recursive=True)
     host.kill()
     host.wait()

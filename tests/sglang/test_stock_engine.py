@@ -1,5 +1,5 @@
-"""The unpatched SGLang over the CPU stand-in: its greedy tokens are those of transformers, whatever
-drafts.
+"""The greedy tokens of the unpatched SGLang over the CPU stand-in equal transformers' with any
+drafter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 
 def test_llama_under_an_eagle_tree_emits_the_greedy_tokens_of_transformers(tmp_path: Path) -> None:
-    # A small vocabulary lets even a random drafter hit, so that accepted branches are really moved
-    # and continued.
+    # A small vocabulary lets even a random drafter hit, so that accepted branches are moved and
+    # continued.
     model = save_random(
         tmp_path / "target", "llama", vocab_size=19, sharpness=4.0, max_position_embeddings=512
     )

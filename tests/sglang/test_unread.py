@@ -1,5 +1,5 @@
-"""SGLang's rounds that are off leave the drafter alone; what it draws later is what it would have
-drawn had it read every token at once.
+"""Rounds with the arm "off" leave SGLang's drafter behind. Its later drafts equal the drafts after
+reading every token at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUESTIONS = ["486:36=", "912:354=", "17:5=", "840:60="]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The drafter reads on in short forwards: 16 tokens of all rows together."""
+    """The drafter catches up in short forwards: 16 tokens of all rows together."""
     one = Served(
         tmp_path_factory.mktemp("unread"),
         model_dir=str(DEMO / "policy_trained"),
@@ -45,8 +45,8 @@ def accepted(chunks: Sequence[Chunk]) -> list[bool]:
 
 
 def read_at_once(served: Served, known: list[int], tokens: int, arm: str) -> list[bool]:
-    """Which tokens behind `known` are drafts where its prefill reads all of it: a prompt that is
-    scored takes nothing from the cache.
+    """Whether each response token behind `known` is a draft after a full prefill: a scored prompt
+    takes nothing from the cache.
     """
     numbers = served.send([known], max_tokens=tokens, arm=arm, prompt_logprobs=1)
     return accepted(served.wait(numbers)[0])
@@ -56,7 +56,7 @@ def read_at_once(served: Served, known: list[int], tokens: int, arm: str) -> lis
 def test_a_request_drafts_on_as_if_it_had_read_the_rounds_that_were_off(
     served: Served, prompts: list[list[int]], arm: str
 ) -> None:
-    """It goes along with another that is off for a while, since a batch has one arm."""
+    """The request runs beside a request with the arm off, because a batch has one arm."""
     prompt, other = prompts[0], prompts[1]
     tokens = served.tokens([prompt], max_tokens=60, arm=arm)[0]
     [number] = served.send([prompt], max_tokens=60, arm=arm, seeds=[1])
@@ -65,7 +65,7 @@ def test_a_request_drafts_on_as_if_it_had_read_the_rounds_that_were_off(
     served.wait(beside)
     assert said(chunks) == tokens
     flags, rounds = accepted(chunks), chunks[-1].speculation
-    # the last round that was off is behind some token; from there on it is as if all were read
+    # some token ends the last round with the arm off; later drafts equal a full read
     ends = [
         cut
         for cut in range(1, 59)

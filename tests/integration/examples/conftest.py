@@ -1,4 +1,4 @@
-"""A gateway of an example for the time of a test."""
+"""Fixture: a gateway of an example for the duration of a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.local.ports import free_port
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """`serve("<example>")` starts its gateway on a free port and gives its address."""
+    """`serve("<example>")` starts its gateway on a free port and returns its address."""
     with ExitStack() as stack:
 
         def start(example: str) -> str:

@@ -1,5 +1,5 @@
-"""A trace that begins in an agent and is walked, over a real OTLP receiver, from its call to the
-optimiser step and to the drafter's step that learned from it.
+"""A trace that begins in an agent, over a real OTLP receiver. The test follows it from the agent's
+call to the optimiser step, and to the drafter's step that learned from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.local.ports import free_ports
 from paceline.telemetry import names
 
 STEPS, TASKS, SAMPLES = 2, 4, 4
-# A rank of the policy trainer is ended without a last export.
+# A rank of the policy trainer ends without a last export.
 OFTEN = {
     "OTEL_BSP_SCHEDULE_DELAY": "200",
     "OTEL_BLRP_SCHEDULE_DELAY": "200",
@@ -27,7 +27,7 @@ SERVICES = {"coordinator", "gateway", "policy_trainer", "drafter_trainer"}
 
 @pytest.fixture(scope="module")
 def received(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtlpReceiver]:
-    """What agent and services of a finished run have sent."""
+    """Telemetry that agent and services of a finished run have sent."""
     tmp_path = tmp_path_factory.mktemp("traced")
     with receiving() as receiver, pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
@@ -53,7 +53,7 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtlpReceiver]
 
 
 class Walk:
-    """Spans by what they name and by what names them."""
+    """Spans by their links and by their parents."""
 
     def __init__(self, spans: list[ReceivedSpan]) -> None:
         self.by_id = {one.span_id: one for one in spans}
@@ -131,5 +131,5 @@ def test_every_service_sends_spans_and_metrics_and_those_that_log_in_a_quiet_run
 ) -> None:
     assert {one.service for one in received.spans} == SERVICES | {"agent"}
     assert set(received.metrics) >= SERVICES
-    quiet = {"drafter_trainer"}  # it tells of faults alone
+    quiet = {"drafter_trainer"}  # it logs faults alone
     assert {one.service for one in received.logs} >= SERVICES - quiet

@@ -1,4 +1,4 @@
-"""examples/batch_evaluation as its README runs it, beside figures worked out by hand."""
+"""Runs examples/batch_evaluation as its README does; compares it with hand-computed figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/frameworks as its README runs it: one agent in three frameworks, where installed."""
+"""Runs examples/frameworks as its README does: one agent in three frameworks, where installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURNS = 3
 
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
-    """What processes that are started after it send."""
+    """Telemetry of processes that start after this fixture."""
     with receiving() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
@@ -48,7 +48,7 @@ def test_the_agents_run_is_a_session_of_what_its_model_said_in_the_agents_trace(
 
 
 def session_hangs_below_the_agent(received: OtlpReceiver) -> None:
-    """Its opening and each of its model calls came under the span of the agent's run."""
+    """The session's opening and each model call are children of the agent's span."""
     whole = {"invoke_agent": 1, names.AGENT_SESSION: 1, names.ENGINE_REQUEST: TURNS}
     arrived = received.until(
         lambda: all(len(received.named(name)) == count for name, count in whole.items()),

@@ -1,5 +1,5 @@
-"""examples/openai_agent as its README runs it: a run of the real services whose rollouts are the
-agent's.
+"""Runs examples/openai_agent as its README does: a run of the real services with the agent's
+rollouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = [
 def test_the_agents_reward_is_that_of_the_demos_task() -> None:
     reward = runpy.run_path(str(ROOT / "examples/openai_agent/agent.py"))["reward"]
     assert reward("48:36=", "%3612%1200#12", "stop") == 1.0
-    assert reward("48:36=", "#12", "length") == 0.0  # cut off: the end was not said
+    assert reward("48:36=", "#12", "length") == 0.0  # cut off before the end token
     assert reward("07:03=", "#01", "stop") == 1.0
     for wrong in ("#11", "12", "#", "#1 2", "#²", ""):
         assert reward("48:36=", wrong, "stop") == 0.0
@@ -54,7 +54,7 @@ def test_the_agent_answers_every_sample_of_a_run_which_then_ends_by_itself(tmp_p
 
 
 def own_places(tmp_path: Path, ports: list[int]) -> list[str]:
-    """A run of its own: folder, ports, Redis servers."""
+    """A separate run: folder, ports, Redis servers."""
     names = ["coordinator", "gateway", "http", "policy_trainer", "drafter_trainer"]
     words = [
         f'addresses.{name}="127.0.0.1:{port}"' for name, port in zip(names, ports, strict=False)

@@ -1,4 +1,4 @@
-"""examples/tool_agent as its README runs it."""
+"""Runs examples/tool_agent as its README does."""
 
 from __future__ import annotations
 

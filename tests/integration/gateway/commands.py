@@ -1,4 +1,4 @@
-"""What a coordinator asks of a gateway under test, under leases of rising epochs."""
+"""A coordinator's commands to a gateway under test, under leases of rising epochs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def commit(
 
 
 async def release(served: Any, epoch: int, *workers: int, **options: Any) -> dict[int, int]:
-    """Bytes that each worker has given up."""
+    """Bytes that each worker has released."""
     asked = rpb.ReleaseWorkersRequest(context=lease(served, epoch), workers=workers, **options)
     with rpc_errors():
         answer = await served.stub.ReleaseWorkers(asked, timeout=patient(30))
@@ -52,7 +52,7 @@ async def release(served: Any, epoch: int, *workers: int, **options: Any) -> dic
 
 
 async def resume(served: Any, epoch: int) -> tuple[list[int], int]:
-    """Workers that serve again, and the policy version they serve."""
+    """Resumed workers, and the policy version they serve."""
     asked = rpb.ResumeWorkersRequest(context=lease(served, epoch))
     with rpc_errors():
         answer = await served.stub.ResumeWorkers(asked, timeout=patient(30))
@@ -60,7 +60,7 @@ async def resume(served: Any, epoch: int) -> tuple[list[int], int]:
 
 
 async def workers(served: Any) -> Any:
-    """As the gateway's status tells of them."""
+    """Workers as the gateway's status reports them."""
     return (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))).workers
 
 
@@ -74,14 +74,14 @@ async def worker_versions(served: Any) -> list[tuple[int, int]]:
 
 
 async def until_serving(served: Any, versions: list[tuple[int, int]], seconds: float = 20) -> None:
-    """Returns when all workers are there and serve these."""
+    """Returns when all workers are ready and serve these versions."""
     async with asyncio.timeout(patient(seconds)):
         while await worker_versions(served) != versions:
             pass
 
 
 def note_commands(monkeypatch: pytest.MonkeyPatch) -> Order:
-    """What is asked of which worker, and when it has answered."""
+    """Records each command with its worker, and the time of its answer."""
     order: Order = []
     ask, send = WorkerProcess.ask, WorkerProcess.send
 

@@ -35,12 +35,12 @@ POLICY_MODEL = DEMO_TOKENIZER
 """The demo's start policy, which the embedded engine can serve."""
 EOS = 1
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Nothing here speaks TLS; to read the known ones takes 40 ms of each test."""
+"""No test here uses TLS; loading the system's certificate authorities takes 40 ms per test."""
 
 
 @dataclass
 class Served:
-    """A gateway under test and ways to call it."""
+    """A gateway under test with its clients."""
 
     config: GatewayConfig
     channel: grpc.aio.Channel
@@ -51,7 +51,7 @@ class Served:
     def tasks_request(
         self, *, purpose: int = tpb.PURPOSE_TRAIN, **options: Any
     ) -> rpb.RunTasksRequest:
-        """Two tasks, two samples each: 1+1 answered right by sample 0 or 1, 2+2 always wrong."""
+        """Two tasks, two samples each: 1+1 is answered right by sample 0 or 1, 2+2 always wrong."""
         return rpb.RunTasksRequest(
             context=leased(SecurityConfig(), self.config.run.id, options.pop("step", 0), 1),
             purpose=purpose,
@@ -72,7 +72,7 @@ ServeGateway = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 def tiny_model(directory: Path) -> Path:
-    """The demo's tokenizer and an eight-wide model that only the scripted engine can serve."""
+    """The demo's tokenizer and a model of width 8 that only the scripted engine can serve."""
     directory.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_TOKENIZER / name, directory)
@@ -82,7 +82,7 @@ def tiny_model(directory: Path) -> Path:
 
 
 def sums(model_dir: Path) -> dict[str, Any]:
-    """Settings of the scripted engine that answers two prompts."""
+    """Settings of a scripted engine with answers to two prompts."""
     codec = TextCodec(model_dir)
 
     def line(prompt: str, *responses: str) -> dict[str, Any]:
@@ -98,7 +98,9 @@ def sums(model_dir: Path) -> dict[str, Any]:
 async def serving(
     model_dir: Path, script: dict[str, Any], number: int = 0, **keys: Any
 ) -> AsyncIterator[Served]:
-    """Gateway `number` of a run with these configuration keys; its files lie beside the model."""
+    """Gateway `number` of a run with these configuration keys; its files are stored beside the
+    model.
+    """
     path = model_dir.parent / "script.json"
     path.write_text(json.dumps(script))
     settings: dict[str, Any] = {
@@ -139,8 +141,8 @@ def script(model_dir: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of the scripted engine's requests wait until they may come: what a test does while
-    a request runs, it may do as slowly as the machine lets it.
+    """Delays the ends of the scripted engine's requests until the test allows them, so that a slow
+    test can still act during a request.
     """
 
     path: Path
@@ -154,7 +156,7 @@ class Ends:
 
 @pytest.fixture
 def ends(script: dict[str, Any], model_dir: Path) -> Ends:
-    """They wait from the start of the test."""
+    """Ends that wait from the start of the test."""
     found = Ends(model_dir.parent / "ends")
     script["ends_with"] = str(found.path)
     return found

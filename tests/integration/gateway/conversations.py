@@ -43,7 +43,7 @@ REPLIES = [
     {"pattern": rf"throw{SPEAK}$", "texts": ["heads", "tails"]},
     {"pattern": SPEAK, "texts": ["Hello, I am here."]},
 ]
-"""What the scripted model says, by the end of the prompt."""
+"""The scripted model's answers, by the end of the prompt."""
 
 WEATHER = {
     "type": "object",
@@ -57,7 +57,7 @@ NAMING = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 )
-"""The demo's form with the names of the tools before it."""
+"""The demo's template, preceded by the names of the tools."""
 
 
 def naming_tokenizer(model_dir: Path, directory: Path) -> str:
@@ -71,7 +71,7 @@ def naming_tokenizer(model_dir: Path, directory: Path) -> str:
 
 
 def teach(model_dir: Path, script: dict[str, Any]) -> None:
-    """Give the model directory the template and the scripted engine the replies."""
+    """Writes the template to the model directory and the replies to the engine's script."""
     path = model_dir / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**settings, "chat_template": TEMPLATE}))

@@ -1,8 +1,8 @@
-"""A real engine worker whose rounds over a long request end only once a command waits; it tells of
-every step it takes.
+"""A real engine worker that reports every step. Its rounds over a long request end only once a
+command waits.
 
-So a test knows exactly which round is under way when a command comes, whatever the speed of the
-machine.
+A test can therefore determine the round that is under way when a command arrives, at any speed of
+the machine.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from paceline.v1 import engine_pb2 as pb
 
 ADDRESS_VARIABLE = "PACELINE_TEST_EVENTS"
 LONG_TOKENS = 100
-"""Requests that ask for more are held."""
+"""Requests for more tokens are held."""
 HOLD_MS = 30_000
 
 
 def running(engine: Engine) -> dict[int, int]:
-    """Requests in the batch and how many tokens they ask for."""
+    """Maximum token counts of the requests in the batch, by request id."""
     inside: Any = engine
     batch = inside._scheduler.running if hasattr(inside, "_scheduler") else inside._running
     return {one.request.request_id: one.request.sampling.max_tokens for one in batch}
 
 
 class HeldWorker(worker.Worker):
-    """worker.Worker that holds and tells."""
+    """worker.Worker that holds rounds and reports events."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""An agent over plain HTTP, and what the scripted engine must have answered it."""
+"""An agent over plain HTTP, and the answers that the scripted engine must have given it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.workers.local import engine_settings
 from paceline.v1 import rollout_pb2 as rpb
 
 SLOW = {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-"""For the script: a token every 10 ms."""
+"""Script with a token every 10 ms."""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Agent:
     async def act(
         self, verb: str, body: dict[str, Any] | None = None, *, status: int = 200
     ) -> dict[str, Any]:
-        """reward, complete, abort or fail, on the session of the key."""
+        """Sends reward, complete, abort or fail to the key's session."""
         return await self.post(f"/v1/sessions/current/{verb}", body, status=status)
 
     async def reward(self, value: float, *, status: int = 200, **body: Any) -> dict[str, Any]:
@@ -75,14 +75,16 @@ class Agent:
 
 
 async def opened(served: Any, **body: Any) -> Agent:
-    """A session of the agent's own."""
+    """Opens a session for the agent."""
     response = await served.http.post("/v1/sessions", json=body)
     assert response.status_code == 201, response.text
     return Agent(served.http, response.json())
 
 
 async def claimed(served: Any, wait_s: float = 5.0, **body: Any) -> Agent | None:
-    """A task of the run; None when none came, or when no run has begun on a gateway without one."""
+    """An agent with a claimed task of the run. None if no task was offered, or if no run has begun
+    on a gateway without trajectories.
+    """
     response = await offered(served, wait_s, body)
     if response.status_code == 409 and response.json()["error"]["code"] == "no_tasks_offered":
         return None
@@ -91,8 +93,8 @@ async def claimed(served: Any, wait_s: float = 5.0, **body: Any) -> Agent | None
 
 
 async def offered(served: Any, wait_s: float, body: dict[str, Any]) -> httpx.Response:
-    """The answer to a claim. The gateways of tests keep no trajectories: until the first RunTasks
-    call they say that there is no run.
+    """The answer to a claim. The gateways of tests keep no trajectories, so they answer 409 until
+    the first RunTasks call.
     """
     claim = {"claim": True, "wait_s": wait_s, **body}
     end = time.monotonic() + patient(wait_s)
@@ -107,7 +109,7 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class Oracle:
-    """The scripted engine's own choice of an answer."""
+    """The answer that the scripted engine chooses by itself."""
 
     def __init__(self, served: Any) -> None:
         path = Path(served.config.tokenizer or served.config.model) / "tokenizer.json"
@@ -119,7 +121,7 @@ class Oracle:
 
 
 def prompt_of(tree: list[dict[str, Any]], completion_id: str) -> list[int]:
-    """All tokens that the engine saw before it said this turn."""
+    """All tokens that the engine saw before it generated this turn."""
     turns = {turn["completion_id"]: turn for turn in tree}
     turn = turns[completion_id]
     before: list[int] = []
@@ -129,7 +131,7 @@ def prompt_of(tree: list[dict[str, Any]], completion_id: str) -> list[int]:
 
 
 async def loads(served: Any) -> list[int]:
-    """Requests in each worker."""
+    """Number of requests in each worker."""
     status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
     return [worker.health.running + worker.health.waiting for worker in status.workers]
 
@@ -152,7 +154,9 @@ async def until_open(served: Any, count: int) -> None:
 
 @asynccontextmanager
 async def task_run(served: Any, request: rpb.RunTasksRequest) -> AsyncIterator[list[Any]]:
-    """A RunTasks call beside the block, which must let it end; the list grows by what it says."""
+    """A RunTasks call that runs beside the block, which must let it end; its events are appended to
+    the list.
+    """
     told: list[Any] = []
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The vendors' own clients with the key of one session, for tests of the APIs they speak."""
+"""The vendors' own clients with the key of one session, for tests of their APIs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Clients:
     served: Any
 
     async def tree(self) -> list[dict[str, Any]]:
-        """Turns of the session."""
+        """Returns the turns of the session."""
         answer = await self.served.http.get(
             "/v1/sessions/current/export?form=tree",
             headers={"authorization": f"Bearer {self.openai.api_key}"},
@@ -53,8 +53,8 @@ class Clients:
         return list(answer.json()["tree"])
 
     async def line(self, *finishes: str) -> None:
-        """The session is one line of turns that ended so, each going on from the tokens of the one
-        before.
+        """Asserts that the session is one line of turns with these finish reasons. Each turn
+        continues from the tokens of the turn before it.
         """
         turns = await self.tree()
         assert [turn["finish_reason"] for turn in turns] == list(finishes)
@@ -66,7 +66,7 @@ class Clients:
 
 @asynccontextmanager
 async def clients(served: Any, key: str = "") -> AsyncIterator[Clients]:
-    """Clients of a new session, or with `key`."""
+    """Clients of a new session, or of the session of `key`."""
     if not key:
         opened = await served.http.post("/v1/sessions", json={})
         key = opened.json()["api_key"]
@@ -83,7 +83,7 @@ async def clients(served: Any, key: str = "") -> AsyncIterator[Clients]:
 
 
 async def responded(who: Clients, stream: bool, **asked: Any) -> Any:
-    """A response, built by the client from events when it streams."""
+    """A response; with streaming, the client builds it from events."""
     if not stream:
         return await who.openai.responses.create(model="tiny-model", **asked)
     async with who.openai.responses.stream(model="tiny-model", **asked) as events:
@@ -93,7 +93,7 @@ async def responded(who: Clients, stream: bool, **asked: Any) -> Any:
 
 
 async def messaged(who: Clients, stream: bool, **asked: Any) -> Any:
-    """A message of Anthropic's API, built by the client from events when it streams."""
+    """A message of Anthropic's API; with streaming, the client builds it from events."""
     asked = {"model": "tiny-model", "max_tokens": 200, **asked}
     if not stream:
         return await who.anthropic.messages.create(**asked)

@@ -1,4 +1,4 @@
-"""Versions of adapters alone: tried by a canary, refused, sent as deltas, mixed with whole ones."""
+"""Versions of adapters alone: canary trials, refusals, deltas, and mixtures with whole policies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWO: dict[str, Any] = {
 
 
 def adapters(size: float = 0.2, moved: int = 0) -> dict[str, Tensor]:
-    """Of every query matrix; `moved`: so many values of each that a step has changed."""
+    """Adapters of every query matrix; a step has changed `moved` values of each matrix."""
     draw = torch.Generator().manual_seed(5)
     found: dict[str, Tensor] = {}
     for name, weight in read_tensors(DEMO).items():
@@ -78,7 +78,7 @@ async def test_adapters_pass_the_canary_or_are_refused_and_those_before_them_ser
         assert versions == {2}
         assert said != start
 
-        await push(served, sender, 3, adapters(size=1e18))  # finite, also once it is added
+        await push(served, sender, 3, adapters(size=1e18))  # finite, also after the addition
         with pytest.raises(WeightsError, match=r"canary, refused set 2 .*finite log-probs"):
             await commit(served, VersionSet(2, 3, 0))
         await until_serving(served, [(2, 0), (2, 0)])  # the canary has read its adapters again

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @dataclass(frozen=True)
 class ApiCase:
-    """A row."""
+    """One row of the table."""
 
     api: str
     fields: dict[str, Any]
@@ -39,7 +39,7 @@ class ApiCase:
 
 
 def cases() -> dict[str, ApiCase]:
-    """Rows of the table by a name of their own."""
+    """Rows of the table, each with a test id."""
     text = (ROOT / "docs" / "api.md").read_text()
     rows = text.partition("## Cases")[2].strip().splitlines()
     start = next(index for index, row in enumerate(rows) if row.startswith("|---"))
@@ -89,7 +89,7 @@ async def test_a_case_is_served_refused_by_name_or_said_to_be_ignored(
         assert answer.status_code in (400, 404), answer.text
         error = answer.json()["error"]
         (field,) = case.names
-        if case.api == "messages":  # its errors have no place for the field but the message
+        if case.api == "messages":  # its errors can name the field only in the message
             unserved = f"{field}: " if field != "model" else "the model "
             assert error["message"].startswith(unserved)
         else:

@@ -1,5 +1,5 @@
-"""What docs/api.md promises beyond OpenAI's fields, over HTTP with both engines; log-probs of prompts
-against transformers.
+"""Promises of docs/api.md beyond OpenAI's fields, over HTTP with both engines; log-probs of prompts
+are compared with transformers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def pieces(model: Served, **body: Any) -> list[dict[str, Any]]:
 
 
 def forward(ids: list[int]) -> torch.Tensor:
-    """Log-probs [T, V] of the next token, by transformers."""
+    """Log-probs [T, V] of the next token, computed with transformers."""
     oracle = AutoModelForCausalLM.from_pretrained(POLICY_MODEL, dtype=torch.float32)
     with torch.inference_mode():
         return torch.log_softmax(oracle(torch.tensor([ids])).logits[0].float(), dim=-1)
@@ -62,8 +62,9 @@ def forward(ids: list[int]) -> torch.Tensor:
 async def test_the_likelihood_of_answers_is_scored_as_evaluation_harnesses_ask_for_it(
     model: Served, generated: int
 ) -> None:
-    """Requests of contexts and continuations as token ids, read as such a harness reads them: the
-    continuation's log-prob is a sum, and it is greedy where no alternative is likelier.
+    """Scores contexts and continuations, given as token ids, as a harness reads them.
+
+    The continuation's log-prob is a sum; the continuation is greedy if no alternative is likelier.
     """
     context, answers = model.codec.encode("12+30="), ["12+30=42", "7", "42#"]
     asked = [[*context, *model.codec.encode_piece(text)] for text in answers]

@@ -1,4 +1,4 @@
-"""What a gateway is set to do with sampling that cannot be trained, names of models, and browsers."""
+"""Gateway settings for untrainable sampling, names of models, and browsers."""
 
 from __future__ import annotations
 

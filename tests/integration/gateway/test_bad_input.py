@@ -1,4 +1,6 @@
-"""What clients get wrong is told in their API's shape, by field, and never breaks the gateway."""
+"""Errors for bad requests have the shape of the client's API and name the field; the gateway
+survives.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,14 @@ GOOD: dict[str, dict[str, Any]] = {
     SESSIONS: {},
     REWARDS: {"completion_id": "x", "value": 1},
 }
-"""The least that each path takes."""
+"""Smallest valid body of each path."""
 SPEAKING = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 CHATTING = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", COUNT: "messages"}
-"""Paths that take a conversation, and in which field."""
+"""Field of the conversation in each path that takes one."""
 
 
 def told(path: str, answer: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error, in the shape of the path's API."""
+    """Asserts the error's shape for the path's API; returns the error."""
     assert answer.status_code == status, (path, answer.status_code, answer.text[:500])
     body = answer.json()
     error = dict(body["error"])
@@ -56,7 +58,7 @@ def told(path: str, answer: httpx.Response, status: int = 400) -> dict[str, Any]
 
 
 async def refused(http: httpx.AsyncClient, path: str, field: str, body: dict[str, Any]) -> None:
-    """A 400 that names the field."""
+    """Asserts a 400 that names the field."""
     error = told(path, await http.post(path, json={**GOOD[path], **body}))
     if path.startswith(MESSAGES):
         assert error["message"].startswith(field), (path, body, error)
@@ -67,7 +69,7 @@ async def refused(http: httpx.AsyncClient, path: str, field: str, body: dict[str
 
 @asynccontextmanager
 async def still_well(served: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """The gateway answers good requests afterwards."""
+    """Asserts that the gateway answers valid requests afterwards."""
     yield served.http
     for path in SPEAKING:
         answer = await served.http.post(path, json=GOOD[path])
@@ -182,7 +184,7 @@ async def test_a_head_without_bounds_is_refused(served: Any, parts: list[bytes])
         writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n" + parts[0])
         answer = b""
         with suppress(ConnectionError):
-            for _ in range(100):  # far more than a head may have
+            for _ in range(100):  # far longer than the limit of a head
                 writer.write(parts[-1])
                 await writer.drain()
             answer = await asyncio.wait_for(reader.read(), patient(10))
@@ -374,7 +376,7 @@ async def test_unknown_fields_are_refused_by_name_and_harmless_ones_are_told(ser
         assert error.get("code", "unknown_parameter") == "unknown_parameter"
         answer = await http.post(path, json={**GOOD[path], "metadata": {"user_id": "me"}})
         assert answer.status_code == 200, (path, answer.text)
-        if path != RESPONSES:  # it keeps and shows them
+        if path != RESPONSES:  # Responses keeps and returns metadata
             assert answer.headers["x-paceline-ignored"] == "metadata"
     part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "content": [part]}

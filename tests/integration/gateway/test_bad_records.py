@@ -1,4 +1,4 @@
-"""A task, an environment or a reward that is wrong costs its samples, never the call of RunTasks."""
+"""A faulty task, environment or reward loses its samples, but never the call of RunTasks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OddReward:
 
 @pytest.fixture
 def own(tmp_path: Path) -> dict[str, Any]:
-    """Settings with an environment and a reward rule that do what the task's metadata says."""
+    """Settings with an environment and a reward rule that follow the task's metadata."""
     file = tmp_path / "own_odd.py"
     file.write_text(OWN, encoding="utf-8")
     return {
@@ -88,7 +88,7 @@ async def ran(
     within_s: float = 60,
     silence_s: float = 0,
 ) -> dict[str, rpb.SampleFinished]:
-    """What came of a task for each metadata, and of one without any."""
+    """The finished sample of a task for each metadata, and of a task without metadata."""
     tasks = [
         rpb.TaskSpec(
             task_id=f"t{index}",
@@ -119,7 +119,7 @@ async def ran(
 
 
 def failed(samples: dict[str, rpb.SampleFinished]) -> set[str]:
-    """Tasks whose samples ended by a fault, without a reward."""
+    """Tasks with samples that ended by a fault, without a reward."""
     return {
         name
         for name, one in samples.items()
@@ -174,7 +174,7 @@ async def test_a_reward_that_raises_or_answers_garbage_costs_its_samples(
     async with serve_gateway(**own) as served:
         samples = await ran(served, [{"reward": one} for one in odd], "single_turn", "odd")
     assert {name for name, one in samples.items() if one.HasField("reward")} == {"good"}
-    assert failed(samples) == {"t2", "t5"}  # what is no reward is a fault, "no telling" is none
+    assert failed(samples) == {"t2", "t5"}  # an invalid reward is a fault, a missing one is none
 
 
 @pytest.mark.few(2)

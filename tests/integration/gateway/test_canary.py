@@ -1,4 +1,4 @@
-"""A worker takes a new set first: what it refuses serves nobody, and what it passes serves on all."""
+"""A canary worker tries each new set: a refused set serves nobody; a passed set serves on all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def tokens(served: Any, seed: int, max_tokens: int) -> tuple[list[int], se
 
 
 async def both_busy(served: Any) -> list[asyncio.Task[tuple[list[int], set[int]]]]:
-    """A request on each of two workers."""
+    """Holds a request on each of two workers."""
     running = [asyncio.create_task(tokens(served, seed, 150)) for seed in (1, 2)]
     async with asyncio.timeout(patient(10)):
         while not all(worker.health.running for worker in await workers(served)):
@@ -75,7 +75,7 @@ async def test_a_policy_without_finite_log_probs_is_refused_and_serves_nobody(
         ends.come()
         for answer, before in zip(await asyncio.gather(*running), undisturbed, strict=True):
             assert answer == (before, {0})
-        with pytest.raises(WeightsError, match="finite log-probs"):  # by the only one left, perhaps
+        with pytest.raises(WeightsError, match="finite log-probs"):  # perhaps by one worker alone
             await commit(served, VersionSet(2, 1, 0))
         await until_serving(served, [(0, 0), (0, 0)])
         await push(served, POLICY, 2)
@@ -85,7 +85,7 @@ async def test_a_policy_without_finite_log_probs_is_refused_and_serves_nobody(
 
 
 async def push_demo_policy(served: Any, version: int, norm: float | None = None) -> None:
-    """The demo's policy under another version; `norm`: all weights of its last norm."""
+    """The demo's policy under another version; `norm` sets all weights of its last norm."""
     found = decode_safetensors((DEMO / "model.safetensors").read_bytes())
     if norm is not None:
         size = found["model.norm.weight"].shape[0]
@@ -187,7 +187,7 @@ async def test_the_canary_commits_alone_and_then_all_others_at_once(
 
 
 async def probed(served: Any, chosen: Callable[[Any], bool] = lambda _: True) -> Any:
-    """The worker that draws the tokens of a probe."""
+    """Waits for a chosen worker that runs a probe."""
     async with asyncio.timeout(patient(10)):
         while True:
             for worker in await workers(served):

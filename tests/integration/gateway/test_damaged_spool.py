@@ -1,4 +1,4 @@
-"""A gateway whose spool is not what was written serves nothing of it, and goes on when it is mended."""
+"""A gateway serves nothing of a damaged spool, and serves again after the repair."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def versions(served: Any) -> GetVersionsResponse:
 
 
 async def finish(served: Any) -> VersionSet:
-    """The set that a whole rollout ends under."""
+    """Runs a whole rollout; returns the version set at its end."""
     with rpc_errors():
         call = served.stub.RunTasks(served.tasks_request(), timeout=patient(60))
         *_, last = [one async for one in call]

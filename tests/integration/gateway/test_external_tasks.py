@@ -1,6 +1,4 @@
-"""Tasks of a run that agents from outside claim: offers, faults, rewards, and what the step gets of
-it.
-"""
+"""External agents claim tasks of a run: offers, faults, rewards, and the results for the step."""
 
 from __future__ import annotations
 
@@ -331,7 +329,7 @@ async def test_the_gateway_says_whom_its_work_waits_for(
 
 
 async def appended(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:
-    """The first `count` trajectories of the stream, waited for."""
+    """Waits for the first `count` trajectories of the stream."""
     stream = RedisStream(client, run_key(run_id, "trajectories"))
     await stream.create_group("test")
     entries: list[Any] = []
@@ -387,9 +385,9 @@ async def test_branches_of_claimed_sessions_land_once_under_their_step_and_group
 
 
 async def claimed_again(served: Any) -> str:
-    """After a restart the ledger answers for what is final; only the rest is offered.
+    """After a restart the ledger answers for final samples; only the rest is offered.
 
-    Returns its session.
+    Returns the id of the claimed session.
     """
     async with aclosing(_first_offer(served)) as offers:
         return await anext(offers)
@@ -421,7 +419,7 @@ async def test_evaluations_never_enter_the_stream_and_may_sample_as_they_like(
 
 
 async def nothing_yet(served: Any) -> bool:
-    """Whether a claim is answered that no task is there now."""
+    """Whether the gateway answers a claim that it offers no task now."""
     response = await served.http.post("/v1/sessions", json={"claim": True})
     return bool(response.status_code == 204)
 

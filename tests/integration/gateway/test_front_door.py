@@ -1,5 +1,5 @@
-"""What the front door does for a round of the engine, counted: messages, decoded news, writes. How
-long it takes is for `paceline bench gateway`.
+"""Counts the HTTP front end's work for a round of the engine: messages, decoded news, writes.
+`paceline bench gateway` measures its time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from paceline.v1 import engine_pb2 as pb
 STREAMS = 16
 PACE = ScriptPace(tokens=128, tokens_per_round=4, round_s=0.01)
 WRITES_BESIDE_EVENTS = 4
-"""Of a request: its head, its last event with its end, and what wakes the worker's socket."""
+"""Writes of a request: its head, its last event with its end, and the wake-up of the worker's
+socket.
+"""
 
 
 def order(port: int, model: str, first_seed: int, tokens: int) -> Order:
-    """A streamed chat on each of so many connections at once."""
+    """Orders a streamed chat on each of so many connections at once."""
     return Order(
         port=port,
         model=model,
@@ -50,7 +52,7 @@ def order(port: int, model: str, first_seed: int, tokens: int) -> Order:
 
 
 def main_thread_writes(pid: int) -> int:
-    """Calls of write and writev so far, by the thread that serves."""
+    """Calls of write and writev so far by the serving thread."""
     lines = Path(f"/proc/{pid}/task/{pid}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("syscw:"))
 
@@ -60,7 +62,7 @@ def main_thread_writes(pid: int) -> int:
 async def test_an_event_of_a_stream_costs_one_system_call(tmp_path: Path) -> None:
     files = write_model(tmp_path, engine_settings(PACE))
     async with asyncio.timeout(patient(60)), gateway(tmp_path, *files, ()) as front:
-        await LoadRun(order(front.port, MODEL, 0, PACE.most_tokens)).run()  # loads what it needs
+        await LoadRun(order(front.port, MODEL, 0, PACE.most_tokens)).run()  # imports modules
         before = main_thread_writes(front.pid)
         run = LoadRun(order(front.port, MODEL, STREAMS, PACE.most_tokens))
         said = await run.run()

@@ -1,4 +1,4 @@
-"""A caller that goes away frees its slot in the engine: by counts of rounds, over HTTP and gRPC, on
+"""A cancelled request frees its slot in the engine: by counts of rounds, over HTTP and gRPC, on
 both engines.
 """
 
@@ -28,7 +28,7 @@ DEADLINE_S = patient(30)
 
 
 class Events:
-    """What the worker tells, in order."""
+    """Events of the worker, in order."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
@@ -39,7 +39,7 @@ class Events:
         return told["event"], told["ids"], told["running"], told["waiting"]
 
     async def expect(self, event: str, running: int, waiting: int) -> list[int]:
-        """The next event is this one; its request ids."""
+        """Asserts the next event; returns its request ids."""
         told, ids, *load = await self.next()
         assert (told, load) == (event, [running, waiting])
         return ids
@@ -47,7 +47,7 @@ class Events:
 
 @pytest.fixture
 async def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Events]:
-    """Workers of both engines hold and tell."""
+    """Makes workers of both engines hold rounds and report events."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.PULL)
     address = f"ipc://{tmp_path}/events"
@@ -63,8 +63,8 @@ async def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def settings(kind: str) -> dict[str, Any]:
-    # Two requests reach the worker, which runs one: the other waits there, not in the gateway's own
-    # queue.
+    # Two requests reach the worker, which runs one request. The other waits in the worker, not in
+    # the gateway's queue.
     keys: dict[str, Any] = {
         "engine": {"kind": kind, "workers": 1, "max_batch": 1},
         "queue": {"running": 2},
@@ -119,7 +119,7 @@ async def test_a_caller_that_goes_away_is_in_no_round_after_the_one_under_way(
             staying = begin(call(served, SHORT))
             (short,) = await events.expect("enqueue", 1, 1)
             assert await events.expect("round", 1, 1) == [long]
-            # The round just told of does not end before the next command: it is the one under way.
+            # The reported round does not end before the next command, so it is the round under way.
             await go_away(leaving)
             assert await events.expect("abort", 0, 1) == [long]
             rounds = []

@@ -40,9 +40,7 @@ def user(text: str) -> dict[str, str]:
 async def connect(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Connect]:
-    """`connect(served)`: a client of either kind that has the gateway's token, which the gateway
-    asks for.
-    """
+    """`connect(served)`: a client of either kind with the token that the gateway requires."""
     monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
     async with AsyncExitStack() as clients:
 
@@ -222,7 +220,7 @@ async def test_a_sessions_key_acts_on_no_other_session(
 
 async def give_two_rewards(session: Any) -> None:
     await session.reward(1.0)
-    await session.reward(1.0)  # the same again changes nothing
+    await session.reward(1.0)  # a repeated call changes nothing
     await session.reward(0.5)
 
 

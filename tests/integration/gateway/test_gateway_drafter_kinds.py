@@ -43,7 +43,7 @@ async def trained_rounds(served: Any, arm: str) -> int:
 async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
     serve_gateway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Worker processes find the user's kind as they find any module.
+    # Worker processes import the user's kind like any module.
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     )

@@ -88,8 +88,8 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
             served.channel, build_manifest(pb.WEIGHT_TARGET_DRAFTER, 1, drafter), drafter, context
         )
         await commit_versions(served.channel, context, VersionSet(2, 1, 1))
-        # Nobody pushed drafter 0, so that no worker can serve it again: the coordinator gives such
-        # a set up.
+        # Drafter 0 was never pushed, so that no worker can serve it again: the coordinator abandons
+        # such a set.
         with pytest.raises(WeightsError, match="not prepared"):
             await commit_versions(served.channel, context, VersionSet(3, 1, 0))
 

@@ -1,4 +1,4 @@
-"""OpenAI-shaped HTTP over a real port."""
+"""OpenAI's API over HTTP on a real port."""
 
 from __future__ import annotations
 

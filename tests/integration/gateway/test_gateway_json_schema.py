@@ -1,5 +1,5 @@
-"""response_format over HTTP on the engine that can: what comes back is JSON of the schema, and is
-not trained.
+"""response_format over HTTP with the embedded engine: answers are JSON of the schema, and are not
+trained.
 """
 
 from __future__ import annotations

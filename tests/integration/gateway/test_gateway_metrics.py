@@ -1,4 +1,4 @@
-"""GET /metrics of a gateway that serves: what a Prometheus server reads there."""
+"""GET /metrics of a serving gateway, as a Prometheus server reads it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
     assert proposed == {str(position): pulls["eagle:3_1_4"] for position in (1, 2, 3)}
     accepted = by_label(found, "drafts_accepted_total", "position")
     assert accepted["1"] > accepted["3"] == 0
-    # off gives 100 tokens/s, the chain up to 300; off was chosen, so something was lost.
+    # off gives 100 tokens/s, the chain up to 300; off was chosen, so throughput was lost.
     (regret,) = by_label(found, "regret", "worker").values()
     assert 0 < regret < 2 / 3
     stages = by_label(found, "round_time_seconds_total", "stage")
@@ -91,7 +91,7 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
     assert by_label(found, "tokens_per_second", "worker")["0"] == pytest.approx(
         144 / stages["forward"]
     )
-    assert not [name for name in found if "tflops" in name]  # a script has no device
+    assert not [name for name in found if "tflops" in name]  # a scripted engine has no device
     assert found["paceline_gateway_requests_total"][0][1] == 6
 
 
@@ -168,6 +168,6 @@ async def test_spans_of_requests_and_rollouts_tell_times_split_and_regret(
     for run, steps in ((first, asked), (second, asked[5:])):
         assert run[names.ROUNDS] <= sum(one[names.TARGET_STEPS] for one in steps)
         assert run[names.round_time_s("forward")] > 0
-    # Arms are counted since the engines began, the split since the look before.
+    # Arms are counted from the engines' start, the time split from the last measurement.
     whole = sum(count for name, count in second.items() if name.startswith(names.arm_rounds("")))
     assert first[names.ROUNDS] + second[names.ROUNDS] == whole

@@ -1,6 +1,4 @@
-"""The published document holds: generated requests, right and wrong ones, get the answers it
-promises.
-"""
+"""The published document holds: valid and invalid generated requests get the documented answers."""
 
 from __future__ import annotations
 
@@ -31,18 +29,18 @@ CHECKS = [
     negative_data_rejection,
 ]
 EXAMPLES = 12
-"""Requests of each kind by operation."""
+"""Number of requests of each kind by operation."""
 ROUNDS = 8
-"""So often at most are right requests tried for one that is served: some draw few that a document
-cannot tell from those that the model's template or vocabulary refuse.
+"""Most valid requests tried until the gateway serves one. The model's template or vocabulary
+refuses some valid requests, which no document can describe.
 """
 TOKEN = "secret"
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
 
 
 class Generated:
-    """Generated requests to one gateway; right ones name what exists, so that they reach more than
-    a 404.
+    """Generated requests to one gateway; valid requests name existing objects, so that they reach
+    more than a 404.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,7 +49,7 @@ class Generated:
         self._schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
 
     def run(self) -> None:
-        """Every operation. Raises what does not hold."""
+        """Sends requests to every operation. Raises an error for each violated promise."""
         with self._http:
             for found in self._schema.get_all_operations():
                 operation = found.ok()
@@ -64,11 +62,11 @@ class Generated:
                     self._hold(operation, GenerationMode.NEGATIVE, {})
 
     def served(self) -> set[str]:
-        """Operations of which a right request was served."""
+        """Operations that served a valid request."""
         return {label for label, status in self.statuses if status < 300}
 
     def _known(self, path: str) -> dict[str, str]:
-        """Names of what exists."""
+        """Names of existing objects."""
         if "sessions/{id}" in path:
             return {"id": self._post("/v1/sessions", {})["id"]}
         if path == "/v1/rewards" or "responses/{id}" in path:
@@ -102,7 +100,7 @@ class Generated:
                 if case.body.get("claim") is True:
                     case.body["wait_s"] = 0  # nobody offers tasks here
             answer = case.call(headers=HEADERS, timeout=patient(20))
-            if answer.status_code != 413:  # a refusal too, though none that the checks know
+            if answer.status_code != 413:  # a refusal too, though the checks do not include it
                 case.validate_response(answer, checks=CHECKS, headers=HEADERS)
             if mode is GenerationMode.POSITIVE:
                 self.statuses[operation.label, answer.status_code] += 1
@@ -111,8 +109,8 @@ class Generated:
 
 
 def run(url: str) -> set[str]:
-    """Operations that served a right request; called from a thread, because the gateway runs on
-    the test's event loop.
+    """Operations that served a valid request. Called from a thread, because the gateway runs on the
+    test's event loop.
     """
     generated = Generated(url)
     generated.run()

@@ -365,7 +365,7 @@ async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[st
         assert refused.retry_after_s is not None
         assert refused.retry_after_s >= 1
         first.cancel()
-        assert await waiting.pop()  # it takes the place of the one that left
+        assert await waiting.pop()  # it takes the place of the cancelled call
 
 
 async def test_a_worker_that_cannot_be_built_says_why(serve_gateway: Any) -> None:

@@ -1,5 +1,5 @@
-"""Structured outputs and tool calls under a grammar, asked for by OpenAI's client over HTTP of the
-embedded engine.
+"""Structured outputs and tool calls under a grammar: OpenAI's client requests them over HTTP from
+the embedded engine.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def test_a_call_that_is_asked_for_is_made_with_valid_arguments(
 
 
 GROWING = "(((a|b?c)*[a-z]{0,900}){0,900}d){0,900}" * 200 + "e{20}"
-"""Built in time, and beyond the limits of a step after some tokens."""
+"""The grammar is built in time, but exceeds a step's limits after some tokens."""
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("structured_outputs.regex", {"structured_outputs": {"regex": GROWING}, "max_tokens": 250}),
     ("structured_outputs.regex", {"structured_outputs": {"regex": "(["}}),

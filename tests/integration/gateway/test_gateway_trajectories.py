@@ -1,5 +1,5 @@
-"""Finished branches reach the ledger once, whatever fails on the way; rows follow; sessions keep
-exact tokens.
+"""Finished branches reach the ledger once despite faults, and rows follow; sessions keep exact
+tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def run_tasks(served: Any, **options: Any) -> dict[tuple[str, int], rpb.Sa
 
 
 async def appended(client: redis.asyncio.Redis, run_id: str, name: str, count: int) -> list[Any]:
-    """The first `count` entries of a stream, waited for."""
+    """Waits for the first `count` entries of a stream."""
     stream = RedisStream(client, run_key(run_id, name))
     await stream.create_group("test")
     entries: list[Any] = []

@@ -1,5 +1,5 @@
-"""New versions reach every worker, also late and replaced ones; a set is served as a whole or not
-at all.
+"""New versions reach every worker, also late and replaced workers; a set is served as a whole or
+not at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generations and sessions over gRPC: the same powers as over HTTP."""
+"""Generations and sessions over gRPC have the same abilities as over HTTP."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def talk(messages: list[dict[str, Any]], tools: Any = None, choice: str = "") ->
 async def whole(
     served: Any, request: rpb.GenerateRequest
 ) -> tuple[list[int], rpb.GenerateResponse, str]:
-    """All tokens, the last piece, all text."""
+    """All tokens, the last chunk, the whole text."""
     pieces = [piece async for piece in served.stub.Generate(request, timeout=patient(20))]
     tokens = [token for piece in pieces for token in piece.chunk.token_ids]
     return tokens, pieces[-1], "".join(piece.text for piece in pieces)
@@ -248,7 +248,7 @@ async def test_pieces_of_a_reader_that_stops_are_merged(
         small = [
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", 64 << 10),
-        ]  # what may lie unread
+        ]  # limit of unread bytes
         async with grpc.aio.insecure_channel(served.channel.address, options=small) as peer:
             call = RolloutServiceStub(peer).Generate(request, timeout=patient(60))
             first = await call.read()

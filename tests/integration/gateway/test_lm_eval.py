@@ -1,5 +1,5 @@
-"""EleutherAI's harness itself (`pip install "lm-eval[api]"`), where it is installed: tasks of its
-three kinds over our completions, beside the same tasks over transformers in its own process.
+"""Runs EleutherAI's harness (`pip install "lm-eval[api]"`) where it is installed. Tasks of its
+three kinds run over this gateway's completions, and over transformers in the harness's process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question": "2+2=", "choices": ["4", "2+2=5 #5"], "label": 0},
     {"question": "99:18=", "choices": ["9", "99-18=81", "3"], "label": 0},
 ]
-"""The first choice is how the demo's start policy begins when it answers greedily."""
+"""The first choice is the beginning of the demo start policy's greedy answer."""
 KINDS: dict[str, dict[str, Any]] = {
     "chosen": {
         "output_type": "multiple_choice",
@@ -68,7 +68,7 @@ def write_tasks(folder: Path) -> None:
 
 
 async def answers(folder: Path, kind: str, **arguments: Any) -> dict[str, list[Any]]:
-    """What the harness was answered to each question, by kind of task."""
+    """The harness's answers to each question, by kind of task."""
     assert HARNESS is not None
     out = folder / kind
     child = await asyncio.create_subprocess_exec(

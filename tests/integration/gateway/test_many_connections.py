@@ -1,4 +1,4 @@
-"""More connections than a process may open files by default."""
+"""A gateway serves more connections than the default limit of open files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def served(stack: AsyncExitStack, folder: Path) -> Front:
-    """A gateway whose starter lets it open FEW files, unless it asks for more."""
+    """A gateway under a soft limit of FEW open files."""
     files = write_model(folder, engine_settings(ScriptPace(16, 4, 0.0)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))

@@ -1,4 +1,6 @@
-"""The gateway lists the end tokens of its model at the start, and refuses one it would misread."""
+"""The gateway lists the end tokens of its model at the start, and refuses a model that it would
+misread.
+"""
 
 from __future__ import annotations
 

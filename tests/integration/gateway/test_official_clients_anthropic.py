@@ -22,7 +22,7 @@ from integration.gateway.official_clients import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FAULT = 190
-"""The demo's token of the character ~."""
+"""The demo's token for the character ~."""
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,4 @@
-"""Groups that agents open themselves become those of the step that finds them closed; idle workers
-are lent out.
-"""
+"""A group that agents open belongs to the step that finds it closed; idle workers are lent out."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def step_request(served: Any, step: int, groups: int = 1) -> rpb.RunTasksRequest
 
 
 async def finished(served: Any, group: str, size: int, rewards: list[float | None]) -> list[str]:
-    """Siblings of one group that come and go; their sessions."""
+    """Opens and ends sibling sessions of one group; returns their ids."""
     ids = []
     for index, reward in enumerate(rewards):
         agent = await opened(
@@ -61,7 +59,7 @@ def closed_of(told: list[Any]) -> list[tuple[str, int]]:
 
 
 async def stream_of(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:
-    """The first `count` trajectories, waited for."""
+    """Waits for the first `count` trajectories."""
     stream = RedisStream(client, run_key(run_id, "trajectories"))
     await stream.create_group("test")
     entries: list[Any] = []
@@ -266,7 +264,7 @@ async def test_the_earliest_of_the_steps_that_collect_gets_the_next_group(
 
 
 def told_closed(told: list[Any]) -> list[tuple[str, int]]:
-    """Groups in the order in which they were told of."""
+    """Groups in the order of their reports."""
     closed = [event.closed for event in told if event.WhichOneof("event") == "closed"]
     return [(group.group_id, group.scored_sessions) for group in closed]
 

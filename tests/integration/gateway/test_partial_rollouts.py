@@ -1,5 +1,5 @@
-"""Rollouts that a new policy or a lease interrupts go on from their tokens: their trajectories have
-a span for each version, and nothing is lost or generated twice.
+"""Interrupted rollouts resume from their tokens under a new policy or after a lease. Their
+trajectories have a span for each version, and no token is lost or generated twice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def finished(served: Any, request: rpb.RunTasksRequest) -> list[rpb.RunTas
 
 
 async def until_tokens(served: Any, run: asyncio.Task[Any], count: int) -> None:
-    """Waits until the engines have drawn so many, in the middle of the run."""
+    """Waits until the engines have drawn so many tokens, in the middle of the run."""
     async with asyncio.timeout(patient(20)):
         while await tokens_so_far(served) < count:
             assert not run.done()
@@ -53,7 +53,7 @@ async def tokens_so_far(served: Any) -> int:
 
 
 def spans(one: Trajectory) -> list[tuple[int, int]]:
-    """(policy version, tokens) in order; they cover the response without a gap."""
+    """(policy version, tokens) in order; asserts that they cover the response without a gap."""
     ends = [span.end for span in one.version_spans]
     assert [span.start for span in one.version_spans] == [len(one.token_ids) - TOKENS, *ends[:-1]]
     assert ends[-1] == len(one.token_ids)
@@ -85,14 +85,14 @@ async def test_a_commit_in_the_middle_of_a_rollout_leaves_whole_samples_in_every
         found = await stream_of(redis_client, run_id, SAMPLES)
         emitted = await tokens_so_far(served)
     assert [one.sample.response_tokens for one in news if one.HasField("sample")] == [TOKENS] * 4
-    assert emitted == SAMPLES * TOKENS  # by the engines: nothing was drawn twice
+    assert emitted == SAMPLES * TOKENS  # counted by the engines: no token was drawn twice
     for one in found:
         (old, kept), (new, rest) = spans(one)
         assert (old, new, kept + rest) == (0, 1, TOKENS)
         assert kept >= 1
         again = list(one.token_ids[-TOKENS:])
         said = served.codec.encode(served.codec.decode(again[: again.index(1)]))[1:]
-        cycle = [*said, 1]  # the script's answer, over and over
+        cycle = [*said, 1]  # the script's answer, repeated
         assert again == [cycle[index % len(cycle)] for index in range(TOKENS)]
 
 
@@ -103,10 +103,10 @@ async def test_a_rollout_that_a_lease_suspends_goes_on_under_the_set_that_serves
     redis_client: redis.asyncio.Redis,
     run_id: str,
 ) -> None:
-    # Slow enough for three parts of it on a machine that stands still for seconds.
+    # Slow enough for three parts of the rollout on a machine that stalls for seconds.
     script |= {**SLOW, "default_cost_s": 0.05}
     keys = redis_keys(redis_url, run_id)
-    # a request of an agent would be refused after wait_s; the samples of a step are not
+    # an agent's request would be refused after wait_s; a step's samples are not refused
     async with serve_gateway(engine={"workers": 2}, queue={"wait_s": 0.05}, **keys) as served:
         run = asyncio.create_task(finished(served, rollout(served)))
         await until_tokens(served, run, 5 * SAMPLES)
@@ -159,7 +159,7 @@ async def test_the_embedded_engine_goes_on_exactly_after_a_lease_and_a_new_polic
         run = asyncio.create_task(finished(served, rollout(served)))
         await until_tokens(served, run, SAMPLES * TOKENS + 5 * SAMPLES)
         await release(served, 2, 0, 1, drain_s=0.0)
-        # the same numbers under another name: tokens stay as they are, and their version does not
+        # the same numbers under another version: the tokens stay, and only their version changes
         manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors)
         await push_weights(served.channel, manifest, tensors, lease(served, 2))
         await commit(served, VersionSet(1, 1, 0), epoch=2)

@@ -1,4 +1,4 @@
-"""What an audit found inexact, as the coordinator has a real gateway go without it."""
+"""The coordinator has a real gateway turn off the paths that an audit found inexact."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_arms_in_quarantine_draft_nothing_on_any_worker_whoever_asks_for_t
 
         status = await served.stub.GetStatus(rpb.GetStatusRequest())
         os.kill(status.workers[0].pid, signal.SIGKILL)
-        assert EAGLE not in await arms_used(served)  # by the worker in its place
+        assert EAGLE not in await arms_used(served)  # by the replacement worker
 
         await served.stub.Quarantine(asked(served, f"arm={NGRAM}", "reused"))
         assert await arms_used(served) == {"off"}
@@ -99,7 +99,7 @@ async def test_drafted_stands_for_every_arm_and_what_cannot_be_turned_off_is_tol
     async with serve_gateway() as served:
         request = asked(served, "drafted", "plain", "numbers=int8", "numbers=bfloat16", "swapped")
         answer = await served.stub.Quarantine(request)
-        # The next set has no profile; the serving dtype is what it is.
+        # The next set has no profile; the serving dtype cannot be turned off.
         assert list(answer.unmet) == ["plain", "numbers=bfloat16"]
         assert await arms_used(served) == {"off"}
         again = await served.stub.Quarantine(request)

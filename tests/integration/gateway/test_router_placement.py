@@ -104,7 +104,7 @@ async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_bac
         (lost,) = [process for process in router.processes() if process.index == 1]
         lost.kill()
         await asyncio.wait_for(asyncio.shield(lost.lost), DEADLINE_S)
-        await asyncio.sleep(0)  # the keeper has heard of it
+        await asyncio.sleep(0)  # the keeper has received it
         assert (await ended(router, request(5, [5]), prefer=1))[0] == 0
 
 
@@ -248,7 +248,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
         assert fresh is not None
         again = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
         released = await fresh.ask(again, DEADLINE_S)
-        assert released.done.released_bytes == 0  # the memory is released already
+        assert released.done.released_bytes == 0  # the memory is already released
         assert await router.lending.take_back() == [0]
         assert (await ended(router, request(4, [5]), worker=0))[0] == 0
     os.close(writing)

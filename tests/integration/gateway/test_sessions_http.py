@@ -30,7 +30,7 @@ TOKEN = "the-gateways-token"
 
 
 async def two_turns(agent: Agent) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A question and one that follows on its answer."""
+    """A question, and a second question that follows its answer."""
     first = await agent.chat([user("2+2=")])
     second = await agent.chat([user("2+2="), message_of(first), user("and 1+1=")])
     return first, second
@@ -441,7 +441,7 @@ async def test_a_client_without_a_session_gets_one_per_conversation_and_is_rewar
 
 
 async def speaks(agent: Agent, **body: Any) -> dict[str, Any] | None:
-    """Its answer; None when its session was over before it had said a word."""
+    """The agent's answer; None when its session was over before the first token."""
     asked = {"messages": [user("2+2=")], "max_tokens": 64, **body}
     answer = await agent.http.post("/v1/chat/completions", json=asked, headers=agent.headers)
     assert answer.status_code in (200, 409), answer.text
@@ -451,7 +451,7 @@ async def speaks(agent: Agent, **body: Any) -> dict[str, Any] | None:
 async def test_a_silent_session_ends_unscored_by_its_own_time_out(serve_gateway: Any) -> None:
     async with serve_gateway(**ONE) as served:
         lasting = await opened(served)
-        for timeout_s in (0.2, 2.0, 20.0):  # a busy machine may need longer to say a word
+        for timeout_s in (0.2, 2.0, 20.0):  # a busy machine may need longer for the first token
             silent = await opened(served, timeout_s=timeout_s)
             if await speaks(silent):
                 break

@@ -1,5 +1,7 @@
-"""Gateways behind SGLang's own router, where it is installed: $SGLANG_ROUTER_PYTHON names the Python
-that has `sglang-router`, since that package brings a web server of its own.
+"""Gateways behind SGLang's own router, where it is installed.
+
+$SGLANG_ROUTER_PYTHON names the Python with `sglang-router`, because that package brings its own web
+server.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ PYTHON = os.environ.get("SGLANG_ROUTER_PYTHON", sys.executable)
 
 
 def installed() -> bool:
-    """Whether there is one."""
+    """Whether the router is installed."""
     asked = [PYTHON, "-c", "import sglang_router"]
     return subprocess.run(asked, capture_output=True, timeout=patient(30)).returncode == 0
 
 
 @asynccontextmanager
 async def routed(folder: Path, *gateways: str) -> AsyncIterator[httpx.AsyncClient]:
-    """SGLang's router before these gateways, on its own port, by the routing keys of callers."""
+    """SGLang's router in front of the gateways, on a separate port; it uses callers' routing keys."""
     port, metrics_port = free_ports(2)
     command = f"-m sglang_router.launch_router --host 127.0.0.1 --port {port} --policy manual"
     command += f" --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
@@ -54,7 +56,7 @@ async def routed(folder: Path, *gateways: str) -> AsyncIterator[httpx.AsyncClien
 
 
 async def until_listed(http: httpx.AsyncClient, count: int) -> None:
-    """Wait until the router is ready and lists so many gateways."""
+    """Waits until the router is ready and lists so many gateways."""
 
     async def listed() -> int:
         try:
@@ -118,7 +120,7 @@ async def ask_three_times(http: httpx.AsyncClient, key: str) -> list[str]:
 
 
 async def other_calls(http: httpx.AsyncClient) -> None:
-    """Chats, responses and streams come through; sessions, further fields and token ids do not."""
+    """Chats, responses and streams pass; sessions, further fields and token ids do not."""
     asked = {"model": "tiny-model", "prompt": "1+1="}
     streamed = await http.post("/v1/completions", json={**asked, "stream": True})
     assert streamed.status_code == 200, streamed.text

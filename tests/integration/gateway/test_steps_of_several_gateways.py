@@ -1,4 +1,6 @@
-"""Steps of the coordinator over two real gateways: groups that agents opened at either of them."""
+"""Steps of the coordinator over two real gateways, with groups that agents opened at either
+gateway.
+"""
 
 from __future__ import annotations
 

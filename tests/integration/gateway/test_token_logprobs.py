@@ -21,7 +21,7 @@ FREE = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 3}
 
 
 def split_characters() -> Tokenizer:
-    """A byte-level tokenizer whose tokens are single bytes and a few beginnings of characters."""
+    """A byte-level tokenizer: its tokens are single bytes and a few beginnings of characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Tokenising over HTTP, beside the tokenizer itself."""
+"""Tokenising over HTTP agrees with the tokenizer itself."""
 
 from __future__ import annotations
 

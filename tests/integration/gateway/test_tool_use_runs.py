@@ -142,7 +142,7 @@ async def test_code_is_scored_by_the_share_of_its_tests(
 
 @pytest.fixture
 def no_walls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sandbox's interpreter is a program that cannot shut anything in."""
+    """The sandbox's interpreter cannot isolate code."""
     other = tmp_path / "python"
     other.write_text('#!/bin/sh\ncat >/dev/null; echo \'{"failed": "no namespaces here"}\'\n')
     other.chmod(0o755)

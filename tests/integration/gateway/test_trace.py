@@ -1,5 +1,5 @@
-"""One trace follows a request from the caller's header into the engine, streamed or not, left or
-read to its end.
+"""One trace follows a request from the caller's header into the engine: streamed or not, abandoned
+or read to its end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def spans_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 def spans_of(directory: Path, *traces: str) -> list[dict[str, Any]]:
-    """All spans of the caller's trace, or of these; "" is any. Ends telemetry, so that they are
-    written.
+    """All spans of the given traces, by default of the caller's trace; "" matches any trace. Ends
+    telemetry, so that all spans are written.
     """
     telemetry.shutdown()
     lines = [
@@ -185,7 +185,7 @@ async def test_a_session_stands_between_the_agents_trace_and_the_samples_append(
         (found,) = [one for one in spans if one["name"] == name]
         assert [link.split("-")[2] for link in found["links"]] == [session["span_id"]]
     append = next(one for one in spans if one["name"] == names.TRAJECTORY_APPEND)
-    assert append["trace_id"] != TRACE  # the step's that took it
+    assert append["trace_id"] != TRACE  # it belongs to the step's trace
 
 
 async def test_a_trace_that_is_no_trace_is_left_alone(serve_gateway: Any, spans_dir: Path) -> None:

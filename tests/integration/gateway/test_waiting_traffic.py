@@ -1,4 +1,4 @@
-"""Callers that wait for lent workers are told of; leases end by themselves once nobody listens."""
+"""The coordinator learns of callers that wait for lent workers; leases end without watchers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW = {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator is told early."""
+    """Shortens the delay before the coordinator is notified."""
     monkeypatch.setattr(GatewayConfig, "reclaim_after_s", 0.2)
 
 
@@ -105,10 +105,10 @@ async def test_lent_workers_serve_again_when_their_coordinator_is_gone(
         async with listening(served):
             await release(served, 3, 0, outlasts_s=0.2)
             waits = ask(served)
-            with pytest.raises(TimeoutError):  # for as long as somebody listens
+            with pytest.raises(TimeoutError):  # while a watcher is connected
                 await asyncio.wait_for(asyncio.shield(waits), 0.6)
         await answered(waits)
-        await release(served, 4, 0, outlasts_s=0.2)  # by one that never listened
+        await release(served, 4, 0, outlasts_s=0.2)  # by a coordinator that never watched traffic
         await answered(ask(served))
 
 

@@ -31,7 +31,7 @@ sys.modules.setdefault(
     "torchvision._meta_registrations", ModuleType("torchvision._meta_registrations")
 )
 _experts = ModuleType("sglang.srt.layers.moe.fused_moe_native")
-# torch is imported when SGLang asks
+# torch is imported on SGLang's first access
 _experts.__getattr__ = lambda name: getattr(import_module("sgl_kernel.experts"), name)  # type: ignore[method-assign]
 sys.modules.setdefault(_experts.__name__, _experts)
 _run_hidden()

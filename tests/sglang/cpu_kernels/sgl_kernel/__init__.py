@@ -1,8 +1,8 @@
 """The part of `sgl_kernel` that SGLang calls on the CPU, in plain torch. Owns no state.
 
 SGLang finds most functions by import and the two attentions as `torch.ops.sgl_kernel.<name>`.
-`convert_weight_packed` must stay absent: its presence is how SGLang decides that the AMX kernels
-for every layer are there.
+`convert_weight_packed` must stay absent: its presence makes SGLang use the AMX kernels of every
+layer.
 """
 
 from __future__ import annotations

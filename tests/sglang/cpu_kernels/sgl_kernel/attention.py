@@ -86,8 +86,8 @@ def extend_attention_cpu(
 
     query [T, H, D]; key and value [T, N, D], or None when they are to be read from the buffers;
     seq_lens [B] count the new tokens; request b's tokens are rows extend_start_loc[b] onwards.
-    tree_mask says which keys a query sees, flat, request after request: query x query (all earlier
-    tokens visible) or query x all keys.
+    tree_mask marks the keys that a query sees, flat, request after request: query x query (all
+    earlier tokens visible) or query x all keys.
     """
     _check_covered(
         key_buffer, key_scale, value_scale, logit_cap, is_cross_attention, sliding_window, sinks
@@ -127,7 +127,7 @@ def _attend(
 
 
 def _split_mask(mask: Tensor, news: Sequence[int], totals: Sequence[int]) -> list[Tensor]:
-    """One [Q, Q] or [Q, L] mask per request; the size tells which form it is."""
+    """One [Q, Q] or [Q, L] mask per request; the mask's size determines its form."""
     sizes = []
     for widths in (news, totals):
         parts = [new * width for new, width in zip(news, widths, strict=True)]

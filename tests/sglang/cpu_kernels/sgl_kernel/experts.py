@@ -1,5 +1,7 @@
-"""The experts of a layer that one rank holds, in the place of SGLang's own torch code for the CPU,
-`sglang.srt.layers.moe.fused_moe_native`, which does not know of experts on other ranks.
+"""The experts of a layer that one rank holds.
+
+Replaces SGLang's own torch code for the CPU, `sglang.srt.layers.moe.fused_moe_native`, which does
+not support experts on other ranks.
 """
 
 from __future__ import annotations

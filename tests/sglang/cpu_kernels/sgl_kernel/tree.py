@@ -131,9 +131,7 @@ def verify_tree_greedy_cpu(
 
 
 def _parents(parent_list: Tensor, selected: Tensor, topk: int) -> Tensor:
-    """Parents [B, n] as node numbers; -1 for the root, and for a draft whose parent was not
-    chosen.
-    """
+    """Parents [B, n] as node numbers; -1 for the root and for a draft without a selected parent."""
     batch = len(selected)
     group = selected // topk
     padded = torch.cat([parent_list, parent_list.new_full((batch, 1), -1)], 1)
