@@ -2,8 +2,8 @@
 best schedule in hindsight.
 
 A schedule in hindsight has every request's true chances, the cost table and the lengths. It chooses
-the arm with the most tokens per second, or the arm that the last row needs. The faster of these two
-schedules counts for each trace. Every chooser gets the same luck (world.py). Bandits run as served,
+the arm with the most tokens per second, or the arm that the last row needs. For each trace the
+faster of both schedules counts. Every chooser gets the same luck (world.py). Bandits run as served,
 under their watchdog. Time is simulated; choices are timed.
 """
 

@@ -54,8 +54,8 @@ class Step(BaseModel):
     lengths: tuple[int, ...] = Field(min_length=1)  # response tokens of each request
     changed: Literal["", "policy", "drafter"] = ""  # weights committed before the step
     drafters: dict[str, Drafter] = {}  # synthetic: by speculator
-    # recorded, by speculator: a string of digits per request, a digit per token from which a round
-    # may start; the digit is the number of right drafts in a row there
+    # recorded, by speculator: a string of digits per request. A digit is the number of right drafts
+    # in a row at a token from which a round may start.
     runs: dict[str, tuple[str, ...]] = {}
     seconds: dict[str, float] = {}  # by arm: factor on the cost table
 

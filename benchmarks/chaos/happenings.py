@@ -43,9 +43,7 @@ class Happenings:
     async def first(
         self, matches: Callable[[Happening], bool], at_s: float, deadline_s: float, what: str
     ) -> Happening:
-        """Waits for the first matching event at `at_s` or later. Raises DeadlineExceeded with
-        `what`.
-        """
+        """Waits for the first matching event at `at_s` or later. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(deadline_s):
                 while True:

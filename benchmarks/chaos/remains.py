@@ -41,9 +41,7 @@ class Remains:
     """Remains of one run."""
 
     branches: dict[str, BranchHistory] = field(default_factory=dict)
-    serving: list[dict[str, int]] = field(
-        default_factory=list
-    )  # version sets, in the order of their commits
+    serving: list[dict[str, int]] = field(default_factory=list)  # version sets, in order
     began: dict[int, dict[str, int]] = field(default_factory=dict)  # step -> set that served
     finished: list[int] = field(default_factory=list)  # steps, in the order of their ends
     near_ties: dict[int, int] = field(default_factory=dict)  # by step

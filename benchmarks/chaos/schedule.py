@@ -18,7 +18,7 @@ class Action(StrEnum):
 
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP, and SIGCONT later
-    DELAY = "delay"  # each chunk of its connections comes late for a while
+    DELAY = "delay"  # each chunk of its connections is late for a while
     RESET = "reset"  # its connections end at once, with RST where they are TCP
     HALF_CLOSE = "half-close"  # data from clients no longer arrives; answers still do
     CORRUPT = "corrupt"  # one byte of a chunk of weights is another
