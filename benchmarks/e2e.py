@@ -210,7 +210,9 @@ def first_difference(one: DemoRun, other: DemoRun) -> int | None:
 
 
 def _row(one: DemoRun, first: DemoRun | None) -> Row:
-    """The row of a run, beside the same seed's run of the first arm, which samples the same tokens."""
+    """The row of a run, beside the same seed's run of the first arm, which samples the same
+    tokens.
+    """
     beside = first if first is not None and first.arm != one.arm else None
     differs = first_difference(one, beside) if beside is not None else None
     equal = one.steps[: differs - 1] if differs else one.steps

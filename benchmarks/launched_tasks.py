@@ -99,7 +99,9 @@ def rows_of(plan: TasksPlan, local: Sequence[float], on_ray: Sequence[float]) ->
 
 
 async def _tasks_a_second(run: _Run, plan: TasksPlan, launcher: str) -> float:
-    """Tasks per second of one gateway, which is started and stopped; its first call does not count."""
+    """Tasks per second of one gateway, which is started and stopped; its first call does not
+    count.
+    """
     async with _supervised(run, launcher) as supervisor:
         try:
             await supervisor.start(patient(_HEALTH_S))

@@ -166,7 +166,9 @@ class Host(Namespace):
 
 @contextmanager
 def hosts(count: int, slow: Sequence[int] = (), **link: float) -> Iterator[list[Host]]:
-    """Makes `count` hosts; the hosts numbered in `slow`, from 0 on, get the given link (Host.plug)."""
+    """Makes `count` hosts; the hosts numbered in `slow`, from 0 on, get the given link
+    (Host.plug).
+    """
     switch, made = Namespace(), list[Host]()
     try:
         switch.run("ip", "link", "add", "switch", "type", "bridge")

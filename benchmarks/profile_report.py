@@ -188,8 +188,7 @@ def _compared(
 
 
 def logprobs(weights: DecoderWeights, ids: Tensor, prompt: int) -> Tensor:
-    """Log-probs of all tokens of the vocabulary at the response's positions, float32 [T, V], in
-    nats.
+    """Log-probs of the vocabulary at the response's positions, float32 [T, V], in nats.
 
     ids: int64 [1, L], a prompt of `prompt` tokens and the response.
     """

@@ -1,8 +1,8 @@
 """Measures the engines as serving systems, with the measures of CloudMatrix384 (arXiv 2506.12708).
 
-The measures are time to first token, time per output token under levels of 50 and 15 ms, and
-prefill and decode tokens per second per TFLOPS. The bench also measures the cost of a cached
-prompt's keys and values.
+The measures are time to first token and time per output token under levels of 50 and 15 ms. Further
+measures are prefill and decode tokens per second per TFLOPS, and the cost of a cached prompt's keys
+and values.
 
 One worker process of each engine serves the same requests. Prefill is timed separately, with
 prompts that differ from their first token on and get one-token answers. Decoding is timed from the

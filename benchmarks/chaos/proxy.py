@@ -40,7 +40,9 @@ class Proxy:
     """Listens at one address for one server; an address is "host:port" or the path of a socket."""
 
     def __init__(self, here: str, there: str, on_push: Callable[[], None] = lambda: None) -> None:
-        """`on_push` is called when one connection has sent PUSH_BYTES without a pause of a second."""
+        """`on_push` is called when one connection has sent PUSH_BYTES without a pause of a
+        second.
+        """
         self._here, self._there, self._on_push = here, there, on_push
         self._lines: set[_Line] = set()
         self._server: asyncio.Server | None = None

@@ -133,7 +133,9 @@ class System:
         )
 
     async def told(self, service: str, kinds: tuple[str, ...], at_s: float) -> Happening:
-        """Waits for the first console line of a service with a kind in `kinds`, at `at_s` or later."""
+        """Waits for the first console line of a service with a kind in `kinds`, at `at_s` or
+        later.
+        """
 
         def matches(one: Happening) -> bool:
             found = _LINE.match(one.detail) if one.what == CONSOLE else None

@@ -144,7 +144,9 @@ async def injected_acceptance(plan: Extent) -> Findings:
 
 
 def random_prompts(count: int, vocab_size: int) -> Workload:
-    """Makes requests with different prompts of one length and answers of one length, all at once."""
+    """Makes requests with different prompts of one length and answers of one length, all at
+    once.
+    """
     draws = np.random.default_rng(count).integers(2, vocab_size, (count, INJECTED_PROMPT)).tolist()
     return workload([tuple(prompt) for prompt in draws], count, INJECTED_TOKENS, ignore_eos=True)
 
@@ -280,7 +282,9 @@ def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
 
 
 async def profile(plan: Extent) -> Findings:
-    """Measures the milliseconds of a round by stage, beside the time of its matrix products alone."""
+    """Measures the milliseconds of a round by stage, beside the time of its matrix products
+    alone.
+    """
     engine = plan.engine("policy_trained")
     best = await _fastest_arm(engine, plan)
     config = read_config(plan.demo / "policy_trained")

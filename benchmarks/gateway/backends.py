@@ -1,10 +1,10 @@
-"""Serves scripted responses at a given pace behind the fronts: the scripted engine's files, a
-worker called without a gateway, and an HTTP server of the same texts.
+"""Serves scripted responses at a given pace behind the fronts.
 
-As a process it is that server: OpenAI's streamed chat completions for a proxy. It reads a
-ScriptPace as JSON from its arguments, prints its port and ends when standard input closes. Rounds
-run as in the scripted engine. One round serves all streams, lasts `round_s`, and gives every stream
-its next piece.
+The fronts' backends are the scripted engine's files, a worker called without a gateway, and an HTTP
+server of the same texts. As a process, the module is that server: OpenAI's streamed chat
+completions for a proxy. It reads a ScriptPace as JSON from its arguments, prints its port and ends
+when standard input closes. Rounds run as in the scripted engine. One round serves all streams,
+lasts `round_s`, and gives every stream its next piece.
 """
 
 from __future__ import annotations

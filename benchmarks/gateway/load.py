@@ -33,7 +33,9 @@ STREAM_DEADLINE_S = 60.0
 
 @dataclass(slots=True)
 class TimedStream:
-    """One request: its due time, the times of its first content and its end, and the data received."""
+    """One request: its due time, the times of its first content and its end, and the data
+    received.
+    """
 
     seed: int
     due_s: float

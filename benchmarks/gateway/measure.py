@@ -91,7 +91,9 @@ class Measurement:
             await self.under_load(one.front, order)
 
     async def repeat(self, contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> None:
-        """Runs every level once, the contenders in turns; a front's run follows its backend's run."""
+        """Runs every level once, the contenders in turns; a front's run follows its backend's
+        run.
+        """
         for level in levels:
             for one in contenders:
                 if not level.rate:

@@ -184,7 +184,9 @@ async def _held(
 
 
 async def plan_of(options: argparse.Namespace) -> GatewayPlan:
-    """Makes the plan. Raises InvalidInput with the option's name, and the errors of litellm_python."""
+    """Makes the plan. Raises InvalidInput with the option's name, and the errors of
+    litellm_python.
+    """
     if options.streams[-1] > MAX_BATCH:
         raise InvalidInput("--streams are too many", seen=options.streams[-1], allowed=MAX_BATCH)
     wanted = options.litellm or options.litellm_python is not None

@@ -4,7 +4,7 @@ The 8 GPUs serve Qwen2.5-7B on H100. One token at a time takes 6.07 ms (TLT, arX
 2). Each running request adds 0.04 ms (decode at batch 1 and 32 in a fork of its code). A step has
 64 prompts of 8 samples with at most 32,768 tokens. Lengths are log-normal, so that the last 32 of
 512 requests take four fifths of the rollouts (74 to 85 % there). The policy step is compute alone
-at 40 % of a GPU's peak, so that rollouts are about 85 % of a step as in that paper. The 2 cores are
+at 40 % of a GPU's peak. Rollouts are then about 85 % of a step, as in that paper. The 2 cores are
 this project's demo.
 """
 
@@ -27,7 +27,7 @@ class Fleet:
     samples: int  # of a group
     lengths: Lengths
     round_s: float  # of a decode round without requests
-    request_s: float
+    request_s: float  # more for each request in the round
     round_tokens: float  # a request and round
     prefill_tokens_s: float  # recomputed keys and values per worker
     trained_tokens_s: float  # a slot of the learner

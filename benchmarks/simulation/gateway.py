@@ -1,4 +1,6 @@
-"""Simulates the gateway: rollouts on simulated workers, release and return of memory, and commits."""
+"""Simulates the gateway: rollouts on simulated workers, release and return of memory, and
+commits.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,7 @@ class SimulatedGateway:
         self._running: dict[int, SimulatedRollout] = {}  # by step
         self._ended: dict[tuple[int, int], list[SimulatedResponse]] = {}  # by step and group
         self.trained = 0  # responses that a batch has taken
-        self.tails: list[
-            float
-        ] = []  # of rollouts: time share of the last sixteenth of the responses
+        self.tails: list[float] = []  # last sixteenth's share of each rollout
 
     def run_tasks(self, command: commands.RunTasks) -> None:
         """Emits GroupClosed if groups are trained one by one, ShareDone for every worker, then
@@ -87,7 +87,9 @@ class SimulatedGateway:
         self._site.time.after(self._site.fleet.message_s + waits, then)
 
     def commit(self, command: commands.Commit) -> None:
-        """Emits Committed. Workers decode nothing meanwhile; then they continue by the commit mode."""
+        """Emits Committed. Workers decode nothing meanwhile; then they continue by the commit
+        mode.
+        """
         site, now_s = self._site, self._site.time.now_s
         held = [one for one in self._workers if len(one) and not one.paused]
         for worker in held:

@@ -75,7 +75,7 @@ def _while_others_compute(run: VirtualRun, use: SlotUse) -> list[Interval]:
 def _joined(
     intervals: Iterable[Interval], chosen: Callable[[Interval], bool]
 ) -> Sequence[tuple[float, float]]:
-    """When at least one of the chosen intervals lasts: begins and ends, in order."""
+    """Times at which at least one of the chosen intervals lasts: begins and ends, in order."""
     windows: list[tuple[float, float]] = []
     for begin_s, end_s in sorted((one.begin_s, one.end_s) for one in intervals if chosen(one)):
         if windows and begin_s <= windows[-1][1]:

@@ -85,7 +85,9 @@ class MeteredCoordinator:
 
     @property
     def step_s(self) -> float:
-        """Mean CPU seconds of a step. Asynchronous steps can end work that another step has begun."""
+        """Mean CPU seconds of a step. Asynchronous steps can end work that another step has
+        begun.
+        """
         return fmean(self.steps_s)
 
     @property

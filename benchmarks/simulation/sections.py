@@ -81,7 +81,9 @@ class Pair:
 
     @property
     def idle_share(self) -> float:
-        """Share of all slot-seconds that engines leave idle while others compute."""
+        """Share of all slot-seconds that engines leave idle while other engines or a learner
+        compute.
+        """
         return idle_slot_s(self.none) / (self.none.wall_s * self.plan.fleet.slots)
 
     @property

@@ -19,9 +19,7 @@ class SimulatedLearner:
     def __init__(self, site: Site, gateway: SimulatedGateway) -> None:
         self._site, self._gateway = site, gateway
         self.tokens = 0  # trained
-        self.lags: dict[
-            int, int
-        ] = {}  # version distance of tokens from the trained version -> tokens
+        self.lags: dict[int, int] = {}  # by versions behind -> tokens
 
     def train(self, command: commands.TrainPolicy) -> None:
         """Emits WorkersReleased, PolicyStepped and PolicyPrepared."""
