@@ -77,13 +77,13 @@ BENCHES = {
     ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
-"""Name -> module with add_arguments(parser) and async run(options) -> BenchResult, and what it
-measures.
+"""Bench name -> its module and its line in the list. The module defines add_arguments(parser) and
+async run(options) -> BenchResult.
 """
 
 
 def main() -> None:
-    """Runs the bench that the command line names; without a name lists what there is."""
+    """Runs the bench named on the command line; without a name it lists all benches."""
     name, *words = sys.argv[1:] or ["list"]
     if name in ("list", "-h", "--help"):
         print("usage: paceline bench NAME [--json FILE] ...    options: paceline bench NAME --help")
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def run(name: str, words: list[str]) -> None:
-    """One bench; raises NotFound for a name that is none, and what the bench raises."""
+    """Runs one bench. Raises NotFound for an unknown name, and any error of the bench."""
     if name not in BENCHES:
         raise NotFound("no such bench", seen=name, allowed=", ".join(BENCHES))
     module = import_module(BENCHES[name][0])
@@ -121,7 +121,7 @@ def run(name: str, words: list[str]) -> None:
 
 
 async def _until_told(work: Awaitable[BenchResult]) -> BenchResult:
-    """SIGTERM cancels it as Ctrl-C does, so that it leaves none of its runs."""
+    """Makes SIGTERM cancel the bench, as Ctrl-C does, so that the bench stops its runs."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -1,8 +1,8 @@
-"""Measures how fast a drafter that knows one policy comes to draft for another, by the settings of
-its training: the demo's start drafter learns from the trained policy's answers.
+"""Measures how fast a drafter adapts to a new policy, by the settings of its training.
 
-Every setting is one step away from the first one. Acceptance is the mean length on held-out
-answers, up to five drafts, after so many optimiser steps.
+The demo's start drafter learns from the trained policy's answers. Every setting changes one or two
+options of the first setting. Acceptance is the mean accepted length on held-out answers, with up to
+five drafts, after a number of optimiser steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "features 5 times": {"--options": "feature_weight=5.0"},
     "tokens 10 times": {"--options": "token_weight=1.0"},
 }
-"""Options of `paceline drafter train` in the place of those of BASE."""
+"""Options of `paceline drafter train` that replace options in BASE_OPTIONS."""
 COMMON = ("--heldout-share", "0.1")
 BASE_OPTIONS = {
     "--lr": "2.5e-3",
@@ -68,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All settings and seeds, two at a time; finished ones are kept.
+    """Trains with every setting and seed, two trainings at a time; keeps finished trainings.
 
-    Raises InvalidInput for a setting that there is not.
+    Raises InvalidInput for an unknown setting.
     """
     wanted = options.settings.split(";")
     if unknown := [one for one in wanted if one not in SETTINGS]:
@@ -93,7 +93,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def compare(lengths: Mapping[str, Sequence[Mapping[int, float]]]) -> BenchResult:
-    """Held-out E[len] by setting, seed and optimiser step."""
+    """Makes a row for each setting: held-out E[len] by seed and optimiser step."""
     rows: list[Row] = []
     medians: dict[str, float] = {}
     for name, seeds in lengths.items():
@@ -111,7 +111,7 @@ def compare(lengths: Mapping[str, Sequence[Mapping[int, float]]]) -> BenchResult
 
 
 async def _answers(out: Path, count: int) -> Path:
-    """The trained policy's answers to training tasks, as `paceline drafter train` reads them."""
+    """The trained policy's answers to training tasks, in the format of `paceline drafter train`."""
     path = out / f"answers-{count}.jsonl"
     if not path.is_file():
         await asyncio.to_thread(out.mkdir, parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ async def _answers(out: Path, count: int) -> Path:
 
 
 async def _learned(out: Path, data: Path, name: str, seed: int, steps: int) -> dict[int, float]:
-    """Held-out E[len] by optimiser step."""
+    """Held-out E[len] by optimiser step; trains first if the log lacks the last step."""
     folder = out / f"{name.replace(' ', '_').replace(',', '')}-{seed}-{steps}"
     log = folder / "log.jsonl"
     found = _lengths(log)

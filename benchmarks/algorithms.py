@@ -1,8 +1,8 @@
-"""Compares whole demo runs under several algorithms: the held-out accuracy that each has reached
-after the same number of steps, from the same start, with the same seeds.
+"""Compares the held-out accuracy of several algorithms on whole demo runs, after the same number of
+steps, from the same start, with the same seeds.
 
-A run is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was
-interrupted goes on where it stood.
+Each run is `paceline demo` in its own process. The bench keeps finished runs, so an interrupted
+bench continues where it stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _rounded(profile: str, correction: str) -> tuple[str, ...]:
 
 
 BF16 = "grpo, bfloat16 with TIS"
-"""Baseline of an engine with eight-bit weights."""
+"""Baseline for engines with eight-bit weights."""
 
 
 def _late(lag: int) -> tuple[str, str]:
@@ -53,7 +53,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     **{f"grpo, {name} with TIS": _rounded(name, _TIS) for name in ROUNDED},
     **{f"grpo, {name} without": _rounded(name, _NONE) for name in ROUNDED},
 }
-"""Settings of each algorithm; the others are the demo's."""
+"""Settings of each algorithm; all other settings are the demo's."""
 _CORRECTED = tuple(f"grpo, {name} with TIS" for name in ROUNDED)
 WORKLOADS = {"two_digits": demo_runs.two_digits(), "demo": None}
 LATE = ("decoupled, eta 8", "grpo, eta 8")
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, seed by seed. Raises InvalidInput for an arm that there is not."""
+    """Makes all runs, seed by seed. Raises InvalidInput for an unknown arm."""
     wanted = options.arms.split(";")
     if unknown := [arm for arm in wanted if arm not in ARMS]:
         raise InvalidInput("no such arm", seen=unknown[0], allowed="; ".join(ARMS))
@@ -95,7 +95,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def compare(runs: Sequence[DemoRun], what: str) -> BenchResult:
-    """A row and a goal for each algorithm, and one for each profile beside bfloat16."""
+    """Makes a row and a goal for each algorithm, and a goal for each profile beside bfloat16."""
     rows: list[Row] = []
     goals: list[Goal] = []
     for arm in dict.fromkeys(one.arm for one in runs):
@@ -123,8 +123,10 @@ def compare(runs: Sequence[DemoRun], what: str) -> BenchResult:
 
 
 def within_noise(what: str, ours: Sequence[float], theirs: Sequence[float]) -> Goal:
-    """The mean of some runs' accuracies less that of others': at least -2 standard errors of the
-    difference, as the spread over the seeds has them; open where one side has a single seed.
+    """Compares the mean accuracies of two groups of runs.
+
+    The difference must be at least -2 standard errors, estimated from the spread over the seeds.
+    The goal stays open if a group has a single seed.
     """
     sides = (ours, theirs)
     value = statistics.fmean(ours) - statistics.fmean(theirs)
@@ -137,8 +139,8 @@ def within_noise(what: str, ours: Sequence[float], theirs: Sequence[float]) -> G
 
 
 def late_picture(runs: Sequence[DemoRun]) -> str:
-    """Rewards of runs whose tokens are up to eight versions old, with the correction and
-    without.
+    """Draws rewards of runs that train tokens up to eight versions old, with and without
+    correction.
     """
     lines = [
         Series(

@@ -27,14 +27,14 @@ READY_S, RUN_S = 180.0, 120.0
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request's last chunk, and when it came."""
+    """A request's last chunk and its arrival time."""
 
     chunk: pb.TokenChunk
-    after_s: float  # since all requests of its batch were sent
+    after_s: float  # since the bench sent the batch
 
 
 class BenchWorker:
-    """One worker of one thread; `row_width` 0: it captures nothing, ever."""
+    """One engine worker; a `row_width` of 0 disables the capture of hidden rows."""
 
     def __init__(
         self, kind: str, folder: Path, engine: dict[str, Any], *, row_width: int = 0
@@ -54,26 +54,27 @@ class BenchWorker:
         self._sent_s = 0.0
 
     async def start(self, context: zmq.Context[Any]) -> None:
-        """Raises what WorkerProcess.start raises."""
+        """Starts the worker's process. Raises the errors of WorkerProcess.start."""
         began = time.perf_counter()
         self._process = self._make(context, self._on_tokens)
         await self._process.start(patient(READY_S))
         self.start_s = time.perf_counter() - began
 
     async def stop(self) -> None:
-        """End the process."""
+        """Ends the worker's process."""
         await self._process.stop()
         await self._forker.close()
 
     @property
     def tflops(self) -> float:
-        """As the worker has measured it at its start."""
+        """Peak of the device, as the worker measured it at its start."""
         return self._process.ready.device_tflops
 
     async def generate(self, requests: Sequence[pb.EngineRequest], arm: str) -> list[EndedRequest]:
-        """All requests at once, under numbers of their own; `arm` empty lets the bandit choose.
+        """Generates for all requests at once, under new request numbers; an empty `arm` lets the
+        bandit choose.
 
-        Raises TimeoutError when they take too long.
+        Raises TimeoutError if the batch takes longer than RUN_S.
         """
         forced = pb.SetSpeculation(forced_arm=arm)
         await self._process.ask(pb.WorkerCommand(set_speculation=forced), RUN_S)
@@ -88,20 +89,21 @@ class BenchWorker:
         return [self._done.pop(request.request_id) for request in requests]
 
     async def forget(self) -> None:
-        """Nothing is cached any more."""
-        # Answered a round later: SGLang holds an ended batch until its next round begins, and then
-        # flushes nothing.
+        """Drops all cached prefixes."""
+        # SGLang holds an ended batch until its next round begins, and flushes nothing before. This
+        # request is answered a round later.
         await self.prefixes()
         await self._process.ask(pb.WorkerCommand(flush_cache=pb.FlushCache()), RUN_S)
 
     async def prefixes(self) -> pb.PrefixStats:
-        """What it has counted of cached prompts."""
+        """Counters of the worker's prefix cache."""
         health = await self._process.ask(pb.WorkerCommand(get_health=pb.GetHealth()), RUN_S)
         return health.health.prefixes
 
     async def update(self, number: int, path: Path, profile: str) -> tuple[float, float]:
-        """Seconds until policy `number`, read from a directory, is prepared under a profile, and
-        from there until it serves. Raises what the worker refuses it by.
+        """Prepares policy `number` from a directory under a profile, then commits it.
+
+        Returns the seconds of both steps. Raises the worker's error if it rejects the version.
         """
         target, began = pb.WEIGHT_TARGET_POLICY, time.perf_counter()
         prepare = pb.PrepareWeights(target=target, version=number, path=str(path), profile=profile)

@@ -1,9 +1,11 @@
-"""Measures the coordinator alone: events per second (machine, records, journal, facts), time of a
-decision, and written bytes. Events are applied one by one, and together with all waiting events.
+"""Measures the coordinator alone: events per second, time of a decision, and written bytes.
 
-Journal and facts are real: a Redis server as in a run, and a subscriber in another process that
-reads once a second. A decision's latency lasts from the event to the subscriber's answer to the
-decision's fact. It is compared with the answer to a bare ZeroMQ message of the same size.
+An event passes the machine, the records, the journal and the facts. The bench applies events one by
+one, and together with all waiting events.
+
+Journal and facts are real: a Redis server as in a run, and a subscriber process that reads once a
+second. A decision's latency lasts from the event to the subscriber's answer to the decision's fact.
+The bench compares it with the answer to a bare ZeroMQ message of the same size.
 """
 
 from __future__ import annotations
@@ -45,17 +47,17 @@ MEASURED, SIMULATED = PARTS = "decisions", "simulation"
 
 @dataclass(slots=True)
 class TimedRedis:
-    """A client that knows how long its appends took."""
+    """A Redis client that sums the seconds of its appends."""
 
     client: Any
     append_s: float = 0.0
 
     def register_script(self, script: str) -> AsyncScript:
-        """As the client's, but called through this."""
+        """Registers a script that runs through this object, so that its calls are timed."""
         return AsyncScript(self, script)  # type: ignore[arg-type]  # a client with a watch
 
     async def evalsha(self, *args: Any) -> Any:
-        """As the client's."""
+        """Runs a script and adds its seconds to `append_s`."""
         began = time.perf_counter()
         answer = await self.client.evalsha(*args)
         self.append_s += time.perf_counter() - began
@@ -67,16 +69,16 @@ class TimedRedis:
 
 @dataclass(slots=True)
 class Bench:
-    """One run's transitions with all that they write to."""
+    """The transitions of one run, with its Redis client and its publisher of facts."""
 
     transitions: Transitions
     redis: TimedRedis
     run_id: str
     facts: FactPublisher
-    told: int = 0  # facts
+    told: int = 0  # facts published
 
     async def publish(self, *facts: Fact) -> None:
-        """Counts the facts."""
+        """Counts and publishes facts."""
         self.told += len(facts)
         await self.facts.publish(*facts)
 
@@ -98,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Both parts at every number of slots, then the simulation."""
+    """Runs the selected parts: measurements at every number of slots, then the simulation."""
     configure_log("bench", "warning", True)
     rates: list[Row] = []
     latencies: list[Row] = []
@@ -140,7 +142,7 @@ def _goals(rate: Row, latency: Row) -> list[Goal]:
 
 
 async def _rate(slots: int, wanted: int, at_once: int) -> dict[str, float]:
-    """One run of whole steps, as fast as it goes."""
+    """Applies whole steps at full speed; returns the figures of the run."""
     async with AsyncExitStack() as stack:
         bench = await _bench(stack, slots)
         listener = await stack.enter_async_context(
@@ -177,7 +179,7 @@ async def _rate(slots: int, wanted: int, at_once: int) -> dict[str, float]:
 
 
 async def _latency(slots: int, decisions: int) -> Row:
-    """Decisions one by one, each beside a bare round trip."""
+    """Times decisions one by one, each beside a bare round trip."""
     async with AsyncExitStack() as stack:
         bench = await _bench(stack, slots)
         context = stack.enter_context(zmq.asyncio.Context())
@@ -206,7 +208,7 @@ async def _latency(slots: int, decisions: int) -> Row:
                 told, bench.redis.append_s = bench.told, 0.0
                 began = time.perf_counter()
                 await bench.transitions.apply(event)
-                if bench.told == told:  # no fact, no answer
+                if bench.told == told:  # without a fact there is no answer
                     continue
                 await answers.recv()
                 took_s = time.perf_counter() - began
@@ -242,7 +244,7 @@ async def _bench(stack: AsyncExitStack, slots: int) -> Bench:
 
 
 async def _spoken_to(bench: Bench, listener: BenchChild) -> Mapping[str, Any]:
-    """What a listener answers once it has heard something."""
+    """Publishes facts until the listener answers; returns its answer."""
     answer = asyncio.create_task(listener.answer())
     while not answer.done():
         await bench.facts.publish(Fact())
@@ -251,7 +253,7 @@ async def _spoken_to(bench: Bench, listener: BenchChild) -> Mapping[str, Any]:
 
 
 async def _journal_bytes(bench: Bench) -> tuple[float, int]:
-    """Bytes an entry beyond its details, and bytes of all entries."""
+    """Mean bytes of an entry without its details, and bytes of all entries."""
     beyond: list[int] = []
     whole = 0
     async for line in journal_lines(bench.redis.client, bench.run_id):

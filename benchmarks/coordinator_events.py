@@ -1,4 +1,4 @@
-"""Events of a run in which nothing fails, step by step, as fast as they are taken."""
+"""Makes the events of a run without failures, step by step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from paceline.services.coordinator.transitions import Transitions
 from paceline.trajectory import VersionSet
 
 SHARES_PER_LEASE = 8
-"""The drafter is done after so many shares, and gets the next slots."""
+"""The drafter finishes after this many shares and gets the next slots."""
 STEPS = 1_000_000
 
 
 def run_started(slots: int) -> Event:
-    """The first event of a run."""
+    """Returns the first event of a run."""
     settings = RunSettings(workers=slots, total_steps=STEPS, training_interval_steps=1)
     return events.RunStarted(_now(), settings, VersionSet())
 
 
 def one_step(run: Transitions, at_once: int = 1) -> Iterator[list[Event]]:
-    """The events of a step, those together that wait at the same time: at most `at_once` shares.
-    Each list is made from the state that the one before has left.
+    """Yields the events of a step in lists; the events of a list wait at the same time.
+
+    A list has at most `at_once` shares. Each list is made from the state after the former list.
     """
 
     def state() -> State:

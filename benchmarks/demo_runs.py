@@ -1,6 +1,6 @@
-"""Makes whole demo runs in processes of their own and reads them from their files.
+"""Makes whole demo runs in their own processes and reads them from their files.
 
-Finished runs are kept, so a bench that was interrupted goes on where it stood.
+Finished runs are kept, so an interrupted bench continues where it stopped.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class DemoRun:
 
     @property
     def drafter_budget(self) -> tuple[int, int]:
-        """Optimiser steps and tokens that its drafter was trained with."""
+        """Optimiser steps and tokens of the drafter's training."""
         return self.summary["drafter_steps"], self.summary["drafter_tokens"]
 
     @property
     def last_third(self) -> Sequence[Mapping[str, Any]]:
-        """The steps that are compared."""
+        """The steps that benches compare."""
         return self.steps[-max(len(self.steps) // 3, 1) :]
 
     @property
@@ -50,20 +50,22 @@ class DemoRun:
 
     @property
     def all_rates(self) -> list[float]:
-        """Rollout tokens per second of every step, those with which a run begins included."""
+        """Rollout tokens per second of every step, the first steps of the run included."""
         return [int(step["response_tokens"]) / step["rollout_s"] for step in self.steps]
 
     @property
     def accept_length(self) -> float | None:
-        """Mean of the probes in the last third; None when the arm cannot be probed."""
+        """Mean of the probes in the last third; None if the arm has no probes."""
         first = len(self.steps) - len(self.last_third)
         values = [value for number, value in self.probes if number >= first]
         return statistics.fmean(values) if values else None
 
     @property
     def tokens_per_round(self) -> float:
-        """Of a row in its rollouts of the last third, rounds without a draft included, which give
-        one token each. Unlike a probe's prompts, these come once.
+        """Tokens per round and row in the rollouts of the last third.
+
+        Rounds without a draft count; each gives one token. Unlike a probe's prompts, these prompts
+        occur only once.
         """
         tokens = sum(int(step["response_tokens"]) for step in self.last_third)
         drafted = [int(step.get("drafted_rounds", 0)) for step in self.last_third]
@@ -87,11 +89,11 @@ class DemoRun:
 
 
 Flags = Callable[[], Awaitable[Sequence[str]]]
-"""Words for `paceline demo` that may take a while to make, such as a drafter's path."""
+"""Makes words for `paceline demo`. This may take a while, for example to train a drafter."""
 
 
 def words(*known: str) -> Flags:
-    """Those that are known beforehand."""
+    """Flags for words that need no preparation."""
 
     async def given() -> Sequence[str]:
         return known
@@ -100,12 +102,12 @@ def words(*known: str) -> Flags:
 
 
 NO_WORDS, WITHOUT = words(), words("--no-speculation")
-"""No words; a run without speculation."""
+"""No words, and the words of a run without speculation."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """A demo run that is wanted: a seed, an arm, and what the arm sets."""
+    """A planned demo run: a seed, an arm and the arm's settings."""
 
     out: Path
     seed: int
@@ -113,7 +115,7 @@ class DemoPlan:
     steps: int
     settings: Sequence[str]
     flags: Flags = NO_WORDS
-    workload: Path | None = None  # settings in the place of the demo's
+    workload: Path | None = None  # file that replaces the demo's settings
 
     @property
     def directory(self) -> Path:
@@ -122,7 +124,7 @@ class DemoPlan:
 
     @property
     def resumes(self) -> bool:
-        """Whether an earlier call has begun the run."""
+        """Whether an earlier call began the run."""
         return (self.directory / "config.toml").is_file()
 
     @property
@@ -130,11 +132,13 @@ class DemoPlan:
         return self.out / f"{self.arm}-{self.seed}"
 
     def is_finished(self) -> bool:
-        """Whether it is there. Raises InvalidInput when the folder holds one of another length."""
+        """Whether the run is finished. Raises InvalidInput if the folder holds a run of another
+        length.
+        """
         if not (self.directory / "summary.json").is_file():
             return False
         summary = json.loads((self.directory / "summary.json").read_text(encoding="utf-8"))
-        if summary["phase"] != "finished":  # it was broken off
+        if summary["phase"] != "finished":  # it was interrupted
             return False
         if int(summary["steps"]) != self.steps:
             raise InvalidInput(
@@ -144,7 +148,7 @@ class DemoPlan:
         return True
 
     async def command(self) -> list[str]:
-        """Makes the run, or the rest of it."""
+        """The command that makes the run or resumes it."""
         demo = [sys.executable, "-m", "paceline.cli.main", "demo", "--steps", str(self.steps)]
         demo += ["--out", str(self._folder)]
         if self.resumes:
@@ -153,20 +157,20 @@ class DemoPlan:
         return [*demo, "--seed", str(self.seed), *await self.flags(), *self.settings]
 
     def finish(self, cpu_s: float, resumed: bool) -> DemoRun:
-        """Notes beside the run what it cost, and reads it."""
+        """Writes the run's CPU seconds beside it, and reads the run."""
         cost = {"cpu_s": cpu_s, "resumed": resumed}
         (self.directory / "bench.json").write_text(json.dumps(cost) + "\n")
         return self.read()
 
     def read(self) -> DemoRun:
-        """The finished run."""
+        """Reads the finished run."""
         return read_run(self.directory, self.seed, self.arm)
 
 
 async def finished_run(plan: DemoPlan) -> DemoRun:
-    """The finished run of a plan, made now if it is not there.
+    """Returns the finished run of a plan, and makes the run if it does not exist.
 
-    Raises InvalidInput when the folder holds runs of another length, FailedPrecondition when a run
+    Raises InvalidInput if the folder holds runs of another length, FailedPrecondition if a run
     fails.
     """
     if plan.is_finished():
@@ -176,7 +180,7 @@ async def finished_run(plan: DemoPlan) -> DemoRun:
 
 
 def read_run(directory: Path, seed: int, arm: str) -> DemoRun:
-    """A finished run from its files."""
+    """Reads a finished run from its files."""
     lines = (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     cost_file = directory / "bench.json"
@@ -186,8 +190,9 @@ def read_run(directory: Path, seed: int, arm: str) -> DemoRun:
 
 
 async def trained_drafter(made: Path, seed: int, steps: int, tokens: int, *options: str) -> Path:
-    """Trains a drafter offline, with the total numbers of optimiser steps and tokens, and further
-    options of make_drafter.
+    """Trains a drafter offline into the folder `made`, unless that folder holds a drafter.
+
+    steps, tokens: totals of the training. options: further options of make_drafter. Returns `made`.
     """
     if not (made / "model.safetensors").is_file():
         budget = ["--steps", str(max(1, steps)), "--tokens", str(max(1, tokens))]
@@ -198,14 +203,15 @@ async def trained_drafter(made: Path, seed: int, steps: int, tokens: int, *optio
 
 
 def two_digits() -> Path:
-    """Settings of the workload on which n-grams learn the task by heart and a frozen drafter
-    suffices.
+    """Settings file of the workload with two-digit numbers.
+
+    N-grams learn its tasks by heart, and a frozen drafter suffices.
     """
     return Path(__file__).parent / "workloads/two_digits/workload.toml"
 
 
 def demo_folder() -> Path:
-    """examples/demo; NotFound without it."""
+    """The folder examples/demo. Raises NotFound without a clone of the repository."""
     folder = Path(paceline.__file__).resolve().parents[2] / "examples/demo"
     if not (folder / "policy_trained").is_dir():
         raise NotFound("this bench needs a clone of the repository", seen=folder)
@@ -213,14 +219,15 @@ def demo_folder() -> Path:
 
 
 async def run_to_end(command: Sequence[str], log: Path | None = None) -> float:
-    """Run to the end, output passed through, or to `log`; returns the CPU-seconds it and its
-    children used. Raises FailedPrecondition when it fails.
+    """Runs a command to its end; its output passes through or goes to `log`.
+
+    Returns the CPU seconds of the command and its children. Raises FailedPrecondition if it fails.
     """
     process = _started(command, log)
     try:
         _, status, usage = await asyncio.to_thread(os.wait4, process.pid, 0)
     except asyncio.CancelledError:
-        process.terminate()  # once more is no harm where a terminal has told it already
+        process.terminate()  # harmless if a terminal has already sent the signal
         raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:

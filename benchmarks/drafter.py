@@ -1,8 +1,9 @@
-"""Measures what co-training a drafter is worth: five demo runs over the same tasks, which change
+"""Measures the benefit of co-training a drafter: five demo runs over the same tasks, which change
 their kind in the middle.
 
-No speculation, n-grams, a frozen drafter warmed up on the first tasks, a drafter trained after each
-policy step while everybody waits, and one trained on released slots.
+The arms are no speculation, n-grams and three drafters. The frozen drafter was warmed up on the
+first tasks. The serial drafter trains after each policy step while all other services wait. The
+harvested drafter trains on released slots.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from benchmarks.turns import finished_in_turns
 from paceline.tasks import Task, read_tasks, write_tasks
 
 ARMS = ("harvested", "serial", "frozen", "ngram", "none")
-"""In the order of the tables."""
+"""Arms in the order of the tables."""
 
 WAIT_GOAL, RECOVERY_STEPS, RECOVERED, PACKING_GOAL = 0.03, 5, 0.95, 2.0
 ANSWERS = ("--answers", "1024")
-"""That drafters of a fixed policy learn from."""
+"""Number of answers from which drafters of a fixed policy learn."""
 PROBED = (
     "coordinator.evaluation.every=0",
     "coordinator.evaluation.heldout_prompts=128",
     "coordinator.evaluation.probe_every=1",
     "coordinator.evaluation.probe_prompts=48",
-    # a shift is answered within a few RL steps or not at all
+    # the drafter answers a shift within a few RL steps or not at all
     "drafter_trainer.gate.interval_steps=10",
 )
 Planner = Callable[..., DemoPlan]
 SETTLED = 5
-"""Probes before the shift whose mean is the acceptance to come back to."""
+"""Number of probes before the shift; their mean is the acceptance level to return to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, those that need no other's figures in turns; finished ones are kept."""
+    """Makes all runs: first the independent arms in turns, then the arms that need the harvested
+    run's figures. Keeps finished runs.
+    """
     steps = 16 if options.quick else options.steps
     shift = options.shift_at or steps // 2
     out = options.out.absolute()
@@ -88,11 +91,10 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def write_mixes(out: Path) -> Mixes:
-    """The demo's tasks in two mixes: prompts that ask for subtractions, then prompts that ask for
-    remainders.
+    """Writes the demo's tasks in two mixes: prompts for subtractions and prompts for remainders.
 
-    A prompt that begins the answer's first step fixes its style, so that a drafter of the first mix
-    knows nothing of the second while the policy knows both.
+    A prompt that begins the answer's first step fixes the answer's style. The policy can answer
+    both mixes, while a drafter of the first mix has never seen the second.
     """
     out.mkdir(parents=True, exist_ok=True)
     folder = demo_runs.two_digits().parent
@@ -114,8 +116,9 @@ def _signed(task: Task, sign: str) -> Task:
 
 
 def shifted_tasks(out: Path, shift: int) -> list[str]:
-    """Settings of a run with the first mix until a step, the second from there; the mixes are
-    written to a folder.
+    """Settings of a run with the first mix until step `shift` and the second mix from there.
+
+    Writes both mixes to the folder `out`.
     """
     return _shifted(write_mixes(out), shift)
 
@@ -131,7 +134,7 @@ def _shifted(mixes: Mixes, shift: int) -> list[str]:
 
 
 def planner(out: Path, seed: int, steps: int, settings: Sequence[str]) -> Planner:
-    """Makes the plan of an arm, with settings and flags of its own."""
+    """Returns a function that plans an arm with its own settings and flags."""
 
     def plan(arm: str, *own: str, flags: Flags = NO_WORDS) -> DemoPlan:
         return DemoPlan(out, seed, arm, steps, [*settings, *own], flags, demo_runs.two_digits())
@@ -140,7 +143,7 @@ def planner(out: Path, seed: int, steps: int, settings: Sequence[str]) -> Planne
 
 
 def first_plans(plan: Planner) -> list[DemoPlan]:
-    """Of the arms that need no other's figures."""
+    """Plans of the arms that need no figures of another run."""
     ngrams = (
         "coordinator.drafter_enabled=false",
         "policy_trainer.push_head=false",
@@ -156,7 +159,7 @@ def first_plans(plan: Planner) -> list[DemoPlan]:
 
 
 def second_plans(plan: Planner, mixes: Mixes, harvested: DemoRun) -> list[DemoPlan]:
-    """Of the arms that get as much training as the harvested drafter had."""
+    """Plans of the arms that get as much training as the harvested drafter got."""
     most = max(1, round(harvested.summary["drafter_steps_per_rl_step"]))
     serial = ("coordinator.drafter_schedule=serial", f"coordinator.max_drafter_steps={most}")
 
@@ -174,8 +177,8 @@ def second_plans(plan: Planner, mixes: Mixes, harvested: DemoRun) -> list[DemoPl
 
 
 async def from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -> float:
-    """Acceptance length, on the second mix, of a drafter trained on the harvested run's last policy
-    alone.
+    """Acceptance length on the second mix of a drafter trained only on the harvested run's last
+    policy.
     """
     directory = out / f"harvested-{seed}" / f"demo-{seed}-1"
     policy = out / "last-policy"
@@ -193,7 +196,7 @@ async def from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -
 
 
 async def _packing(out: Path) -> float:
-    """Samples/s of packed rows over padded ones, measured by the drafter trainer's own bench."""
+    """Samples/s of packed rows over padded rows, measured by the process benchmarks.packing."""
     result = out / "packing.json"
     if not result.is_file():
         await demo_runs.run_to_end(
@@ -203,10 +206,10 @@ async def _packing(out: Path) -> float:
 
 
 def recovery(one: DemoRun, shift: int) -> tuple[float, float, int | None]:
-    """Acceptance before the shift, the lowest after it, and the steps until it is back at 95 %;
-    None: never.
+    """Returns the acceptance before the shift, the lowest acceptance after it, and the steps until
+    95 % of the former level (None: never).
 
-    A probe of step s is made when s has ended, with the tasks of s.
+    The probe of step s is made at the end of s, with the tasks of s.
     """
     before = [value for step, value in one.probes if step < shift][-SETTLED:]
     after = [(step - shift + 1, value) for step, value in one.probes if step >= shift]
@@ -216,7 +219,7 @@ def recovery(one: DemoRun, shift: int) -> tuple[float, float, int | None]:
 
 
 def goals(runs: dict[str, DemoRun], shift: int, scratch: float, packing: float) -> list[Goal]:
-    """What the five runs were made to show."""
+    """Makes the goals of the five runs."""
     ours = runs["harvested"]
     back = recovery(ours, shift)[2]
     steps = float("inf") if back is None else float(back)

@@ -1,7 +1,7 @@
-"""Compares whole demo runs: no speculation, n-grams, a frozen drafter, co-trained of two kinds.
+"""Compares whole demo runs: no speculation, n-grams, a frozen drafter, and co-trained drafters.
 
-A run is `paceline demo` in a process of its own; those of a seed take turns, a step each. Finished
-runs are kept, so a bench that was interrupted goes on where it stood.
+Each run is `paceline demo` in its own process; the runs of a seed take turns of one step each. The
+bench keeps finished runs, so an interrupted bench continues where it stopped.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ ARMS: Mapping[str, Sequence[str]] = {
         "coordinator.evaluation.probe_arm=dflash:5_1_6",
     ),
 }
-"""Settings of each. "dflash" is co-trained as ours is, from a start that was trained as long."""
+"""Settings of each arm. The arms "dflash" and "cotrained" are both co-trained, from start drafters
+with equally long training.
+"""
 START_STEPS, BATCH_TOKENS = 2_000, 256
-"""Optimiser steps behind the demo's start drafter, and tokens of each: see its make_drafter.py. A
-co-trained one's steps are as large.
+"""Optimiser steps of the demo's start drafter, and tokens of each step; see its make_drafter.py.
+The steps of a co-trained drafter have the same size.
 """
 
 RISE_GOAL, ACCEPT_GOAL, WAIT_GOAL, STEP_GOAL = 0.25, 3.3, 0.02, 1.2
@@ -79,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, seed by seed; those of a seed take turns, a step each.
+    """Makes all runs, seed by seed; the runs of a seed take turns of one step each.
 
-    Raises InvalidInput for an arm that is none.
+    Raises InvalidInput for an unknown arm.
     """
     seeds, steps = (1, 30) if options.quick else (options.seeds, options.steps)
     wanted = chosen_arms(options.arms)
@@ -95,7 +97,9 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def chosen_arms(text: str) -> tuple[str, ...]:
-    """Arms of a comma-separated list in the order in which they run."""
+    """Arms of a comma-separated list, in the order of the runs. Raises InvalidInput for an unknown
+    arm.
+    """
     named = set(text.split(","))
     if not named <= set(ARMS):
         raise InvalidInput("no such arm", seen=text, allowed=", ".join(ARMS))
@@ -103,7 +107,7 @@ def chosen_arms(text: str) -> tuple[str, ...]:
 
 
 def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
-    """Rows and goals of finished runs."""
+    """Makes rows and goals of finished runs."""
     by_key = {(one.seed, one.arm): one for one in runs}
     rows = [_row(one, by_key.get((one.seed, runs[0].arm))) for one in runs]
     trained = [one for one in runs if one.arm == OURS] or list(runs)
@@ -125,7 +129,9 @@ def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
 
 
 def _acceptance_goals(runs: Sequence[DemoRun]) -> list[Goal]:
-    """What the workload has to be like: our drafter follows, a frozen one and n-grams do not."""
+    """Goals that check the workload: the co-trained drafter follows the policy, while a frozen
+    drafter and n-grams do not.
+    """
     known = [(one, one.accept_length) for one in runs]
     lengths = {
         arm: [length for one, length in known if one.arm == arm and length is not None]
@@ -136,7 +142,7 @@ def _acceptance_goals(runs: Sequence[DemoRun]) -> list[Goal]:
         ours = statistics.median(lengths[OURS])
         goals.append(at_least("acceptance length, last third of the steps", ACCEPT_GOAL, ours))
     if ngrams := [one.tokens_per_round for one in runs if one.arm == "ngram"]:
-        # Not of probes: n-grams know what was answered to their prompts before.
+        # Not from probes: n-grams have seen earlier answers to the probes' prompts.
         name = "tokens a round of n-grams, last third of the steps"
         goals.append(at_most(name, NGRAMS_AT_MOST, statistics.median(ngrams)))
     if lengths["frozen"]:
@@ -151,14 +157,15 @@ def _acceptance_goals(runs: Sequence[DemoRun]) -> list[Goal]:
 
 
 def speed_ratio(runs: Sequence[DemoRun], other: str) -> Ratio | None:
-    """Rollout speed of the co-trained arm over another's: pairs are equal steps of equal seeds,
-    hence equal tasks.
+    """Rollout speed of the co-trained arm over another arm; None without pairs.
+
+    A pair is the same step of the same seed, hence the same tasks.
     """
     return _paired(runs, other, lambda one: one.rates)
 
 
 def step_ratio(runs: Sequence[DemoRun]) -> Ratio | None:
-    """The same of whole RL steps a second, over those without speculation."""
+    """RL steps/s of the co-trained arm over the arm without speculation; None without pairs."""
     return _paired(runs, "none", lambda one: [1 / step["step_s"] for step in one.last_third])
 
 
@@ -175,7 +182,7 @@ def _paired(
 
 
 def pictures(runs: Sequence[DemoRun], out: Path) -> None:
-    """The arms side by side, means over seeds: tokens/s and acceptance length by RL step."""
+    """Draws tokens/s and acceptance length by RL step: a line for each arm, means over seeds."""
     speeds, lengths = list[Series](), list[Series]()
     for number, arm in enumerate(dict.fromkeys(one.arm for one in runs)):
         own = [one for one in runs if one.arm == arm]
@@ -195,7 +202,7 @@ def pictures(runs: Sequence[DemoRun], out: Path) -> None:
 
 
 def first_difference(one: DemoRun, other: DemoRun) -> int | None:
-    """First step, counted from 1, whose sampled tokens differ; None when all are equal."""
+    """First step, counted from 1, with different sampled tokens; None if all tokens are equal."""
     pairs = zip(one.steps, other.steps, strict=False)
     return next(
         (i for i, (a, b) in enumerate(pairs, 1) if a["tokens_hash"] != b["tokens_hash"]), None
@@ -203,7 +210,9 @@ def first_difference(one: DemoRun, other: DemoRun) -> int | None:
 
 
 def _row(one: DemoRun, first: DemoRun | None) -> Row:
-    """Of a run, beside the seed's run of the first arm, which says the same tokens."""
+    """The row of a run, beside the same seed's run of the first arm, which samples the same
+    tokens.
+    """
     beside = first if first is not None and first.arm != one.arm else None
     differs = first_difference(one, beside) if beside is not None else None
     equal = one.steps[: differs - 1] if differs else one.steps
@@ -234,17 +243,17 @@ def _plan(options: argparse.Namespace, seed: int, arm: str, steps: int) -> DemoP
     out = options.out.absolute()
 
     async def made(name: str, trained: int, *words: str) -> str:
-        """A drafter of the start policy, one for all seeds."""
+        """Trains a drafter of the start policy, once for all seeds; returns its path."""
         budget = (trained, trained * BATCH_TOKENS)
         return str(await demo_runs.trained_drafter(out / name, 0, *budget, *words))
 
     async def frozen() -> tuple[str, ...]:
-        """With more training than a co-trained one gets."""
+        """Flags for a drafter with more training than a co-trained drafter gets."""
         trained = START_STEPS + options.frozen_steps * steps
         return ("--frozen-drafter", await made(f"drafter-{trained}", trained))
 
     async def block_parallel() -> tuple[str, ...]:
-        """With as much as the demo's start drafter has had."""
+        """Settings for a DFlash drafter with as much training as the demo's start drafter."""
         start = await made("drafter-dflash", START_STEPS, "--speculator", "dflash")
         return (f"gateway.drafter={start}", f"drafter_trainer.drafter={start}")
 

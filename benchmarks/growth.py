@@ -1,9 +1,8 @@
-"""Measures what a long run leaves in the durable Redis: simulated sessions go through ledger and
-stream, and a coordinator's events into its journal, checkpoint by checkpoint, in a server that is
-durable as a run's is. Then times the replay.
+"""Measures the memory that a long run leaves in the durable Redis, then times the replay.
 
-Nothing is generated and nothing trained. The ledger's own script appends the sessions, a step of
-them a call. The server's own figure of its memory counts.
+Simulated sessions pass ledger and stream, and a coordinator's events pass its journal, checkpoint
+by checkpoint. The server is as durable as a run's. Nothing is generated or trained. The ledger's
+own script appends the sessions, one step per call. Memory is the server's own figure.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from paceline.telemetry.log import configure_log
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 TOKENS = 64
-"""Of a trajectory. Its entry is deleted when two checkpoints hold its step, however long it is."""
+"""Tokens of a trajectory. Its entry is deleted once two checkpoints hold its step, regardless of
+its length.
+"""
 LOOKS = 10
 MEMORY_GOAL_MB, REPLAY_GOAL_S = 200.0, 5.0
 _DELIVER = """
@@ -57,17 +58,17 @@ end
 
 
 class _Recorder:
-    """Stands for a client and for its scripts: keeps what the last one was called with."""
+    """Replaces a client and its scripts; records keys and arguments of the last call."""
 
     keys: Sequence[str] = ()
     args: Sequence[str | bytes | int] = ()
 
     def register_script(self, script: str) -> _Recorder:
-        """Whatever is called, it is kept here."""
+        """Returns this object for every script."""
         return self
 
     async def __call__(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> int:
-        """As a script."""
+        """Records the call of a script."""
         self.keys, self.args = keys, args
         return 1
 
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Durable memory ten times on the way, then the replay."""
+    """Samples durable memory ten times during the run, then times the replay."""
     configure_log("bench", "warning", True)
     rows: list[Row] = []
     every = max(1, options.steps // LOOKS)
@@ -110,8 +111,9 @@ async def run(options: argparse.Namespace) -> BenchResult:
 async def simulate(
     client: redis.asyncio.Redis, run_id: str, steps: int, sessions: int, course: JournaledRun
 ) -> AsyncIterator[int]:
-    """A run as gateway and coordinator write it and the policy trainer takes it, with the trainer's
-    default intervals; yields the number of each step that is over.
+    """Writes a run as gateway and coordinator do, and consumes it as the policy trainer does.
+
+    Uses the trainer's default intervals. Yields the number of each finished step.
     """
     defaults = PolicyTrainerConfig()
     interval = defaults.checkpoint_interval_steps
@@ -138,10 +140,10 @@ async def simulate(
 
 
 async def _append(append: AsyncScript, run_id: str, step: int, sessions: int) -> list[str]:
-    """A step's final branches; returns their names."""
+    """Appends a step's final branches; returns their names."""
     one = _trajectory(run_id, step)
     header, payload = encode_trajectory(one)
-    payload += "".join(header.values()).encode()  # in one field: half the time for the same bytes
+    payload += "".join(header.values()).encode()  # one field takes half the time for the same bytes
     recorder = _Recorder()
     await Ledger(recorder, run_id).append_final(one, {}, payload)  # type: ignore[arg-type]
     name, record, *rest = recorder.args

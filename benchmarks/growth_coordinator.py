@@ -1,4 +1,4 @@
-"""Writes the journal of a run that never fails, as the coordinator does, and times its replay."""
+"""Writes the journal of a run without failures, as the coordinator does, and times its replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POLICY = ("loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavio
 
 
 async def _untold(*facts: object) -> None:
-    """Nobody listens."""
+    """Publishes nothing."""
 
 
 def _transitions(
@@ -34,7 +34,7 @@ def _transitions(
 
 
 class JournaledRun:
-    """A coordinator's transitions; nobody is called."""
+    """A coordinator's transitions and their journal, without any other service."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class JournaledRun:
 
     @property
     def state(self) -> State:
-        """Where the run is."""
+        """Present state of the run."""
         return self.transitions.state
 
     async def step(self, sessions: int) -> None:
-        """The events of the next step."""
+        """Applies the events of the next step."""
         apply = self.transitions.apply
         version = self.state.versions.policy + 1
         if not version - 1:
@@ -91,8 +91,9 @@ class JournaledRun:
 
 
 async def replayed(client: redis.asyncio.Redis, run_id: str, wanted: JournaledRun) -> float:
-    """Seconds in which a new coordinator takes the run up. Raises InternalError when it comes to
-    another state or other records.
+    """Seconds that a new coordinator needs to take over the run.
+
+    Raises InternalError if it reaches another state or other records.
     """
     replay = _transitions(client, run_id)
     started = time.monotonic()

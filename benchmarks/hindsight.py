@@ -1,10 +1,12 @@
-"""Compares the default settings with the best fixed choice of a drafter, known only afterwards.
+"""Compares the default settings with the best fixed choice of a drafter, found only afterwards.
 
-On four workloads: the demo's, where the policy moves away from its start; tasks with numbers of two
-digits, where a drafter of the start policy suits the trained one too; the same with a shift of the
-tasks in the middle; and few tasks that come again in every step, which n-grams know by heart. A run
-is `paceline demo` in a process of its own; those of a seed take turns, a step each. Finished runs
-are kept, so a bench that was interrupted goes on where it stood.
+There are four workloads. On the demo's tasks, the policy moves away from its start. On tasks with
+two-digit numbers, a drafter of the start policy also suits the trained policy. The third workload
+shifts these tasks in the middle. The fourth repeats a few tasks in every step, so that n-grams
+learn them by heart.
+
+Each run is `paceline demo` in its own process; the runs of a seed take turns of one step each. The
+bench keeps finished runs, so an interrupted bench continues where it stopped.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ ARMS: Mapping[str, Sequence[str]] = {
     FROZEN: (_DRAFTED,),
     "cotrained": (_DRAFTED,),
 }
-"""Settings of each, in the order in which they run."""
+"""Settings of each arm, in the order of the runs."""
 WITHIN = 0.97
-"""Of the best fixed choice's tokens/s, at least."""
+"""Least tokens/s as a share of the best fixed choice's."""
 NO_EVALUATIONS = (
     "coordinator.evaluation.every=0",
     "coordinator.evaluation.probe_prompts=0",
@@ -47,8 +49,8 @@ _MEMORISED_TASKS = 16
 
 @dataclass(frozen=True, slots=True)
 class DemoWorkload:
-    """What is rolled out: settings over those of the file, the demo's without one; the drafter that
-    was trained on the start policy.
+    """Settings of the rollouts, the drafter trained on the start policy, and the settings file
+    (None: the demo's).
     """
 
     settings: Sequence[str]
@@ -73,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, workload by workload. Raises InvalidInput for a workload or an arm that is none."""
+    """Makes all runs, workload by workload. Raises InvalidInput for an unknown workload or arm."""
     named, arms = options.workloads.split(","), options.arms.split(",")
     if not set(named) <= set(WORKLOADS):
         raise InvalidInput("no such workload", seen=options.workloads, allowed=", ".join(WORKLOADS))
@@ -119,7 +121,7 @@ def speeds(runs: Sequence[DemoRun]) -> dict[str, list[float]]:
 
 
 def best_fixed(runs: Sequence[DemoRun]) -> str:
-    """The fixed choice that was fastest."""
+    """Returns the fastest fixed choice."""
     rates = speeds(runs)
     fixed = [arm for arm in rates if arm != OURS]
     return max(fixed, key=lambda arm: statistics.median(rates[arm]))
@@ -147,7 +149,7 @@ def _row(name: str, runs: Sequence[DemoRun]) -> Row:
 
 
 def settings_of(workload: DemoWorkload, arm: str) -> list[str]:
-    """What an arm's run sets."""
+    """Settings of an arm's run."""
     drafter = [f"{one}.drafter={workload.drafter}" for one in ("gateway", "drafter_trainer")]
     trained = drafter if arm in (OURS, "cotrained") else []
     return [*workload.settings, *NO_EVALUATIONS, *trained, *ARMS[arm]]
@@ -177,7 +179,7 @@ def _shift(out: Path, steps: int) -> DemoWorkload:
 
 
 def _memorised(out: Path, steps: int) -> DemoWorkload:
-    """As many tasks as a step has, the same in every step, answered nearly alike each time."""
+    """Repeats as many tasks as a step has in every step, with nearly equal answers each time."""
     tasks = read_tasks(demo_runs.two_digits().parent / "tasks_train.jsonl")[:_MEMORISED_TASKS]
     write_tasks(out / "tasks.jsonl", tasks)
     tasks_path = f"coordinator.tasks_path={out / 'tasks.jsonl'}"
@@ -190,4 +192,4 @@ WORKLOADS = {
     "shift": _shift,
     "memorised": _memorised,
 }
-"""Each made in a folder, for that many steps."""
+"""Workload name -> function that makes the workload in a folder, for a number of steps."""

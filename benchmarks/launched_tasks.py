@@ -1,5 +1,7 @@
-"""Measures how many tasks a second pass through one gateway that either launcher has started, over
-the scripted engine, whose tokens cost nothing. Redis is the run's own; no other service is there.
+"""Measures how many tasks per second pass through one gateway, started by either launcher.
+
+The scripted engine serves, so that tokens cost nothing. Only the gateway and the run's Redis
+servers run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _STOP_GRACE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A gateway that is to be launched."""
+    """A gateway to launch."""
 
     directory: Path
     port: int  # of its gRPC server
@@ -55,13 +57,14 @@ class _Run:
 
     @property
     def config(self) -> ServiceConfig:
-        """The part that all services share."""
+        """Settings that all services share."""
         return load_config(ServiceConfig, "local", (), self.overrides)
 
 
 async def launched_tasks(plan: TasksPlan, pairs: int) -> list[Row]:
-    """A row for each launcher: what `pairs` of gateways make of `plan`, the launchers in turns. Of
-    the calls of one gateway the middle one counts. Raises what the launchers raise.
+    """Makes a row for each launcher from `pairs` of gateways; the launchers take turns.
+
+    The median of a gateway's calls counts. Raises the errors of the launchers.
     """
     found: dict[str, list[float]] = {LOCAL: [], RAY: []}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
@@ -76,7 +79,7 @@ async def launched_tasks(plan: TasksPlan, pairs: int) -> list[Row]:
 
 
 def rows_of(plan: TasksPlan, local: Sequence[float], on_ray: Sequence[float]) -> list[Row]:
-    """Rates of both launchers, and the ratio of each pair's two."""
+    """Rates of both launchers, and the median ratio of the pairs."""
     return [
         {
             "section": SECTION,
@@ -96,7 +99,9 @@ def rows_of(plan: TasksPlan, local: Sequence[float], on_ray: Sequence[float]) ->
 
 
 async def _tasks_a_second(run: _Run, plan: TasksPlan, launcher: str) -> float:
-    """Of one gateway, from its start to its end; its first call is not counted."""
+    """Tasks per second of one gateway, which is started and stopped; its first call does not
+    count.
+    """
     async with _supervised(run, launcher) as supervisor:
         try:
             await supervisor.start(patient(_HEALTH_S))
@@ -111,7 +116,7 @@ async def _tasks_a_second(run: _Run, plan: TasksPlan, launcher: str) -> float:
 
 @asynccontextmanager
 async def _supervised(run: _Run, launcher: str) -> AsyncIterator[Supervisor]:
-    """What starts the gateway and what it needs."""
+    """Yields a supervisor of the gateway and of the services that it needs."""
     if launcher == LOCAL:
         launches = run_launches(run.config, (), run.overrides)
         kept = [one for one in launches if one.name in ("forkserver", *STARTED)]

@@ -1,5 +1,5 @@
-"""Times whole demo runs by both launchers: until everything serves, until the end, and from a death
-until what died is healthy again.
+"""Times whole demo runs by both launchers: until all services serve, until the end, and from a
+death until the service is healthy again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from paceline.errors import FailedPrecondition
 
 LOCAL, RAY = "local", "ray"
 DEARER_AT_MOST = 1.10
-"""Wall time of a run on Ray over that of one without, a goal."""
+"""Goal for the wall time of a run on Ray over the wall time of a local run."""
 _KILLED = "policy_trainer"
 _DEATHS = {LOCAL: ("process",), RAY: ("process", "keeper")}
 
 
 @dataclass(slots=True)
 class LaunchedRun:
-    """What was told of a run, with the seconds since its command began."""
+    """Times of a run, in seconds since its command began."""
 
     serving_s: float = 0.0
     ended_s: float = 0.0
@@ -38,8 +38,9 @@ class LaunchedRun:
 
 
 async def launches(steps: int, pairs: int) -> tuple[list[Row], list[Goal]]:
-    """Rows and goals of `pairs` of runs, the launchers in turns; the last steps of runs of their
-    own have deaths.
+    """Makes rows and goals of `pairs` of runs; the launchers take turns.
+
+    One more run of each launcher measures the recovery from deaths.
     """
     runs: dict[str, list[LaunchedRun]] = {LOCAL: [], RAY: []}
     for pair in range(pairs):
@@ -66,7 +67,10 @@ async def launches(steps: int, pairs: int) -> tuple[list[Row], list[Goal]]:
 
 
 async def _timed(launcher: str, steps: int, deaths: Sequence[str]) -> LaunchedRun:
-    """A demo; with each step another death. Raises FailedPrecondition when it fails."""
+    """Times a demo, and causes one death after another at its steps.
+
+    Raises FailedPrecondition if the demo fails.
+    """
     run, left, died_at = LaunchedRun(), list(deaths), 0.0
     pids: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as out:
@@ -88,7 +92,7 @@ async def _timed(launcher: str, steps: int, deaths: Sequence[str]) -> LaunchedRu
 
 
 async def _facts(words: Sequence[str]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """What a demo prints, and when."""
+    """Yields each fact that a demo prints, with its time in seconds."""
     loop = asyncio.get_running_loop()
     command = [sys.executable, "-m", "paceline.cli.main", "demo", "--lines", "json", *words]
     began = loop.time()
@@ -112,6 +116,6 @@ async def _facts(words: Sequence[str]) -> AsyncIterator[tuple[float, dict[str, A
 
 
 def _kill(what: str, pid: int) -> None:
-    """The process of a service, or the keeper that it is a child of."""
+    """Kills the process of a service, or the keeper that is its parent."""
     parent = psutil.Process(pid).ppid()
     os.kill(pid if what == "process" else parent, signal.SIGKILL)

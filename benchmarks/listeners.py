@@ -1,6 +1,7 @@
-"""Hears the coordinator bench's facts: `python -m benchmarks.listeners slow|echo ARGS`.
+"""Receives the coordinator bench's facts: `python -m benchmarks.listeners slow|echo ARGS`.
 
-Each prints one JSON line when ready and one per request; it ends when its standard input closes.
+Each listener prints one JSON line when ready and one per request. It ends when its standard input
+closes.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ JOIN_S = 60.0
 
 
 def tell(**facts: Any) -> None:
-    """One line to the bench."""
+    """Prints one JSON line for the bench."""
     print(json.dumps(facts), flush=True)
 
 
 async def slow(address: str, run_id: str) -> None:
-    """Reads what has come once a second, up to the number that it is given; says how many facts
-    it missed after the first.
+    """Reads the waiting facts once a second, up to the number in the request.
+
+    Prints how many facts it missed after the first.
     """
     missed = 0
 
@@ -57,7 +59,9 @@ async def _read_all(subscriber: FactSubscriber, heard: int) -> int:
 
 
 async def echo(*addresses: str) -> None:
-    """Answers each message of all but the last address there, with a byte."""
+    """Answers each message with a byte. The last address gets the answers; the other addresses
+    publish.
+    """
     with zmq.asyncio.Context() as context:
         heard, answers = context.socket(zmq.SUB), context.socket(zmq.PUSH)
         heard.setsockopt(zmq.SUBSCRIBE, b"")
@@ -73,7 +77,7 @@ async def echo(*addresses: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Becomes the listener named."""
+    """Runs the listener named in `argv`."""
     match argv:
         case ["slow", address, run_id]:
             uvloop.run(slow(address, run_id))

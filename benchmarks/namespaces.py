@@ -1,5 +1,6 @@
-"""Hosts of a network of their own on this machine: network namespaces, each with one interface and
-an address, joined by a switch. What they send each other passes real sockets and can be lost.
+"""Makes hosts with their own network on this machine: network namespaces joined by a switch.
+
+Each host has one interface and an address. Its packets pass real sockets and can be lost.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _TOOLS = ("unshare", "nsenter", "ip", "bridge")
 NETWORK = "10.83.0"
 _LINK = Path(__file__).with_name("slow_link.py")
 _STOPPED_S, _RUNS_S = 0.15, 0.05
-"""Of a slow host: a quarter of its time is its own."""
+"""Seconds for which a slow host is stopped and runs, in turns: it runs a quarter of the time."""
 
 
 def why_none() -> str:
-    """Why no namespaces can be made; "" where they can."""
+    """Reason why this machine cannot make namespaces; "" if it can."""
     if os.geteuid() != 0:
         return "needs root: network namespaces joined by a bridge"
     if lacking := [tool for tool in _TOOLS if shutil.which(tool) is None]:
@@ -36,7 +37,7 @@ def why_none() -> str:
 
 
 class Namespace:
-    """Lives until it is closed, or whoever made it ends."""
+    """A network namespace that lives until it is closed or its maker's process ends."""
 
     def __init__(self) -> None:
         self._holder = subprocess.Popen(
@@ -55,16 +56,16 @@ class Namespace:
         subprocess.run([*self.within, *words], check=True, timeout=patient(20))
 
     def processes(self) -> list[int]:
-        """All that run in it."""
+        """Ids of all processes in the namespace except its holder."""
         here, found = os.readlink(f"/proc/{self.pid}/ns/net"), []
         for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 if os.readlink(path / "ns/net") == here and int(path.name) != self.pid:
                     found.append(int(path.name))
         return found
 
     def signal(self, number: signal.Signals) -> bool:
-        """To all that run in it: whether there were any."""
+        """Sends a signal to all processes in the namespace; returns whether there were any."""
         found = self.processes()
         for pid in found:
             with suppress(ProcessLookupError):
@@ -81,7 +82,7 @@ class Namespace:
 
 
 class Host(Namespace):
-    """One at the switch, under an address of its own."""
+    """A namespace at the switch, with an address of its own."""
 
     def __init__(self, switch: Namespace, number: int) -> None:
         super().__init__()
@@ -90,8 +91,10 @@ class Host(Namespace):
         self._link: subprocess.Popen[str] | None = None
 
     def plug(self, delay_ms: float = 0.0, loss: float = 0.0) -> None:
-        """Joins it to the switch; by a link that delays all that passes, either way, and loses a
-        share of it, where one of them is given.
+        """Connects the host to the switch.
+
+        delay_ms: delay of each packet in either direction. loss: share of lost packets. With
+        either, a slow link connects the host.
         """
         port, peer = self._port, f"peer{self._port}"
         if delay_ms or loss:
@@ -111,32 +114,32 @@ class Host(Namespace):
         self.run("ip", "route", "add", "default", "dev", "eth0")  # Ray looks for its address there
 
     def limit(self, mbit: int) -> None:
-        """It sends so many million bits a second, and no more."""
+        """Limits the host's sending rate to `mbit` million bits per second."""
         rate = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
         self.run("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
 
     @property
     def sent_bytes(self) -> int:
-        """By its interface, so far."""
+        """Bytes that the host's interface has sent so far."""
         command = [*self.within, "ip", "-s", "-j", "link", "show", "eth0"]
         found = subprocess.run(command, check=True, capture_output=True, timeout=patient(20))
         return int(json.loads(found.stdout)[0]["stats64"]["tx"]["bytes"])
 
     def cut(self) -> None:
-        """Nothing passes any more, and nobody is told."""
+        """Drops all packets from now on; no process is notified."""
         self._switch.run("bridge", "link", "set", "dev", self._port, "state", "disabled")
 
     def mend(self) -> None:
         self._switch.run("bridge", "link", "set", "dev", self._port, "state", "forwarding")
 
     def kill(self) -> None:
-        """As a machine that loses its power."""
+        """Kills all processes, as a power failure does."""
         while self.signal(signal.SIGKILL):
             pass
 
     @contextmanager
     def slowed(self) -> Iterator[None]:
-        """All that it runs stands still most of the time, inside the block."""
+        """Stops all processes of the host most of the time, inside the block."""
         over = threading.Event()
 
         def pulse() -> None:
@@ -163,7 +166,9 @@ class Host(Namespace):
 
 @contextmanager
 def hosts(count: int, slow: Sequence[int] = (), **link: float) -> Iterator[list[Host]]:
-    """So many; those numbered in `slow`, from 0 on, at such a link (Host.plug)."""
+    """Makes `count` hosts; the hosts numbered in `slow`, from 0 on, get the given link
+    (Host.plug).
+    """
     switch, made = Namespace(), list[Host]()
     try:
         switch.run("ip", "link", "add", "switch", "type", "bridge")

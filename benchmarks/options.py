@@ -1,4 +1,4 @@
-"""Parses numbers and lists of them on the command line of a bench."""
+"""Parses the numbers and lists of numbers on the command line of a bench."""
 
 from __future__ import annotations
 

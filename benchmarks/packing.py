@@ -1,7 +1,7 @@
 """Measures samples per second of an EAGLE drafter's training: packed into one row, and padded to
-the longest of a batch.
+the longest sample of a batch.
 
-A process of the bench `drafter`: `python -m benchmarks.packing`.
+The bench `drafter` runs it as a process: `python -m benchmarks.packing`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ DEMO = ModelConfig(
 )
 """Shape of the demo's policy."""
 LOG_MEAN, LOG_DEVIATION, SHORTEST, LONGEST, PROMPT = 3.12, 0.66, 11, 231, 7
-"""Tokens of the demo's sequences with their prompts: mean and deviation of the logarithm, and
-extremes.
+"""Tokens of the demo's sequences with their prompts: mean and deviation of the logarithm, shortest
+and longest; then tokens of a prompt.
 
-Of rollouts of its start policy at temperature 1 on 512 training tasks: median 21, mean 29, 90th
-percentile 56.
+Taken from rollouts of its start policy at temperature 1 on 512 training tasks: median 21, mean 29,
+90th percentile 56.
 """
 
 
@@ -57,7 +57,9 @@ class PackingRates:
 
 
 def draw_samples(count: int, seed: int, hidden_size: int = DEMO.hidden_size) -> list[FeatureSample]:
-    """Random states and tokens of sequences as long as the demo's."""
+    """Random states (float32 [T - 1, hidden_size]) and tokens (int64 [T]) of sequences as long as
+    the demo's.
+    """
     random, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     samples = []
     for tokens in (
@@ -78,12 +80,12 @@ def draw_samples(count: int, seed: int, hidden_size: int = DEMO.hidden_size) -> 
 
 
 def packed_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
-    """All samples in one row."""
+    """Trains on all samples in one row."""
     return net(pack(samples, window=LONGEST))
 
 
 def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
-    """One row per sample, zeros behind its end, which no position may see."""
+    """Trains on one row per sample, padded with zeros that no position may see."""
     states, targets, tokens, valid = (
         pad_sequence(part, batch_first=True)
         for part in (
@@ -102,8 +104,8 @@ def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
 
 
 def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRates:
-    """Trains `batches` batches of `samples` sequences in both forms, in turn, the first of each
-    pair changing.
+    """Trains `batches` batches of `samples` sequences in both forms; the form that begins
+    alternates.
     """
     generator = torch.Generator().manual_seed(seed)
     forms: tuple[Callable[[EagleNet, Sequence[FeatureSample]], Objective], ...] = (
@@ -136,7 +138,7 @@ def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRa
 
 
 def main() -> None:
-    """Prints both batch sizes; --json writes the larger one's ratio."""
+    """Prints the rates of both batch sizes; --json writes the ratio of the larger size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the ratio to this file")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Makes a picture of lines for a page of docs/: the report's chart, by itself and on white."""
+"""Draws the report's line chart as an SVG picture on white, for a page of docs/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.report.charts import HEIGHT, WIDTH, Series, line_chart
 
 _LEGEND_PX, _ROW_PX, _NAME_PX = 26, 16, 11
 _SWATCH_PX, _GAP_PX = 13, 16
-"""From a swatch to its name, and from a name to the next swatch at least."""
+"""Pixels from a swatch to its name, and least pixels from a name to the next swatch."""
 _LEFT, _RIGHT = 46.0, 12.0
 _EMS = {
     0.28: "'ijl",
@@ -34,7 +34,7 @@ _FONT = "text{font-family:system-ui,sans-serif}"
 
 
 def picture(series: Sequence[Series], y_label: str) -> str:
-    """An SVG file with its legend; series of one name have one entry."""
+    """Returns an SVG file with its legend; series with one name share an entry."""
     drawing = line_chart(series, y_label=y_label).partition("</div>")[2]
     inner = re.sub(r"^<svg[^>]*>|</svg>$", "", drawing)
     entries, rows = _legend(series)
@@ -53,7 +53,7 @@ def text_width(words: str, size_px: float) -> float:
 
 
 def _style() -> str:
-    """The report's, its light colours written out."""
+    """The report's styles, with its light colours written out."""
     text = files("paceline.report").joinpath("style.css").read_text(encoding="utf-8")
     rules = "".join(re.findall(r"^\.(?:tick|grid-line|axis|line|faint|fill)[^\n]*$", text, re.M))
     colours = dict(re.findall(r"--(\w+):(#\w+)", text.partition("@media")[0]))

@@ -1,7 +1,7 @@
-"""Starts, asks and stops child processes of a bench, and measures what they cost.
+"""Starts, queries and stops child processes of a bench, and measures their cost.
 
-A child reads one JSON line per request from its standard input, answers with one on its standard
-output, and ends when its input closes.
+A child reads one JSON line per request from its standard input and answers with one line on its
+standard output. It ends when its input closes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ ANSWER_DEADLINE_S = 120.0
 
 
 def running(module: str, pid: int | None = None) -> list[psutil.Process]:
-    """Processes below that one, else this, that run a module, in the order of their start.
+    """Processes below `pid`, else below this process, that run a module, in the order of their
+    start.
 
-    Ranks and engine workers are found by it: they are forks of another process than their service.
+    Ranks and engine workers match too, although another process than their service forks them.
     """
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            # The end of the name counts: settings on a command line begin with services' names.
+            # The name must end here: settings on a command line begin with names of services.
             if f"-m {module} " in " ".join([*process.cmdline(), ""]) and (
                 process.status() != psutil.STATUS_ZOMBIE
             ):
@@ -43,7 +44,7 @@ def running(module: str, pid: int | None = None) -> list[psutil.Process]:
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
-    """Processes of this machine that have inherited a value of an environment variable."""
+    """Processes of this machine that have inherited this value of an environment variable."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -54,7 +55,7 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What processes took between two looks."""
+    """Cost of processes between two readings."""
 
     cpu_s: float
     peak_rss_mib: float
@@ -69,7 +70,7 @@ class Meter:
         _reset_peak(pid)
 
     def read(self) -> Cost:
-        """Cost since the start; the peak counts what was resident before as well."""
+        """Cost since the meter was made; the peak includes memory that was resident before."""
         return Cost(self._cpu() - self._cpu_s, _peak_mib(self._process.pid))
 
     def _cpu(self) -> float:
@@ -90,7 +91,9 @@ class BenchChild:
         return self._process.pid
 
     async def ask(self, **request: Any) -> Mapping[str, Any]:
-        """Sends a request and waits for its answer; Unavailable when the child ended."""
+        """Sends a request and waits for the answer. Raises Unavailable if the child has ended,
+        DeadlineExceeded if the answer is late.
+        """
         self.tell(**request)
         return await self.answer()
 
@@ -100,7 +103,9 @@ class BenchChild:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
 
     async def answer(self, deadline_s: float = ANSWER_DEADLINE_S) -> Mapping[str, Any]:
-        """Waits for the next answer."""
+        """Waits for the next answer. Raises Unavailable if the child has ended, DeadlineExceeded if
+        the answer is late.
+        """
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(deadline_s):
@@ -137,7 +142,7 @@ async def child(module: str, *argv: str) -> AsyncIterator[BenchChild]:
 
 
 async def redis_server(stack: AsyncExitStack, role: Role) -> tuple[str, int]:
-    """URL and process of a server of our own, started the way a local run starts it."""
+    """Starts a Redis server as a local run does; returns its URL and process id."""
     run = Path(stack.enter_context(TemporaryDirectory(prefix="paceline-bench-")))
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     environment["PACELINE_PARENT_PID"] = str(os.getpid())  # the server ends with this process
@@ -167,8 +172,8 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 
 
 def _reset_peak(pid: int) -> None:
-    """Lets VmHWM start again (proc(5), clear_refs); without the right to do so the peak is that of
-    the whole life.
+    """Resets VmHWM (proc(5), clear_refs). Without permission, the peak covers the whole life of the
+    process.
     """
     try:
         Path(f"/proc/{pid}/clear_refs").write_text("5")

@@ -1,6 +1,6 @@
-"""Times the float32 products of a layer on one core, as they are made beside torch's own choice.
+"""Times the float32 products of a layer on one core, by our choice of kernel and by torch's own.
 
-Of activations alone as an engine makes them, and with the gradients of a trainer's step.
+It times products of activations alone, as in an engine, and with gradients, as in a trainer's step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.models import products
 LAYER = ((128, 256), (128, 128), (128, 704), (352, 128))
 """Inputs and outputs of the matrices of a layer of the demo's policy."""
 ROWS = (1, 8, 16, 24, 32, 64, 128, 256, 1024, 4096)
-FLOPS_A_TIMING = 4e8  # so much at once: a clock's tick is little beside it
+FLOPS_A_TIMING = 4e8  # enough work to make the clock's resolution negligible
 NEVER_SLOWER = 0.97
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Every number of rows, forward and with gradients."""
+    """Times every number of rows, forward and with gradients."""
     torch.set_num_threads(1)
     rows, goals = list[Row](), list[Goal]()
     for trains in (False, True):
@@ -42,12 +42,12 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def measured(count: int, pairs: int, *, trains: bool) -> tuple[Row, Goal]:
-    """One number of rows, both sides in turn."""
+    """Times one number of rows; both sides take turns."""
     work = [_matrices(count, *shape, trains=trains) for shape in LAYER]
     flops = (6 if trains else 2) * count * sum(k * n for k, n in LAYER)
     repeats = max(1, int(FLOPS_A_TIMING / flops))
     sides: dict[Product, list[float]] = {products.linear: [], functional.linear: []}
-    for _ in range(pairs + 1):  # the first one warms up
+    for _ in range(pairs + 1):  # the first pair warms up
         for side, seconds in sides.items():
             seconds.append(_timed(side, work, repeats))
     ours, theirs = (seconds[1:] for seconds in sides.values())

@@ -1,6 +1,4 @@
-"""Answers held-out tasks under a profile and scores the answers by the rule `math_answer`, as an
-evaluation of a run does.
-"""
+"""Scores answers to held-out tasks by the rule `math_answer`, as an evaluation of a run does."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ MARKER = RewardsConfig().marker
 
 
 async def accuracy(turns: Sequence[TextTurn], tasks: Sequence[Task], marker: str = MARKER) -> float:
-    """Share of the tasks that are answered right: by a response that ended by itself, whose answer
-    behind the last marker equals the task's.
+    """Share of the tasks answered correctly.
+
+    A correct response ended by itself, and its answer behind the last marker equals the task's.
     """
     rules = RewardRules(RewardsConfig(marker=marker))
     try:

@@ -1,9 +1,10 @@
-"""Measures what a profile costs a model and what it gains: each matrix's error, log-probs against
-float32, bytes, seconds of decoding and of an update. Owns no serving engine.
+"""Measures the costs and gains of a profile on a model: matrix errors, log-probs against float32,
+bytes, and seconds of decoding and of an update.
 
-Responses are drawn by an engine with the profile, at temperature 1, and scored by the same weights
-in float32 without it. A gap is |log-prob that the engine told - log-prob in float32| of a token
-drawn; the divergence KL(engine, float32) is summed over the vocabulary at each of them.
+It uses no engine of a gateway. Its own engine draws responses with the profile, at temperature 1.
+The same weights score them in float32 without the profile. A gap is |engine's log-prob - float32
+log-prob| of a drawn token. The divergence KL(engine, float32) is a sum over the vocabulary at each
+drawn token.
 """
 
 from __future__ import annotations
@@ -33,35 +34,35 @@ from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 UPPER = 0.99
 TIMED = 3
-"""Times that something is timed; the fastest counts."""
+"""Number of timings; the fastest counts."""
 Prompts = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixError:
-    """How far a rounded matrix W' is from W."""
+    """Distance of a rounded matrix W' from W."""
 
     place: str  # e.g. layers.0.gate_up
     relative: float  # |W' - W| / |W|, Frobenius
-    worst_row: float  # the largest of them of a row
+    worst_row: float  # largest relative distance of a row
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """One profile on one model."""
+    """Measurements of one profile on one model."""
 
     profile: str  # "": none
-    dtype: str  # what the engine computes with
+    dtype: str  # data type of the engine's computations
     matrices: tuple[MatrixError, ...]
     tokens: int  # drawn and scored
     gap_mean: float  # nats, as are the next three
     gap_upper: float  # 99th percentile
     gap_largest: float
     divergence: float
-    bytes: int  # of the whole model as it is served
+    bytes: int  # of the whole model as served
     tokens_per_s: float  # of all prompts decoding together
-    prepare_s: float  # a version is read, rounded and staged
-    commit_s: float  # and copied into the storages that serve
+    prepare_s: float  # to read, round and stage a version
+    commit_s: float  # to copy it into the storages that serve
 
 
 class ScoredTokens(NamedTuple):
@@ -74,9 +75,9 @@ class ScoredTokens(NamedTuple):
 def measure_profile(
     directory: Path, profile: str, prompts: Prompts, *, tokens: int, dtype: str, threads: int = 1
 ) -> ProfileReport:
-    """Draws `tokens` behind every prompt and measures.
+    """Draws `tokens` tokens behind every prompt and measures the profile.
 
-    Raises InvalidInput for prompts that leave no room, and what building an engine raises.
+    Raises InvalidInput for prompts that leave no room, and any error of building an engine.
     """
     config = read_config(directory)
     longest = max(map(len, prompts), default=0) + tokens
@@ -133,7 +134,9 @@ def matrix_errors(weights: DecoderWeights, exact: DecoderWeights) -> list[Matrix
 def profiled_engine(
     directory: Path, profile: str, rows: int, longest: int, dtype: str, threads: int
 ) -> Engine:
-    """One that draws without drafts, `rows` requests of at most `longest` tokens at a time."""
+    """An engine that draws without drafts, for `rows` requests of at most `longest` tokens at a
+    time.
+    """
     settings = {
         "model_dir": str(directory),
         "profile": profile,
@@ -148,7 +151,9 @@ def profiled_engine(
 
 
 def _drawn(engine: Engine, prompts: Prompts, tokens: int) -> tuple[list[Chunk], float]:
-    """What the engine says to each prompt, and its tokens a second when that is repeated."""
+    """Draws a response to each prompt, TIMED times; returns the chunks and the best tokens per
+    second.
+    """
     best = 0.0
     for _ in range(TIMED):
         began = time.perf_counter()
@@ -160,7 +165,7 @@ def _drawn(engine: Engine, prompts: Prompts, tokens: int) -> tuple[list[Chunk], 
 def draw_all(
     engine: Engine, prompts: Prompts, tokens: int, *, ignore_eos: bool = False
 ) -> list[Chunk]:
-    """A response to each prompt, at temperature 1 with the prompt's number as its seed."""
+    """Draws a response to each prompt, at temperature 1 with the prompt's number as its seed."""
     for number, prompt in enumerate(prompts):
         sampling = Sampling(seed=number, max_tokens=tokens, temperature=1.0, ignore_eos=ignore_eos)
         engine.enqueue(Request(number, prompt, sampling))
@@ -183,8 +188,9 @@ def _compared(
 
 
 def logprobs(weights: DecoderWeights, ids: Tensor, prompt: int) -> Tensor:
-    """Of every token of the vocabulary at the positions of the response, float32 [T, V], in nats;
-    ids int64 [1, L]: a prompt of so many tokens and the response.
+    """Log-probs of the vocabulary at the response's positions, float32 [T, V], in nats.
+
+    ids: int64 [1, L], a prompt of `prompt` tokens and the response.
     """
     config: ModelConfig = weights.config
     length, device = ids.shape[1], weights.head.device
@@ -206,7 +212,7 @@ def logprobs(weights: DecoderWeights, ids: Tensor, prompt: int) -> Tensor:
 def _update_seconds(
     served: ServedModel, weights: DecoderWeights, directory: Path
 ) -> tuple[float, float]:
-    """Of a Prepare and of a commit."""
+    """Seconds of a prepare and of a commit, the fastest of TIMED."""
     prepare_s, commit_s = [], []
     for _ in range(TIMED):
         began = time.perf_counter()

@@ -48,21 +48,21 @@ SCORED_TOKENS = 64
 
 
 class BesidePlain(NamedTuple):
-    """A profile beside the same engine without one."""
+    """A profile beside the same engine without a profile."""
 
     row: Row
     speed: Ratio
     product: float  # of speed and retention
 
     def goal(self, engine: str) -> Goal:
-        """That the profile pays; open where the pairs did not resolve its speed."""
+        """Goal that the profile pays; open if the pairs do not resolve its speed."""
         name = f"{engine}, {self.row['profile']}: speed x retention"
         return Goal(name, 1.0, self.product, self.product >= 1 if self.speed.resolved else None)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutWork:
-    """What all engines answer."""
+    """Model, tasks and workload of all engines."""
 
     model: Path
     codec: TextCodec
@@ -72,7 +72,7 @@ class HeldOutWork:
     async def judged(
         self, facts: Row, runs: Sequence[TimedRun], plain: Sequence[TimedRun], max_tokens: int
     ) -> BesidePlain:
-        """A row of these facts, and of what the runs show beside those without a profile."""
+        """Makes a row of `facts` and of the runs' figures beside the runs without a profile."""
         right, plain_right = [
             await accuracy(turns(one[0], self.codec, max_tokens), self.tasks)
             for one in (runs, plain)
@@ -102,9 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """A row and a goal for each profile of each engine. Raises InvalidInput for an engine that has
-    none and for prompts that do not fit, TaskFileError, and ConfigError where SGLang is wanted and
-    not installed.
+    """Makes a row and a goal for each profile of each engine.
+
+    Raises InvalidInput for an unknown engine and for prompts that do not fit. Raises TaskFileError,
+    and ConfigError if SGLang is wanted but not installed.
     """
     wanted = options.engines.split(",")
     if unknown := [one for one in wanted if one not in ENGINES]:
@@ -175,7 +176,7 @@ ENGINES = {"embedded": _embedded, "sglang": _sglang}
 
 
 def turns(one: TimedRun, codec: TextCodec, max_tokens: int) -> list[TextTurn]:
-    """The answers of a run as texts."""
+    """Decodes the answers of a run to texts."""
     return [
         TextTurn(
             answer.tokens,

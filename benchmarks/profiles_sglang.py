@@ -1,5 +1,5 @@
-"""Profiles of SGLang on the demo's policy, beside SGLang in bfloat16: the part of the bench of
-profiles that runs a process for each.
+"""Measures SGLang's profiles on the demo's policy beside SGLang in bfloat16, with a process for
+each profile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
 
 PLAIN = "bfloat16"
-"""What SGLang serves without a profile: it multiplies int8 in bfloat16 alone."""
+"""Data type of SGLang without a profile: SGLang multiplies int8 in bfloat16 only."""
 _UPDATES = 3
 Told = Sequence[tuple[Sequence[int], Sequence[float]]]
 """Tokens of each answer and their log-probs, nats."""
@@ -35,10 +35,10 @@ Told = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class ServedProfile:
-    """What a profile was measured to do; "": SGLang without one."""
+    """Measurements of one profile of SGLang."""
 
     runs: tuple[TimedRun, ...]
-    gap_mean: float  # nats, of the log-probs told from those in float32
+    gap_mean: float  # nats, between the engine's log-probs and float32
     prepare_s: float  # the fastest of three
     commit_s: float
 
@@ -46,10 +46,12 @@ class ServedProfile:
 async def measured(
     model: Path, work: Workload, options: argparse.Namespace, scored: int
 ) -> dict[str, ServedProfile]:
-    """By profile: `options.pairs` runs of the workload, taken in turns after one that warms up, the
-    gap over the first `scored` tokens of each answer of a batch, and the seconds of an update.
+    """Returns measurements by profile; "" is SGLang without a profile.
 
-    Raises ConfigError where SGLang is not installed, and what a worker fails with.
+    The profiles take turns in `options.pairs` runs of the workload, after a run that warms up. The
+    gap covers the first `scored` tokens of each answer of a batch.
+
+    Raises ConfigError if SGLang is not installed, and any error of a worker.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
@@ -87,7 +89,7 @@ def _settings(model: Path, profile: str, options: argparse.Namespace) -> dict[st
 
 
 async def _answered(worker: BenchWorker, work: Workload) -> tuple[TimedRun, Told]:
-    """One run of the workload, wave by wave."""
+    """Runs the workload once, wave by wave."""
     ended: list[pb.TokenChunk] = []
     await worker.forget()
     began = time.perf_counter()

@@ -1,6 +1,7 @@
-"""Receives what the transport bench sends: `python -m benchmarks.receivers weights|tcp|redis ARGS`.
+"""Receives the transport bench's data: `python -m benchmarks.receivers weights|tcp|redis ARGS`.
 
-Each prints one JSON line when ready and one per request; it ends when its standard input closes.
+Each receiver prints one JSON line when ready and one per request. It ends when its standard input
+closes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from paceline.weights.chunks import allocate
 CHUNK_HEAD = struct.Struct("<QII")
 """Raw copy: offset, length and CRC-32 of a chunk."""
 TOTAL = struct.Struct("<Q")
-"""Raw copy: bytes that follow; 8 zero bytes end the connection."""
+"""Raw copy: number of bytes that follow; 8 zero bytes end the connection."""
 GROUP = "bench"
 
 
@@ -37,26 +38,24 @@ class NoWorkers:
     """Hooks of a receiver without workers."""
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """Nothing to load."""
+        """Loads nothing."""
 
     async def on_commit(
         self, versions: VersionSet, mode: int, leased: Collection[int], *, judge: bool | None = None
     ) -> None:
-        """Nothing to serve."""
+        """Serves nothing."""
 
     async def on_abort(self, target: int, version: int) -> None:
-        """Nothing to forget."""
+        """Drops nothing."""
 
 
 def tell(**facts: Any) -> None:
-    """One line to the bench."""
+    """Prints one JSON line for the bench."""
     print(json.dumps(facts), flush=True)
 
 
 async def receive_weights() -> None:
-    """A gRPC server with WeightService over a spool in a temporary directory, as the gateway
-    has.
-    """
+    """Serves WeightService over gRPC with a spool in a temporary directory, as the gateway does."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         server = Server("127.0.0.1:0", SecurityConfig())
         spool = Path(directory) / "spool"
@@ -68,8 +67,9 @@ async def receive_weights() -> None:
 
 
 def receive_tcp() -> None:
-    """Raw copy: each chunk goes into its place in one buffer and is checked there; one byte answers
-    the last one.
+    """Receives the raw copy: places each chunk in one buffer and checks its CRC-32 there.
+
+    One byte answers the last chunk.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tell(port=listener.getsockname()[1])
@@ -99,7 +99,7 @@ def _fill(connection: socket.socket, view: memoryview) -> memoryview:
 
 
 async def receive_redis(url: str) -> None:
-    """Reads, checks and acknowledges as many entries as each line on standard input asks for."""
+    """Reads, checks and acknowledges entries; each line on standard input gives their number."""
     client = connect(url)
     tell(ready=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -121,7 +121,7 @@ async def receive_redis(url: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Becomes the receiver named."""
+    """Runs the receiver named in `argv`."""
     set_malloc_thresholds()
     match argv:
         case ["tcp"]:

@@ -1,4 +1,4 @@
-"""Compares paired measurements, prints what a bench found as tables and writes it as JSON."""
+"""Compares paired measurements, prints a bench's results as tables and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ratio:
 
     @property
     def resolved(self) -> bool:
-        """The interval lies within 5 % of the ratio."""
+        """Whether the interval is within 5 % of the ratio."""
         return self.low >= self.value * (1 - RESOLVED_WITHIN) and self.high <= self.value * (
             1 + RESOLVED_WITHIN
         )
@@ -48,8 +48,8 @@ class Ratio:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
-    """Median of ours[i] / theirs[i]; the interval is the percentile bootstrap over pairs (Efron
-    1979).
+    """Returns the median of ours[i] / theirs[i] with the percentile bootstrap interval over pairs
+    (Efron 1979).
 
     Raises InvalidInput for unequal or empty sequences and for numbers that are not positive.
     """
@@ -71,7 +71,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One number and what it should be; `met` is None when the measurement did not resolve it."""
+    """One number and its goal; `met` is None if the measurement does not resolve the goal."""
 
     name: str
     goal: float
@@ -85,19 +85,20 @@ def at_least(name: str, goal: float, value: float) -> Goal:
 
 
 def at_most(name: str, goal: float, value: float) -> Goal:
-    """A goal that smaller values meet; both with their signs turned."""
+    """A goal that smaller values meet; goal and value change their signs."""
     return at_least(f"minus {name}", -goal, -value)
 
 
 def ratio_goal(name: str, goal: float, ratio: Ratio, fewest_pairs: int = 1) -> Goal:
-    """A goal on a ratio; open when the pairs are too few or do not resolve it."""
+    """A goal on a ratio; open if the pairs are too few or do not resolve the ratio."""
     judged = ratio.resolved and ratio.pairs >= fewest_pairs
     return Goal(f"{name} {ratio}", goal, ratio.value, ratio.value >= goal if judged else None)
 
 
 def cost_goal(name: str, most: float, ratio: Ratio, fewest_pairs: int = 1) -> Goal:
-    """A ratio of costs is at most `most`, both with their signs turned; open while the interval
-    holds it, and when the pairs are too few.
+    """A ratio of costs is at most `most`; goal and value change their signs.
+
+    The goal stays open while the interval contains `most`, and if the pairs are too few.
     """
     met = True if ratio.high <= most else False if ratio.low > most else None
     if ratio.pairs < fewest_pairs:
@@ -106,18 +107,18 @@ def cost_goal(name: str, most: float, ratio: Ratio, fewest_pairs: int = 1) -> Go
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     sys.stderr.write(f"bench: {text}\n")
 
 
 def machine() -> str:
-    """The machine in words, and how busy it is."""
+    """Describes the machine and its load."""
     return f"{machine_in_words()}, load {os.getloadavg()[0]:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Rows for the table, goals for the reader."""
+    """Rows of the tables, and goals."""
 
     title: str
     rows: Sequence[Row]
@@ -152,9 +153,7 @@ class BenchResult:
 
 
 def _tables(title: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by heading: the value of their column "section", which then is no column, or else the
-    title.
-    """
+    """Groups rows by their column "section", which is then dropped, or else by the title."""
     tables: dict[str, list[Row]] = {}
     for row in rows:
         shown = {name: value for name, value in row.items() if name != "section"}

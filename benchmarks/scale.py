@@ -1,15 +1,17 @@
-"""Measures what grows with a run's slots and hosts.
+"""Measures the costs that grow with a run's slots and hosts.
 
-`simulation`: the coordinator's machine drives 8 to 4,096 slots on 1 to 512 hosts in virtual time,
-the work growing with the slots. Told are the CPU time that its real transitions and their journal
-take, the modelled push to all hosts, the journal's bytes and what a drafter harvests. Virtual
-seconds are the same on every machine, CPU seconds are this one's.
+`simulation`: the coordinator's machine drives 8 to 4,096 slots on 1 to 512 hosts in virtual time.
+The work grows with the slots. The bench reports the CPU time of the machine's real transitions and
+their journal, and the journal's bytes. It also reports the modelled push to all hosts and the slots
+that a drafter harvests. Virtual seconds are the same on every machine; CPU seconds are this
+machine's.
 
-`launch`: demo runs on a Ray cluster of this machine's own and without one, in turns: until all
-services serve, until the end, and how long a killed process and a killed keeper are away.
+`launch`: demo runs with and without a Ray cluster on this machine, in turns. The bench times the
+start until all services serve, the whole run, and the recovery of a killed process and a killed
+keeper.
 
-`tasks`: tasks a second through one gateway over the scripted engine, that the same launchers have
-started in turns.
+`tasks`: tasks per second through one gateway over the scripted engine; both launchers start
+gateways in turns.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All parts that are asked for."""
+    """Runs all selected parts."""
     configure_log("bench", "warning", True)
     rows: list[Row] = []
     goals: list[Goal] = []
@@ -75,7 +77,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def simulation(options: argparse.Namespace) -> Found:
-    """Every schedule at every number of slots."""
+    """Simulates every schedule at every number of slots."""
     rows, goals = push_rows(options.slots), []
     for schedule in options.schedules:
         runs: list[ScaledRun] = []
@@ -90,12 +92,12 @@ def simulation(options: argparse.Namespace) -> Found:
 
 
 async def launch(options: argparse.Namespace) -> Found:
-    """Whole runs by both launchers."""
+    """Makes whole runs by both launchers."""
     return await launches(options.run_steps, options.pairs)
 
 
 async def tasks(options: argparse.Namespace) -> Found:
-    """Gateways by both launchers."""
+    """Measures gateways of both launchers."""
     plan = TasksPlan(options.tasks, samples=4, tokens=128, repeats=options.calls)
     return await launched_tasks(plan, options.pairs), []
 

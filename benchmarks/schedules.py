@@ -1,8 +1,8 @@
-"""Compares whole demo runs under every schedule and placement: tokens trained a second, how old
-they were, and the reward that was reached.
+"""Compares whole demo runs under every schedule and placement: tokens trained per second, their
+age, and the reward reached.
 
-A run is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was
-interrupted goes on where it stood.
+Each run is `paceline demo` in its own process. The bench keeps finished runs, so an interrupted
+bench continues where it stopped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paceline.errors import InvalidInput
 
 APART = ("placement=disaggregated", "learner_slots=1")
 NO_EVALUATIONS = ("coordinator.evaluation.every=0", "coordinator.evaluation.probe_every=0")
-"""Evaluations are between steps and would be the same pause in every run."""
+"""Disables evaluations: they happen between steps and would add the same pause to every run."""
 CORRECTED = "policy_trainer.algorithm.correction.weight=token"
 """Correction for the arm with tokens from weights two versions old."""
 LAGS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 ACCURACY_WITHIN = 0.05
-"""Held-out accuracy of a schedule below that of `sync`, at most, by the median of the seeds."""
+"""Most that a schedule's held-out accuracy may be below `sync`, by the median of the seeds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def arms() -> dict[str, tuple[str, ...]]:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, seed by seed and arm by arm.
+    """Makes all runs, seed by seed and arm by arm.
 
     Raises InvalidInput for arms that cannot be compared.
     """
@@ -76,7 +76,10 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def chosen_arms(text: str) -> dict[str, tuple[str, ...]]:
-    """Settings of the arms of a comma-separated list, in the order in which they run."""
+    """Settings of the arms in a comma-separated list, in the order of the runs.
+
+    Raises InvalidInput for unknown arms, and for arms without the sync arm of their placement.
+    """
     named, known = set(text.split(",")), arms()
     beside = {_baseline(arm) for arm in named}
     if not named <= set(known) or not beside <= named:
@@ -89,7 +92,7 @@ def chosen_arms(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def compare(runs: Sequence[DemoRun], steps: int) -> BenchResult:
-    """Rows and goals of finished runs."""
+    """Makes rows and goals of finished runs."""
     by_key = {(one.seed, one.arm): one for one in runs}
     rows: list[Row] = []
     goals: list[Goal] = []
@@ -112,8 +115,10 @@ def compare(runs: Sequence[DemoRun], steps: int) -> BenchResult:
 
 
 def tokens_s(one: DemoRun) -> float:
-    """Tokens trained a second, prompts included, from the end of the first step, when services are
-    warm, to that of the last.
+    """Tokens trained per second, prompts included.
+
+    The time runs from the end of the first step, when services are warm, to the end of the last
+    step.
     """
     ends = [float(step["finished_at_s"]) for step in one.steps]
     trained = sum(step["policy"]["batch_tokens"] for step in one.steps[1:])
@@ -121,8 +126,9 @@ def tokens_s(one: DemoRun) -> float:
 
 
 def waiting(one: DemoRun) -> float:
-    """Share of the same time in which the learner had no batch: neither its slots were on their way
-    to it, nor did it train, push or commit.
+    """Share of the same time in which the learner had no batch.
+
+    Waiting for its slots, training, pushing and committing count as busy.
     """
     ends = [float(step["finished_at_s"]) for step in one.steps]
     busy = sum(
@@ -156,7 +162,7 @@ def _row(one: DemoRun, sync: DemoRun) -> Row:
 
 
 def _reward(one: DemoRun) -> float:
-    """Mean of the last fifth of the steps."""
+    """Mean reward of the last fifth of the steps."""
     last = one.steps[-max(1, len(one.steps) // 5) :]
     return statistics.fmean(float(step.get("reward_mean", 0.0)) for step in last)
 

@@ -1,11 +1,13 @@
-"""Measures what a serving system is judged by, with the measures of CloudMatrix384 (arXiv
-2506.12708): time to first token, time per output token under its levels of 50 and 15 ms, prefill
-and decode tokens a second per TFLOPS, and what a cached prompt's keys and values cost.
+"""Measures the engines as serving systems, with the measures of CloudMatrix384 (arXiv 2506.12708).
 
-A worker process of each engine serves the same requests. Prefill is timed apart, by prompts that
-differ from their first token on and are answered with one token. Decoding is timed from the moment
-when all requests of a batch have their first token. A level holds with the largest batch whose mean
-time per output token keeps it.
+The measures are time to first token and time per output token under levels of 50 and 15 ms. Further
+measures are prefill and decode tokens per second per TFLOPS, and the cost of a cached prompt's keys
+and values.
+
+One worker process of each engine serves the same requests. Prefill is timed separately, with
+prompts that differ from their first token on and get one-token answers. Decoding is timed from the
+moment when all requests of a batch have their first token. A level's result is the fastest batch
+size that keeps its mean time per output token within the level.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from paceline.v1 import trajectory_pb2 as tpb
 ENGINES = ("embedded", "sglang")
 ARMS = {OFF: OFF, "bandit": ""}
 REUSED = (0.0, 0.5, 0.9)
-"""Shares of a prompt that are cached already."""
-_FIRST_TOKEN_ID = 8  # below lie tokens with a meaning of their own
+"""Shares of a prompt that are already cached."""
+_FIRST_TOKEN_ID = 8  # lower ids are tokens with special meanings
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """How much is measured, and on what."""
+    """Model, drafter and sizes of the measurement."""
 
     model: Path
     drafter: str
@@ -52,10 +54,10 @@ class ServingPlan:
     response_tokens: int
     repeats: int
     threads: int
-    tflops: float  # 0: as the workers measure it
+    tflops: float  # 0: the workers' own measurement
 
     def engine(self, kind: str) -> dict[str, Any]:
-        """The same model, drafter and limits for every engine."""
+        """Settings of an engine: the same model, drafter and limits for every engine."""
         return {
             "model_dir": str(self.model),
             "drafter": self.drafter,
@@ -83,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """One engine after the other. Raises InvalidInput for options, NotFound outside a clone."""
+    """Measures one engine after the other.
+
+    Raises InvalidInput for options out of range, NotFound outside a clone.
+    """
     plan, kinds = plan_of(options), engines_of(options.engine)
     found: dict[str, EngineFound] = {}
     for kind in kinds:
@@ -104,7 +109,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def engines_of(text: str) -> list[str]:
-    """Engines of a comma-separated list. Raises InvalidInput."""
+    """Engines of a comma-separated list. Raises InvalidInput for an unknown engine."""
     named = text.split(",")
     if not set(named) <= set(ENGINES):
         raise InvalidInput("no such engine", seen=text, allowed=", ".join(ENGINES))
@@ -112,7 +117,7 @@ def engines_of(text: str) -> list[str]:
 
 
 def plan_of(options: argparse.Namespace) -> ServingPlan:
-    """What the options ask for. Raises InvalidInput for more tokens than the model takes."""
+    """Makes the plan of the options. Raises InvalidInput for more tokens than the model takes."""
     demo = demo_folder()
     model = options.model or demo / "policy_trained"
     drafter = options.drafter or (OFF if options.model else str(demo / "drafter_trained"))
@@ -139,7 +144,8 @@ async def _measure(worker: BenchWorker, kind: str, plan: ServingPlan) -> EngineF
     served: dict[str, dict[int, list[Served]]] = {
         name: {batch: [] for batch in plan.batches} for name in arms
     }
-    # Repeats outside: what else the machine does falls on all sizes alike. The first warms up.
+    # Repeats are the outer loop, so that other load on the machine affects all sizes alike. The
+    # first repeat warms up.
     for number in range(plan.repeats + 1):
         for name, arm in arms.items():
             for batch in plan.batches:
@@ -157,7 +163,7 @@ async def _measure(worker: BenchWorker, kind: str, plan: ServingPlan) -> EngineF
 
 
 def random_prompt(tokens: int, vocabulary: int, seed: int) -> list[int]:
-    """Token ids without a meaning, the same for the same seed."""
+    """Random ids of ordinary tokens, the same for the same seed."""
     drawn = np.random.default_rng(seed).integers(_FIRST_TOKEN_ID, vocabulary, tokens)
     return [int(token) for token in drawn]
 
@@ -181,7 +187,7 @@ async def _prefill_rate(worker: BenchWorker, plan: ServingPlan, vocabulary: int)
 
 
 async def _decode(worker: BenchWorker, plan: ServingPlan, batch: int, arm: str) -> Served:
-    """The demo's held-out prompts, as many as the batch has room for."""
+    """Decodes the demo's held-out prompts, as many as the batch holds."""
     await worker.forget()
     prompts = held_out_prompts(demo_folder(), batch)
     requests = [_request(one, plan.response_tokens, i) for i, one in enumerate(prompts)]
@@ -191,7 +197,7 @@ async def _decode(worker: BenchWorker, plan: ServingPlan, batch: int, arm: str) 
 async def _reuse(
     worker: BenchWorker, plan: ServingPlan, vocabulary: int, share: float, number: int
 ) -> Reused:
-    """A prompt of which another one's beginning is cached."""
+    """Answers a prompt that shares its beginning with a cached prompt."""
     known = int(plan.prompt_tokens * share)
     begin = random_prompt(known, vocabulary, 2 * number)
     rest = plan.prompt_tokens - known

@@ -12,11 +12,11 @@ from benchmarks.bench_worker import EndedRequest
 from benchmarks.result import Row
 
 LEVELS_MS = (50.0, 15.0)
-"""Time per output token, milliseconds."""
+"""Levels of time per output token, milliseconds."""
 TIER = "device"
-"""Where the keys and values of cached prompts lie: in neither engine do any move to the host."""
+"""Memory of the keys and values of cached prompts; neither engine moves any to the host."""
 KEPT = {"embedded": "slots of its own, copied", "sglang": "pages of the KV pool, shared"}
-"""How an engine keeps them there."""
+"""Form in which an engine keeps cached keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Served:
 
     first_s: tuple[float, ...]  # time to first token of each
     per_token_s: tuple[float, ...]  # mean of each request's tokens after the first
-    decoded: int  # tokens after the first ones
+    decoded: int  # tokens after each request's first
     decoding_s: float  # from the last first token to the last token
     tokens: tuple[tuple[int, ...], ...]
 
@@ -37,7 +37,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """One prompt of which a share was cached."""
+    """One prompt with a cached share."""
 
     first_s: float
     found: int  # tokens
@@ -47,15 +47,15 @@ class Reused:
 
 @dataclass(frozen=True, slots=True)
 class EngineFound:
-    """All that was measured of one engine."""
+    """All measurements of one engine."""
 
-    tflops: float  # as its worker has measured it
+    tflops: float  # measured by its worker
     prefill: float  # tokens a second
     served: dict[str, dict[int, list[Served]]]  # by arms and requests at once
     reused: dict[float, list[Reused]]  # by share
 
     def answers(self) -> set[tuple[tuple[int, ...], ...]]:
-        """Tokens of the largest batch, which are the same in every run that is exact."""
+        """Tokens of the largest batch; all exact runs give the same tokens."""
         return {run.tokens for served in self.served.values() for run in served[max(served)]}
 
 
@@ -82,13 +82,13 @@ def rate_of(runs: Sequence[Served]) -> float:
 
 
 def per_token_ms(runs: Sequence[Served]) -> float:
-    """Mean of the requests; of several runs the median."""
+    """Mean over the requests; for several runs, the median of their means."""
     return 1e3 * statistics.median(statistics.fmean(one.per_token_s or (0.0,)) for one in runs)
 
 
 def table_rows(found: Mapping[str, EngineFound], tflops: float) -> list[Row]:
-    """All tables: the measures, a column for each engine and kind of arms; then what is behind
-    them.
+    """All tables: the measures in a column for each engine and kind of arms, then rows by batch
+    size and by cached share.
     """
     columns = {
         f"{kind}, {arms}": measures(one, arms, tflops)
@@ -146,7 +146,7 @@ def batch_row(kind: str, arms: str, batch: int, runs: Sequence[Served]) -> Row:
 
 
 def reuse_row(kind: str, share: float, found: Sequence[Reused]) -> Row:
-    """What a cached share saves, and what reading it costs."""
+    """Time that a cached share saves, and the cost of reading it."""
     tokens = statistics.median(one.found for one in found)
     copied = statistics.median(one.copy_s for one in found)
     tells = any(one.lookup_s for one in found)

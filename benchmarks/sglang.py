@@ -1,9 +1,10 @@
-"""Compares the SGLang engine with the embedded one: start, tokens/s, acceptance length, what
-capture costs.
+"""Compares the SGLang engine with the embedded engine: start, tokens/s, acceptance length, and the
+cost of capture.
 
-Both serve the demo's trained policy and drafter with workers of one thread: one that captures every
-request's hidden rows and one started without any capture; all but one are idle. Runs interleave; a
-pair's two runs are neighbours in time and have equal prompts and seeds, hence equal tokens.
+Both engines serve the demo's trained policy and drafter with two workers of one thread. One worker
+captures every request's hidden rows; the other starts without capture. All but one worker are idle
+at a time. Runs interleave. The two runs of a pair are neighbours in time and have equal prompts and
+seeds, hence equal tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BatchRun:
 async def run_batch(
     worker: BenchWorker, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int
 ) -> BatchRun:
-    """All prompts at once; `arm` empty lets the bandit choose."""
+    """Generates for all prompts at once; an empty `arm` lets the bandit choose."""
     requests = [
         pb.EngineRequest(
             prompt_token_ids=prompt,
@@ -71,7 +72,7 @@ async def run_batch(
 
 
 def settings(kind: str) -> dict[str, Any]:
-    """The same model, drafter and limits for both engines."""
+    """Engine settings: the same model, drafter and limits for both engines."""
     demo = demo_folder()
     return {
         "model_dir": str(demo / "policy_trained"),
@@ -94,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Start both, measure, stop both."""
+    """Starts all workers, measures, and stops them."""
     pairs, batch = (3, 8) if options.quick else (options.pairs, options.batch)
     codec = TextCodec(demo_folder() / "policy_trained")
     prompts = [codec.encode(QUESTIONS[i % len(QUESTIONS)]) for i in range(batch)]

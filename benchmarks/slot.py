@@ -1,8 +1,8 @@
-"""Measures what a drafter makes of its slot: positions it learns from in a second, beside the
-matrix products of the same steps alone, and what the gate takes.
+"""Measures a drafter's use of its slot: positions trained per second, beside the matrix products of
+the same steps alone, and the share of the gate.
 
-One core, the demo's drafter and its settings, rows as long as the demo's answers. A wider drafter
-begins with random weights; it shows what larger matrices change.
+The bench uses one core, the demo's drafter and settings, and rows as long as the demo's answers. A
+wider drafter begins with random weights; it shows the effect of larger matrices.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ WARM_UP = 2
 NEVER = 1 << 30
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"}
 """Names of torch's operators that multiply matrices."""
-HASH = "0" * 16  # of the head that draw_samples' rows are of
+HASH = "0" * 16  # head hash of the rows of draw_samples
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """By row."""
+    """Measurements by row."""
 
     steps: list[float]  # seconds
-    alone: list[float]  # of the products
+    alone: list[float]  # seconds of the products alone
     positions: list[int]
     products: list[int]
 
 
 class Products(TorchDispatchMode):
-    """Takes down every product of matrices, to be made again with other numbers."""
+    """Records every product of matrices, so that it can be repeated with other numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Products(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def repeat(self) -> None:
-        """All of them, in their order."""
+        """Repeats all products in their order."""
         for call in self._calls:
             call()
 
@@ -95,8 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Steps and their products in turn, then rounds of the gate. Raises InvalidInput for a width
-    that heads do not fill.
+    """Times steps and their products in turns, then rounds of the gate.
+
+    Raises InvalidInput for a width that is no multiple of the head size.
     """
     shape = widened(options.hidden)
     torch.set_num_threads(1)
@@ -189,8 +190,9 @@ def _in_turn(
     rows: Sequence[PackedRow],
     head: PolicyHead,
 ) -> Timed:
-    """Each row's step and its products, those of the optimiser left out; the first of each pair
-    changes, and two pairs warm up.
+    """Times each row's step and its products, without products of the optimiser.
+
+    The side that begins alternates, and two pairs warm up.
     """
     timed = Timed([], [], [], [])
     for number, row in enumerate(rows):
@@ -214,8 +216,8 @@ def _in_turn(
 def _gate_round(
     config: DrafterTrainerConfig, shape: ModelConfig, learner: DrafterLearner, head: PolicyHead
 ) -> float:
-    """Seconds in which a candidate and the serving drafter are measured on as many samples as a
-    round has.
+    """Seconds to measure a candidate and the serving drafter on as many samples as a round of the
+    gate has.
     """
     nets = [learner.snapshot(), learner.snapshot()]
     samples = draw_samples(config.gate.samples, 1, shape.hidden_size)

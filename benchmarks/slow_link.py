@@ -1,5 +1,6 @@
-"""A link between two network interfaces that it makes: what goes into one comes out of the other,
-later, or not at all. As netem does it, which not every kernel has.
+"""Links two network interfaces that it makes, and delays or drops the frames between them.
+
+netem does the same, but not every kernel has netem.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _SEED = 20
 
 
 def tap(name: str) -> int:
-    """An interface whose frames are read and written here."""
+    """Makes a TAP interface; returns the descriptor that reads and writes its frames."""
     found = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(found, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return found
 
 
 def pass_on(ends: tuple[int, int], delay_s: float, loss: float) -> None:
-    """For ever."""
+    """Forwards frames between both ends, without end."""
     draw, other = random.Random(_SEED), {ends[0]: ends[1], ends[1]: ends[0]}
     waiting: list[tuple[float, int, int, bytes]] = []
     number = 0

@@ -1,11 +1,13 @@
-"""Measures what tracing costs: gateways with the embedded engine and two workers of a thread each,
-which answer the same requests in turns.
+"""Measures the cost of tracing: gateways with the embedded engine and two workers of one thread
+each answer the same requests in turns.
 
-Traced: every span goes to a file, as in a run. Off: the same with OTEL_TRACES_SAMPLER=always_off.
-None: OTEL_SDK_DISABLED=true, so that metrics are off too. CPU time is that of the gateway and its
-workers; what runs beside them on the machine changes it less than the seconds on the clock. Where
-that is still more than tracing costs, the spans of a request tell: their number times what a span
-with its line in a file takes alone, over the CPU time of a request.
+Traced: every span goes to a file, as in a run. Off: OTEL_TRACES_SAMPLER=always_off. None:
+OTEL_SDK_DISABLED=true, which also disables metrics.
+
+CPU time counts the gateway and its workers; other load on the machine changes it less than wall
+time. CPU time may still vary by more than tracing costs. The bench therefore also measures the CPU
+time of one span with its line in a file. It multiplies that time by the spans of a request and
+divides it by the CPU time of a request.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
     NONE: {"OTEL_SDK_DISABLED": "true"},
 }
 GOAL = 1.01
-"""Cost with tracing over cost without."""
+"""Goal for the cost with tracing over the cost without."""
 WORKERS = 2
 REQUEST_DEADLINE_S = 300.0
 SPANS_ALONE = 10_000
@@ -51,7 +53,7 @@ SPANS_ALONE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TracedLoad:
-    """One turn of one gateway."""
+    """Load of one gateway in one turn."""
 
     requests: int
     streams: int
@@ -60,7 +62,7 @@ class TracedLoad:
 
 @dataclass(frozen=True, slots=True)
 class TracedTurn:
-    """What a turn took, and what was said."""
+    """Times of a turn, and the generated texts."""
 
     cpu_s: float
     wall_s: float
@@ -77,8 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Start the gateways, let them take turns, stop them. Raises InternalError where one says
-    something else than the others, NotFound outside a clone.
+    """Starts the gateways, lets them take turns, and stops them.
+
+    Raises InternalError if their texts differ, NotFound outside a clone.
     """
     load = TracedLoad(options.requests, options.streams, options.tokens)
     turns: dict[str, list[TracedTurn]] = {name: [] for name in ENVIRONMENTS}
@@ -137,7 +140,10 @@ async def _turn(front: Front, load: TracedLoad, pair: int) -> TracedTurn:
 
 
 async def _one(client: httpx.AsyncClient, load: TracedLoad, seed: int) -> str:
-    """One completion below a span of the caller's. Raises InternalError for a refusal."""
+    """Requests one completion below a span of the caller; returns its text.
+
+    Raises InternalError for an error response.
+    """
     body = {
         "prompt": f"{seed:04}:36=",
         "max_tokens": load.tokens,
@@ -152,7 +158,7 @@ async def _one(client: httpx.AsyncClient, load: TracedLoad, seed: int) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds so far of a process and those below it, its engine workers."""
+    """CPU seconds so far of a process and its descendants, the engine workers."""
     process = psutil.Process(pid)
     times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
     return float(sum(one.user + one.system for one in times))
@@ -164,7 +170,7 @@ def _check_equal(found: Mapping[str, TracedTurn]) -> None:
 
 
 def span_cpu_s(folder: Path) -> float:
-    """CPU seconds of a span with the attributes of a stage, until its line is in the file."""
+    """CPU seconds of a span with the attributes of a stage, its line in the file included."""
     telemetry.setup("bench", TelemetryConfig(spans_dir=str(folder), log_level="error"))
     about: telemetry.Attributes = {
         names.WORKER: 0,
@@ -177,7 +183,7 @@ def span_cpu_s(folder: Path) -> float:
         with telemetry.span(names.ENGINE_REQUEST, about):
             pass
         if number % 100 == 0:
-            time.sleep(0.001)  # the writer's turn, as in a gateway that waits for its engine
+            time.sleep(0.001)  # gives the writer time, as a gateway does that waits for its engine
     telemetry.shutdown()
     return (time.process_time() - began) / SPANS_ALONE
 

@@ -1,8 +1,8 @@
 """Measures weights over gRPC and hidden-state batches through Redis, each beside a raw TCP copy of
 the same bytes.
 
-The far ends are processes of their own (receivers). Runs interleave (ours, raw, ours, raw), and a
-pair's two runs are neighbours in time. Both sides check the CRC-32 of every chunk of 1 MiB.
+The receivers are separate processes. Runs interleave (ours, raw, ours, raw), and the two runs of a
+pair are neighbours in time. Both sides check the CRC-32 of every chunk of 1 MiB.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Both comparisons."""
+    """Makes both comparisons."""
     set_malloc_thresholds()
     mib, pairs, looks = (64, 3, 1) if options.quick else (options.mib, options.pairs, options.looks)
     rows: list[Row] = []
     goals: list[Goal] = []
-    # gRPC does not like to see processes started beside its threads, so its comparison comes last.
+    # The gRPC comparison is last, since starting processes beside gRPC's threads is unsafe.
     for name, goal, compare in (
         ("redis", REDIS_GOAL, _compare_redis),
         ("weight push", PUSH_GOAL, _compare_push),
@@ -166,7 +166,7 @@ async def _interleave(
 
 
 async def measure(transfer: Transfer, far: list[int]) -> TransferCost:
-    """One transfer between this process and the far ones."""
+    """Measures one transfer between this process and the receiving processes."""
     meters = [Meter(pid) for pid in (os.getpid(), *far)]
     wall_s, spool_s, fan_out_s = await transfer()
     sender, *others = (meter.read() for meter in meters)
@@ -178,8 +178,9 @@ async def measure(transfer: Transfer, far: list[int]) -> TransferCost:
 async def raw_copy(
     stack: AsyncExitStack, parts: Sequence[memoryview]
 ) -> tuple[Transfer, list[int]]:
-    """A blocking sender of the same bytes in chunks of 1 MiB, from the announcement to the
-    receiver's last check.
+    """Makes a blocking sender of the same bytes in chunks of 1 MiB.
+
+    A transfer lasts from the announcement to the receiver's last check.
     """
     receiver = await stack.enter_async_context(child(RECEIVERS, "tcp"))
     port = (await receiver.answer())["port"]
@@ -214,7 +215,7 @@ def _weights(mib: int) -> list[NamedTensor]:
 
 
 def _normal_bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
-    """Finite, as weights must be: the upper half of each float32."""
+    """Finite bfloat16 numbers, as weights must be: the upper half of each float32."""
     numbers = rng.standard_normal(shape, dtype=np.float32)
     return (numbers.view(np.uint32) >> 16).astype(np.uint16)
 

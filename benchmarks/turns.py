@@ -1,7 +1,7 @@
-"""Has demo runs take turns, a step each, so that a machine's changes of speed meet all of them.
+"""Lets demo runs take turns of one step each, so that a machine's changes of speed affect all runs.
 
-All runs are up from the beginning to the end. One goes on for a step, as by `paceline resume`,
-while the others rest between two of theirs, as by `paceline pause`: their processes take no core.
+All runs live from the beginning to the end. One run continues for a step, as by `paceline resume`.
+The other runs rest between two steps, as by `paceline pause`: their processes take no core.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 START_S, STEP_S = 240.0, 300.0
-"""From a run's start to its first rest, and for one of its steps, on a quiet machine."""
+"""Deadlines on a quiet machine: from a run's start to its first rest, and for one of its steps."""
 SAY_EVERY = 10
 _ASK_AGAIN_S = 0.2
 
 
 async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
-    """The finished runs of these plans, in their order; those that are not there are made now, and
-    what they print goes to a file beside each.
+    """Returns the finished runs of the given plans, in their order.
 
-    Raises as demo_runs.finished_run; DeadlineExceeded when a run neither rests nor ends.
+    Makes the missing runs; their output goes to a file beside each run. Raises the errors of
+    demo_runs.finished_run, and DeadlineExceeded if a run neither rests nor ends.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(_one_token())
@@ -53,7 +53,7 @@ async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
 
 @contextmanager
 def _one_token() -> Iterator[None]:
-    """This process is the operator of all runs that it starts, and has one token for them."""
+    """Gives all runs of this process one operator token."""
     variable = SecurityConfig().token_env
     if os.environ.get(variable):
         yield
@@ -66,8 +66,9 @@ def _one_token() -> Iterator[None]:
 
 
 async def _take_turns(turns: Sequence[_RunInTurns]) -> None:
-    """Those that have done fewest steps go on; the last of a round is the first of the next, so
-    that none gains by its place.
+    """Continues the runs with the fewest steps, round by round.
+
+    The order reverses after each round, so that no run gains by its place.
     """
     order = list(turns)
     while going := [one for one in order if not one.ended.done()]:
@@ -81,10 +82,10 @@ async def _take_turns(turns: Sequence[_RunInTurns]) -> None:
 
 
 class _RunInTurns:
-    """One run among others."""
+    """One run among several that take turns."""
 
     def __init__(self, plan: DemoPlan, command: Sequence[str], stack: AsyncExitStack) -> None:
-        """Starts it; the stack closes what talks to it."""
+        """Starts the run; `stack` closes its connections."""
         self.plan = plan
         self.resumed = plan.resumes
         self.steps = 0  # done
@@ -96,15 +97,15 @@ class _RunInTurns:
         self._stub: Any = None
 
     async def first_rest(self) -> None:
-        """Until it rests for the first time, or has ended."""
+        """Waits until the run rests for the first time or has ended."""
         await self._within(START_S, self._pause_when_begun())
 
     async def one_step(self) -> None:
-        """Until it rests after another step, or has ended."""
+        """Waits until the run rests after another step or has ended."""
         await self._within(STEP_S, self._next_step())
 
     async def _within(self, seconds: float, work: Awaitable[None]) -> None:
-        """Raises DeadlineExceeded, and what ended the run."""
+        """Awaits `work`. Raises DeadlineExceeded, and the error that ended the run."""
         try:
             async with asyncio.timeout(patient(seconds)):
                 await work
@@ -121,7 +122,7 @@ class _RunInTurns:
             try:
                 await self._find()
                 begun = (await self._snapshot()).phase != "ready"
-            except Unavailable:  # it is not up yet
+            except Unavailable:  # the coordinator is not up yet
                 begun = False
             if begun:
                 await self._pause()
@@ -139,7 +140,7 @@ class _RunInTurns:
     async def _pause(self) -> None:
         try:
             await self._asked(self._stub.PauseRun, pb.PauseRunRequest())
-        except FailedPrecondition:  # its last step has begun, with which it ends
+        except FailedPrecondition:  # the last step has begun, and the run ends with it
             await asyncio.wait((self.ended,))
 
     async def _rest(self) -> None:
@@ -154,7 +155,10 @@ class _RunInTurns:
         await asyncio.wait((self.ended,), timeout=_ASK_AGAIN_S)
 
     async def _find(self) -> None:
-        """Where its coordinator is: of one that was broken off not where it was before."""
+        """Finds the run's coordinator; a resumed run has a new address.
+
+        Raises Unavailable if the run has not begun.
+        """
         if self._written_ns() == self._before:
             raise Unavailable("the run has not begun", seen=self.plan.directory)
         coordinator = find_coordinator(str(self.plan.directory), [])
@@ -163,7 +167,7 @@ class _RunInTurns:
             self._address, self._stub = coordinator.address, CoordinatorServiceStub(connection)
 
     def _written_ns(self) -> int:
-        """When its settings were written; 0 where there are none."""
+        """Time at which its settings were written; 0 without settings."""
         file = self.plan.directory / "config.toml"
         return file.stat().st_mtime_ns if file.is_file() else 0
 
@@ -174,8 +178,9 @@ class _RunInTurns:
         return answer
 
     async def _asked(self, method: Any, request: Message) -> Any:
-        """A coordinator that is slow to answer is asked again, as long as a step may take: what it
-        is asked for may be asked for twice.
+        """Calls the coordinator, and repeats a call that is slow, as long as a step may take.
+
+        The methods called may therefore run twice.
         """
         while True:
             try:

@@ -1,13 +1,13 @@
 """Makes the traces of the bandit bench: `python -m benchmarks.bandit.make_traces [FOLDER]`.
 
-The CPU costs are the embedded engine's, measured on one core with the demo's policy; the GPU-like
-ones follow a roofline: reading the weights costs the same for few tokens, each verified token costs
-more from there on, so that speculation loses in large batches. Families `mixed` and `wandering`
-were not played while a bandit was tuned.
+The CPU costs are the embedded engine's, measured on one core with the demo's policy. The GPU-like
+costs follow a roofline. Reading the weights costs the same for few tokens; from there on each
+verified token adds cost, so that speculation loses in large batches. No bandit was tuned on the
+families `mixed` and `wandering`.
 
-The recorded family decodes without speculation; before each round every speculator drafts at its
-longest, for all rows. What it proposed is compared with the response afterwards, so that a round of
-any chain arm can be replayed from any token.
+The recorded family decodes without speculation. Before each round every speculator makes its
+longest draft, for all rows. The drafts are compared with the response afterwards, so that a round
+of any chain arm can be replayed from any token.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def lengths(
 
 
 def scaled(positions: Sequence[float], quality: float) -> Drafter:
-    """A drafter whose chances are `quality` times those given."""
+    """A drafter with the given chances times `quality`."""
     return Drafter(positions=tuple(round(quality * one, 4) for one in positions), spread=0.4)
 
 
@@ -84,7 +84,7 @@ def pair(eagle: Drafter) -> dict[str, Drafter]:
 def trace(
     name: str, costs: dict[str, dict[int, float]], max_batch: int, steps: Sequence[Step], seed: int
 ) -> Trace:
-    """A trace of the family that its name begins with."""
+    """Makes a trace; its family is the beginning of its name."""
     family = name.partition("-")[0]
     return Trace(
         name=name,
@@ -119,7 +119,9 @@ def stationary(source: np.random.Generator) -> list[Trace]:
 
 
 def drifting(source: np.random.Generator) -> list[Trace]:
-    """A drafter that learns (committed every third step), and one that falls behind its policy."""
+    """A drafter that learns (committed every third step), and a drafter that falls behind its
+    policy.
+    """
     learns = [
         Step(
             lengths=lengths(source, 48, 70, 0.6),
@@ -164,7 +166,7 @@ def draining(source: np.random.Generator) -> list[Trace]:
 
 
 def dead(source: np.random.Generator) -> list[Trace]:
-    """A drafter that nothing is accepted of until a commit, and one that a commit kills."""
+    """A drafter without any accepted draft until a commit, and a drafter that a commit kills."""
 
     def steps(qualities: Sequence[float]) -> list[Step]:
         return [
@@ -225,8 +227,9 @@ def mixed(source: np.random.Generator) -> list[Trace]:
 
 
 def growing(source: np.random.Generator) -> list[Trace]:
-    """N-grams that begin with nothing to look up and are right more and more often, of which nobody
-    tells.
+    """N-grams that begin with nothing to look up and are right more and more often.
+
+    No commit announces the change to the bandit.
     """
     steps = [
         Step(
@@ -278,7 +281,7 @@ RIGHT_AT_MOST = 9
 
 
 class Listener:
-    """Takes the place of an engine's drafting: asks all speculators, proposes nothing."""
+    """Replaces an engine's drafting: collects the drafts of all speculators and proposes none."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -288,7 +291,7 @@ class Listener:
     def draft(
         self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams
     ) -> tuple[Nodes, list[DraftPart]]:
-        """The roots alone."""
+        """Records all drafts; returns only the root nodes."""
         engine = self._engine
         slots = engine._scheduler.ready()
         running = [engine._scheduler.running[slot] for slot in slots]
@@ -346,7 +349,7 @@ def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -
 
 
 def right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """Drafts from the first on that are the response's tokens."""
+    """Number of leading drafts that equal the response's tokens, at most RIGHT_AT_MOST."""
     count = 0
     for draft, token in zip(drafts, tokens, strict=False):
         if draft != token:
@@ -356,8 +359,8 @@ def right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def recorded(source: np.random.Generator) -> list[Trace]:
-    """Traces of the demo's trained policy and drafter on held-out questions: 16 questions, 4
-    responses each, per step.
+    """Traces of the demo's trained policy and drafter on held-out questions: 16 questions per step,
+    4 responses each.
     """
     questions = [task.prompt for task in read_tasks(demo_folder() / "tasks_heldout.jsonl")]
     steps = [

@@ -1,10 +1,10 @@
-"""Measures bandits over recorded and synthetic rollouts: time of each trace over that of the best
-schedule in hindsight.
+"""Measures bandits over recorded and synthetic rollouts: time of each trace over the time of the
+best schedule in hindsight.
 
-A schedule in hindsight knows every request's true chances, the cost table and the lengths; it takes
-the arm of the most tokens per second, or the one that the last row needs, whichever gives the trace
-the shorter time. Every chooser meets the same luck (world.py). Bandits run as served, under
-their watchdog; time is simulated, choices are timed.
+A schedule in hindsight has every request's true chances, the cost table and the lengths. It chooses
+the arm with the most tokens per second, or the arm that the last row needs. For each trace the
+faster of both schedules counts. Every chooser gets the same luck (world.py). Bandits run as served,
+under their watchdog. Time is simulated; choices are timed.
 """
 
 from __future__ import annotations
@@ -44,40 +44,40 @@ class ServedBandit:
         self._explored = False
 
     def choose(self, moment: Moment) -> str:
-        """The bandit's choice."""
+        """Returns the bandit's choice."""
         choice = self._bandit.choose(moment.situation)
         self._explored = choice.explored
         return choice.arm
 
     def observe(self, moment: Moment, arm: str, taken: Sequence[int], seconds: float) -> None:
-        """For the bandit."""
+        """Passes the outcome of a round to the bandit."""
         self._bandit.observe(RoundOutcome(arm, moment.situation, taken, seconds, self._explored))
 
     def changed(self, target: Target) -> None:
-        """As engines tell it: n-grams do not change with a drafter."""
+        """Renews arms as engines do: n-grams do not change with a drafter."""
         self._bandit.renew(self._drafting if target is Target.POLICY else self._eagle, target)
 
 
 class Fixed:
-    """One arm for ever."""
+    """The same arm in every round."""
 
     def __init__(self, arm: str) -> None:
         self._arm = arm
 
     def choose(self, moment: Moment) -> str:
-        """The arm."""
+        """Returns the arm."""
         return self._arm
 
     def observe(self, moment: Moment, arm: str, taken: Sequence[int], seconds: float) -> None:
-        """Nothing."""
+        """Ignores the outcome."""
 
     def changed(self, target: Target) -> None:
-        """Nothing."""
+        """Ignores the change."""
 
 
 class Truth(Fixed):
-    """Chooses with the true chances, costs and lengths: by tokens per second, or by the time
-    that tokens of the longest rows save.
+    """Chooses with the true chances, costs and lengths: by tokens per second, or by the time that
+    tokens of the longest rows save.
     """
 
     def __init__(self, *, stragglers: bool) -> None:
@@ -85,7 +85,7 @@ class Truth(Fixed):
         self._stragglers = stragglers
 
     def choose(self, moment: Moment) -> str:
-        """The best arm of this round."""
+        """Returns the best arm of this round."""
         arms = moment.world.trace.arms
         tokens = np.array([moment.expected(arm) for arm in arms])
         seconds = np.array([moment.cost(arm, len(moment.rows)) for arm in arms])
@@ -96,7 +96,7 @@ class Truth(Fixed):
         return arms[int(rates.argmax())]
 
     def _worth(self, moment: Moment, tokens: Floats, arm: str) -> Floats:
-        """Seconds that a token of each row spares, in units of a round's."""
+        """Seconds that a token of each row saves, [B], in units of a round's seconds."""
         left = (moment.rollout.lengths[moment.rows] - moment.generated) / tokens
         fixed = moment.cost(arm, 1) / moment.cost(arm, len(moment.rows))
         last = (left == left.max()).astype(np.float64)
@@ -105,15 +105,16 @@ class Truth(Fixed):
 
 
 class AdaptiveSteps:
-    """SGLang's adaptive speculation (0.5.21, adaptive_spec_params.py): chain steps follow how many
-    drafts are accepted.
+    """SGLang's adaptive speculation (0.5.21, adaptive_spec_params.py): the chain steps follow the
+    number of accepted drafts.
 
-    Each batch-size slot has candidate steps and an exponential average (share 0.2) of drafts
-    accepted per row, which starts at its steps - 1. It is looked at every fifth batch after ten. It
-    goes down while the average is at most the next smaller candidate less half a token (0.5 for
-    candidate 0) plus the slot's hysteresis, else up while it exceeds the present candidate less
-    half a token. At 0 steps nothing is averaged and the smallest positive candidate is tried at the
-    next look. It measures no seconds and knows no n-grams. Written from what the rule does.
+    Each batch-size slot has candidate steps and an exponential average (share 0.2) of accepted
+    drafts per row. The average starts at the slot's steps - 1. It is checked at every fifth batch
+    after ten. The steps go down while the average is at most the next smaller candidate less half a
+    token (0.5 for candidate 0), plus the slot's hysteresis. Otherwise they go up while the average
+    exceeds the present candidate less half a token. At 0 steps nothing is averaged, and the next
+    check tries the smallest positive candidate. The rule measures no seconds and has no n-grams.
+    This class is written from the behaviour of the rule.
     """
 
     def __init__(self, arms: Sequence[str]) -> None:
@@ -134,7 +135,7 @@ class AdaptiveSteps:
         return self._arms[self._steps[self._slot(moment)]]
 
     def observe(self, moment: Moment, arm: str, taken: Sequence[int], seconds: float) -> None:
-        """Average, and look at it now and then."""
+        """Updates the average, and checks it at every INTERVAL-th batch."""
         slot = self._slot(moment)
         if self._steps[slot]:
             self._average[slot] += EMA_SHARE * (sum(taken) / len(taken) - 1 - self._average[slot])
@@ -160,7 +161,7 @@ class AdaptiveSteps:
         self._steps[slot] = candidates[at]
 
     def changed(self, target: Target) -> None:
-        """Nothing: it follows."""
+        """Does nothing: the average follows by itself."""
 
     @staticmethod
     def _slot(moment: Moment) -> int:
@@ -194,8 +195,8 @@ QUICK_TRACES, QUICK_STEPS, QUICK_RESPONSES = 3, 2, 24
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One trace: regret of each chooser in percent, mean over seeds; median seconds of a choice and
-    of a lesson.
+    """One trace: regret of each chooser in percent (mean over seeds), and median seconds of a
+    choice and of a lesson.
     """
 
     trace: Trace
@@ -218,7 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Play all traces. Raises NotFound or InvalidInput for missing or broken ones."""
+    """Plays all traces. Raises NotFound without traces, InvalidInput for a broken trace."""
     traces = [
         one
         for one in read_traces()
@@ -232,7 +233,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of the watchdog meanwhile: drafters die on purpose here."""
+    """Silences warnings of the watchdog, because drafters die on purpose here."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     try:
@@ -242,7 +243,7 @@ def quiet() -> Iterator[None]:
 
 
 def shortened(trace: Trace) -> Trace:
-    """The first responses of the first steps."""
+    """Keeps the first responses of the first steps."""
     steps = [
         step.model_copy(
             update={
@@ -256,7 +257,7 @@ def shortened(trace: Trace) -> Trace:
 
 
 def score(trace: Trace, seeds: int) -> Score:
-    """Every chooser on one trace."""
+    """Plays one trace with every chooser."""
     regret: dict[str, list[float]] = {}
     choice_s: dict[str, list[float]] = {}
     lesson_s: dict[str, list[float]] = {}
@@ -300,9 +301,9 @@ def report(scores: Sequence[Score]) -> BenchResult:
 
 
 def goals_of(scores: Sequence[Score], means: Mapping[str, float], choice_us: float) -> list[Goal]:
-    """Regret, the margin to each rival (negative: behind), and what a choice costs.
+    """Goals for the regret, the margin to each rival (negative: behind), and the cost of a choice.
 
-    All are `at least`, hence signs.
+    All goals are `at_least`; costs therefore change their signs.
     """
     goals = [
         Goal(f"{OUR}: minus mean regret, %", -REGRET_GOAL, -means[OUR], means[OUR] <= REGRET_GOAL)

@@ -1,10 +1,10 @@
 """Reads traces, the recorded and synthetic workloads of bandits, and replays them to a chooser of
 arms.
 
-A trace is steps of one rollout each: responses by their lengths, all queued at once, `max_batch` of
-them decoding. Every chooser meets the same luck: whether the draft for a token is right depends on
-the request, the token and its position in the chain, not on who drafts; a round's noise depends on
-its number. Time is counted without the noise.
+A trace consists of steps with one rollout each. A rollout queues responses of given lengths at
+once; `max_batch` responses decode at a time. Every chooser gets the same luck. Whether a draft is
+right depends on the request, the token and the position in the chain, not on the drafter. The noise
+of a round depends on its number. Time is counted without the noise.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Step(BaseModel):
     lengths: tuple[int, ...] = Field(min_length=1)  # response tokens of each request
     changed: Literal["", "policy", "drafter"] = ""  # weights committed before the step
     drafters: dict[str, Drafter] = {}  # synthetic: by speculator
-    # recorded: by speculator, of each request and token from which a round may start a digit: how
-    # many drafts in a row are right there
+    # recorded, by speculator: a string of digits per request. A digit is the number of right drafts
+    # in a row at a token from which a round may start.
     runs: dict[str, tuple[str, ...]] = {}
     seconds: dict[str, float] = {}  # by arm: factor on the cost table
 
@@ -69,7 +69,7 @@ class Trace(BaseModel):
     family: str
     seed: int
     max_batch: int = Field(ge=1)
-    limit: int = Field(ge=1)  # response tokens at most, as requests say
+    limit: int = Field(ge=1)  # response tokens at most, as in the requests
     # arm -> batch size -> milliseconds of a round; linear in between
     costs_ms: dict[str, dict[int, float]]
     noise: float = Field(default=0.05, ge=0)  # standard deviation of a round's log seconds
@@ -84,7 +84,7 @@ class Trace(BaseModel):
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises InvalidInput for a file that is no trace."""
+    """Reads a trace. Raises InvalidInput for a file that is no trace."""
     try:
         return Trace.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_traces(folder: Path = FOLDER) -> Sequence[Trace]:
-    """All traces of a folder by name. Raises NotFound when there is none."""
+    """Reads all traces of a folder, by name. Raises NotFound if there is none."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise NotFound("no traces here", seen=folder)
@@ -100,18 +100,18 @@ def read_traces(folder: Path = FOLDER) -> Sequence[Trace]:
 
 
 class Chooser(Protocol):
-    """What plays a trace."""
+    """Chooses the arms of a trace."""
 
     def choose(self, moment: Moment) -> str:
-        """The arm of the next round."""
+        """Returns the arm of the next round."""
         ...
 
     def observe(self, moment: Moment, arm: str, taken: Sequence[int], seconds: float) -> None:
-        """What it gave."""
+        """Learns from the outcome of the round."""
         ...
 
     def changed(self, target: Target) -> None:
-        """New weights serve."""
+        """Reacts to new weights."""
         ...
 
 
@@ -146,13 +146,13 @@ class Moment:
         )
 
     def cost(self, arm: str, rows: int) -> float:
-        """True seconds of a round of so many rows."""
+        """True seconds of a round with this number of rows."""
         return self.world.cost(arm, rows) * self.rollout.seconds.get(arm, 1.0)
 
 
 @dataclass(slots=True)
 class Replay:
-    """What a chooser made of a trace."""
+    """Times of a trace under one chooser."""
 
     seconds: float = 0.0
     rounds: int = 0
@@ -173,7 +173,7 @@ class World:
         self._costs: dict[tuple[str, int], float] = {}
 
     def cost(self, arm: str, rows: int) -> float:
-        """Seconds of a round by the table."""
+        """Seconds of a round according to the cost table."""
         key = (arm, rows)
         if key not in self._costs:
             table = self.trace.costs_ms[arm]
@@ -181,7 +181,7 @@ class World:
         return self._costs[key]
 
     def play(self, chooser: Chooser) -> Replay:
-        """All steps in order."""
+        """Plays all steps in order."""
         replay = Replay()
         for step, rollout in zip(self.trace.steps, self.rollouts, strict=True):
             if step.changed:

@@ -1,1 +1,1 @@
-"""Runs a whole system under seeded faults and judges what it has left by code of its own."""
+"""Runs a whole system under seeded faults and judges its remains by independent code."""

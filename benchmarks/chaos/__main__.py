@@ -1,10 +1,10 @@
 """Runs a whole system under seeded faults: `python -m benchmarks.chaos --faults 50 --seed 0`.
 
-Every process is a real one. Faults wait for events of the run (facts, files, bytes of a push), not
-for time. Recovery counts from the fault to the next step that is committed, so it holds what the
-step had left to do; of a full disk it counts from the moment at which there is room again. At the
-end the run's Redis log, checkpoints and spool are judged by code that shares nothing with the
-product, and its tokens are compared with those of a run without faults.
+Every process is real. Faults wait for events of the run (facts, files, bytes of a push), not for
+time. Recovery is the time from the fault to the next committed step, so it includes the rest of the
+step's work. For a full disk it starts when there is room again. At the end, code that shares
+nothing with the product judges the run's Redis log, checkpoints and spool. The run's tokens are
+compared with the tokens of a run without faults.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from paceline.errors import PacelineError
 from paceline.local.patience import patient
 
 DISK_BYTES = 768 << 20
-_DISK = "PACELINE_CHAOS_DISK"  # where this process has mounted one of its own
+_DISK = "PACELINE_CHAOS_DISK"  # path at which this process has mounted its own disk
 _STEPS = 1_000_000
 _UNDISTURBED_S = 3600.0
 
 
 def main() -> int:
-    """The run, its verdict, and the file of the last line."""
+    """Makes the run, its verdict and the result file; the last printed line names the file."""
     options = _options()
     _enter_own_disk()
     place = Path(os.environ[_DISK])
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -79,8 +79,9 @@ def _options() -> argparse.Namespace:
 
 
 def _enter_own_disk() -> None:
-    """Begins again in a mount namespace with a small disk, which a fault may fill; stays where the
-    system allows none.
+    """Restarts the program in a mount namespace with a small disk, which a fault may fill.
+
+    Without permission the program continues on the usual disk.
     """
     if os.environ.get(_DISK):
         return

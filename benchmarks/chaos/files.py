@@ -1,4 +1,4 @@
-"""Sees files appear, by inotify(7), and keeps what a verdict needs of those that go again."""
+"""Watches files appear, by inotify(7), and keeps the files that a verdict needs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Seen = Callable[[Path], None]
 
 
 class FileWatch:
-    """Calls back when something appears in a directory; on the running loop, until closed."""
+    """Calls back when a file appears in a directory; runs on the current loop until closed."""
 
     def __init__(self) -> None:
-        """Raises Unavailable where the system has no inotify."""
+        """Raises Unavailable without inotify."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._handle = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._handle < 0:
@@ -34,7 +34,10 @@ class FileWatch:
         asyncio.get_running_loop().add_reader(self._handle, self._read)
 
     def watch(self, directory: Path, seen: Seen) -> None:
-        """Makes the directory; `seen` gets the path of what is made in it, or moved there."""
+        """Makes the directory; `seen` gets the path of each file made in it or moved there.
+
+        Raises Unavailable if the directory cannot be watched.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         mask = _CREATED | _MOVED_HERE
         number = self._libc.inotify_add_watch(self._handle, os.fsencode(directory), mask)
@@ -43,7 +46,7 @@ class FileWatch:
         self._watched[number] = directory, seen
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Stops to watch."""
         asyncio.get_running_loop().remove_reader(self._handle)
         os.close(self._handle)
 
@@ -59,9 +62,10 @@ class FileWatch:
 
 
 class Keeper:
-    """Links files into a directory of its own before their writer removes them: a link costs no
-    copy, and the bytes stay whatever becomes of the name. Of weights it keeps the hash alone, for
-    links of every version would fill a disk.
+    """Links files into its own directory before their writer removes them.
+
+    A link costs no copy, and the bytes stay when the original name is gone. Of weights it keeps
+    only the hash, because links of every version would fill a disk.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -73,8 +77,9 @@ class Keeper:
         self._hashes: dict[str, str] = {}
 
     def keep(self, path: Path, *names: str) -> None:
-        """Files of a directory that has appeared, as `<its name>@<number>/<file>`; one that is gone
-        already is passed over.
+        """Keeps files of a directory that has appeared, as `<its name>@<number>/<file>`.
+
+        Skips a file that is already gone.
         """
         self._count += 1
         kept = self._directory / f"{path.name}@{self._count}"

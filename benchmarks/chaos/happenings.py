@@ -1,4 +1,4 @@
-"""Collects what happens in a run, so that whoever waits for something misses nothing."""
+"""Collects the events of a run, so that a waiter misses none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import DeadlineExceeded
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that was seen."""
+    """One observed event."""
 
     at_s: float  # of time.monotonic
     what: str  # a Trigger, or "console"
@@ -21,20 +21,20 @@ class Happening:
 
 
 class Happenings:
-    """All that was seen, in order."""
+    """All observed events, in order."""
 
     def __init__(self) -> None:
         self._seen: list[Happening] = []
         self._more = asyncio.Event()
 
     def tell(self, what: str, detail: str = "", step: int = -1) -> None:
-        """Note that something happens now."""
+        """Records an event at the present time."""
         self._seen.append(Happening(time.monotonic(), what, detail, step))
         self._more.set()
         self._more = asyncio.Event()
 
     def since(self, at_s: float) -> list[Happening]:
-        """What was seen from a time on."""
+        """Events observed at `at_s` or later."""
         first = len(self._seen)
         while first and self._seen[first - 1].at_s >= at_s:
             first -= 1
@@ -43,7 +43,7 @@ class Happenings:
     async def first(
         self, matches: Callable[[Happening], bool], at_s: float, deadline_s: float, what: str
     ) -> Happening:
-        """The first that matches, seen at `at_s` or later. Raises DeadlineExceeded with `what`."""
+        """Waits for the first matching event at `at_s` or later. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(deadline_s):
                 while True:

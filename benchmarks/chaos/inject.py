@@ -1,4 +1,4 @@
-"""Carries out one fault and measures what comes after it."""
+"""Injects one fault and measures the recovery."""
 
 from __future__ import annotations
 
@@ -22,35 +22,37 @@ from paceline.local.patience import patient
 STOPPED_S = 5.0
 DELAY_S, DELAYED_S = 0.2, 3.0
 LEFT_BYTES = 1 << 20
-_FULL_S = 15.0  # less than services may fail for, however busy the machine is
+_FULL_S = 15.0  # less time than services may fail for, however busy the machine is
 _TRIGGER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """One fault, and what it cost."""
+    """One fault and its cost."""
 
     number: int
     kind: str
     targets: tuple[str, ...]
     trigger: str
-    step: int  # RL step that it hit
+    step: int  # RL step of the fault
     recovery_s: float  # from the fault to the next step committed
     whole_s: float  # from the fault until every service serves again
-    killed_s: float | None  # from SIGSTOP until somebody had killed it; None: nobody has
+    killed_s: float | None  # from SIGSTOP until the process was killed; None: it was not killed
     note: str = ""
 
 
 class Injector:
-    """Faults of one system."""
+    """Injects faults into one system."""
 
     def __init__(self, system: System) -> None:
         self._system = system
         self._killed_s: float | None = None
 
     async def inject(self, fault: Fault) -> Injected:
-        """Waits for the fault's trigger, carries it out, and waits until the run has committed a
-        step and serves whole. Raises DeadlineExceeded when it does not.
+        """Waits for the fault's trigger and injects the fault. Then waits until the run has
+        committed a step and all services serve.
+
+        Raises DeadlineExceeded if a wait is too long.
         """
         system = self._system
         asked_s, note = time.monotonic(), ""
@@ -78,8 +80,9 @@ class Injector:
         )
 
     async def _carry_out(self, fault: Fault) -> float:
-        """Returns the start of the recovery time: the begin of the fault, or for a full disk the
-        time at which it has room again.
+        """Injects the fault; returns the start of the recovery time.
+
+        The start is the begin of the fault, or for a full disk the time at which it has room again.
         """
         began_s = time.monotonic()
         match fault.kind.action:
@@ -106,7 +109,7 @@ class Injector:
         return began_s
 
     def _handles(self, fault: Fault) -> list[int]:
-        """A process of each target, as pidfds: an id could be another's when it is used."""
+        """A pidfd for a process of each target, since the kernel may reuse a process id."""
         handles = []
         for target in fault.targets:
             pids = self._system.pids(target)
@@ -121,7 +124,7 @@ class Injector:
         await self._replaced(targets, began_s)
 
     async def _replaced(self, targets: Sequence[str], began_s: float) -> None:
-        """Waits until their end is noticed and they serve again."""
+        """Waits until the end of the targets is noticed and they serve again."""
         if SUPERVISOR in targets:
             await self._system.serves(began_s)
             return
@@ -130,7 +133,7 @@ class Injector:
             await self._system.told(service, ("healthy", "recovered"), ended.at_s)
 
     async def _stop(self, handles: Sequence[int], targets: Sequence[str], began_s: float) -> None:
-        """SIGSTOP for STOPPED_S, or until somebody kills it."""
+        """Stops the targets by SIGSTOP for STOPPED_S, or until they are killed."""
         for handle in handles:
             signal.pidfd_send_signal(handle, signal.SIGSTOP)
         ended = await _end_of(handles[0], STOPPED_S)
@@ -143,7 +146,7 @@ class Injector:
             await self._replaced(targets, began_s)
 
     async def _fill(self, began_s: float) -> float:
-        """Leaves no room where the run lies until a service waits for some."""
+        """Fills the disk of the run until a service waits for room."""
 
         def waits(one: Happening) -> bool:
             return one.what == CONSOLE and " waits: " in one.detail
@@ -153,7 +156,7 @@ class Injector:
         try:
             await self._system.happenings.first(waits, began_s, _FULL_S, "who waits")
         except DeadlineExceeded:
-            pass  # nobody had anything to write
+            pass  # no service had anything to write
         finally:
             ballast.unlink()
         return time.monotonic()
@@ -167,7 +170,7 @@ def _fill(ballast: Path) -> None:
 
 
 async def _end_of(handle: int, limit_s: float) -> bool:
-    """Whether a process ends in time."""
+    """Whether a process ends within the limit."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(handle, ended.set)

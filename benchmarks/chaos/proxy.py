@@ -1,4 +1,4 @@
-"""Carries bytes between clients and a server, and does to them what a network does."""
+"""Forwards bytes between clients and a server, with the faults of a network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 _CHUNK_BYTES = 1 << 16
 _LARGE_BYTES = 4096
 PUSH_BYTES = 1 << 18
-"""From a client in one connection: more than commands take, less than a version."""
-_RST = struct.pack("ii", 1, 0)  # SO_LINGER: close drops what is unsent and resets
+"""Bytes from a client in one connection that mark a push: more than commands, less than a version.
+"""
+_RST = struct.pack("ii", 1, 0)  # SO_LINGER: close drops unsent bytes and resets
 
 
 @dataclass(eq=False)
@@ -22,8 +23,8 @@ class _Line:
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
-    sent: int = 0  # bytes from the client since the last pause of its
-    deaf: bool = False  # what the client sends is dropped
+    sent: int = 0  # bytes from the client since its last pause
+    deaf: bool = False  # drops all bytes from the client
     pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
     def reset(self) -> None:
@@ -39,7 +40,9 @@ class Proxy:
     """Listens at one address for one server; an address is "host:port" or the path of a socket."""
 
     def __init__(self, here: str, there: str, on_push: Callable[[], None] = lambda: None) -> None:
-        """`on_push`: called when PUSH_BYTES have come in one connection within a second."""
+        """`on_push` is called when one connection has sent PUSH_BYTES without a pause of a
+        second.
+        """
         self._here, self._there, self._on_push = here, there, on_push
         self._lines: set[_Line] = set()
         self._server: asyncio.Server | None = None
@@ -47,7 +50,7 @@ class Proxy:
         self._corrupt: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        """Listens."""
+        """Starts to listen."""
         if self._here.startswith("/"):
             self._server = await asyncio.start_unix_server(self._serve, self._here)
             return
@@ -67,30 +70,33 @@ class Proxy:
 
     @property
     def lines(self) -> int:
-        """Connections now."""
+        """Number of open connections."""
         return len(self._lines)
 
     async def delay(self, each_s: float, for_s: float) -> None:
-        """Every chunk comes `each_s` later, for a while."""
+        """Delays every chunk by `each_s`, for `for_s` seconds."""
         self._delay_s = each_s
         await asyncio.sleep(for_s)
         self._delay_s = 0.0
 
     def reset(self) -> None:
-        """Every connection ends now."""
+        """Ends every connection now."""
         for line in list(self._lines):
             line.reset()
 
     def half_close(self) -> None:
-        """The server sees the end of what clients send; what it answers still arrives."""
+        """Ends the client's side of every connection at the server; the server's answers still
+        arrive.
+        """
         for line in self._lines:
             line.deaf = True
             with suppress(OSError, RuntimeError):
                 line.server.write_eof()
 
     async def corrupt(self, deadline_s: float) -> None:
-        """Flips the middle byte of the next large chunk of a client; returns when it has. Raises
-        TimeoutError when none comes.
+        """Flips the middle byte of the next large chunk of a client, and returns then.
+
+        Raises TimeoutError if there is no such chunk in time.
         """
         self._corrupt = asyncio.get_running_loop().create_future()
         try:
@@ -107,7 +113,7 @@ class Proxy:
                 host, _, port = self._there.rpartition(":")
                 back, there = await asyncio.open_connection(host, int(port))
         except OSError:
-            writer.transport.abort()  # as if nobody listened
+            writer.transport.abort()  # as if no server listened
             return
         line = _Line(writer, there)
         self._lines.add(line)
@@ -141,15 +147,15 @@ class Proxy:
                     writer.write(data)
                     await writer.drain()
             writer.write_eof()
-        except (OSError, RuntimeError):  # one end is gone: the other hears of it
+        except (OSError, RuntimeError):  # one end is gone: reset the other end too
             line.reset()
 
     def _passed(self, line: _Line, data: bytes) -> bytes:
-        """What of a client's chunk goes on."""
+        """The bytes of a client's chunk to forward."""
         if line.deaf:
             return b""
         if line.sent >= PUSH_BYTES:
-            line.sent = -(1 << 40)  # told once a push
+            line.sent = -(1 << 40)  # calls `on_push` once a push
             self._on_push()
         if self._corrupt is not None and not self._corrupt.done() and len(data) >= _LARGE_BYTES:
             self._corrupt.set_result(None)

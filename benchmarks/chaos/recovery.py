@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 
 class Run:
-    """A run in a folder whose path is short enough for sockets, and what it prints and does."""
+    """A run in a folder with a path short enough for sockets, and its output and work."""
 
     def __init__(self, place: Path, model: Path) -> None:
         self.place, self.happenings = place, Happenings()
@@ -113,7 +113,7 @@ class Run:
             self.happenings.tell(CONSOLE, line.decode(errors="replace").rstrip())
 
     async def _look(self) -> None:
-        """Looks at the work of the rank, for ever."""
+        """Records the work of the rank, without end."""
         last = ""
         async with channel(self._address, SecurityConfig()) as connection:
             while True:
@@ -127,7 +127,7 @@ class Run:
                     self.happenings.tell(_DOING, doing)
 
     async def seen(self, what: str, text: str, since_s: float = 0.0) -> float:
-        """When a console line, or the work of the rank, had this text first."""
+        """Time at which a console line, or the work of the rank, first had this text."""
 
         def matches(one: Happening) -> bool:
             return one.what == what and text in one.detail
@@ -137,7 +137,7 @@ class Run:
         return found.at_s
 
     def replayed_s(self, from_s: float, to_s: float) -> float:
-        """Seconds within this time in which the rank trained steps again."""
+        """Seconds within the window in which the rank trained steps again."""
         begins = [
             one.at_s
             for one in self.happenings.since(from_s)
@@ -146,19 +146,19 @@ class Run:
         return to_s - begins[0] if begins else 0.0
 
     def alarms(self) -> list[str]:
-        """Console lines that report a fault, without those that report the kill."""
+        """Console lines that report a fault, without lines about the kill."""
         lines = (one.detail for one in self.happenings.since(0.0) if one.what == CONSOLE)
         return [one for one in lines if _ALARM.match(one) and not _KILL.search(one)]
 
     def errors(self) -> list[str]:
-        """Lines of logs at level error, without those that report the kill."""
+        """Log lines at level error, without lines about the kill."""
         logs = sorted((self.place / "run" / "logs").glob("*.log"))
         lines = (line[:500] for log in logs for line in errors(log.read_text(errors="replace")))
         return [one for one in lines if not _KILL.search(one)]
 
 
 async def recover(place: Path, model: Path, busy: int) -> Row:
-    """Makes a run, kills its rank, and returns the seconds of each part and all that was wrong."""
+    """Makes a run, kills its rank, and returns the seconds of each part and all errors found."""
     run = Run(place, model)
     async with run.started() as process:
         quiet_s = await run.seen(CONSOLE, f"step {KILLED - 2}/")
@@ -194,7 +194,7 @@ async def recover(place: Path, model: Path, busy: int) -> Row:
 
 
 def judge_recoveries(rows: Sequence[Row]) -> list[Goal]:
-    """The goals of all runs."""
+    """Makes the goals of all runs."""
     beyond = max(row["recovery s"] - row["load s"] - row["step s"] for row in rows)
     counts = ((name, sum(len(row[name]) for row in rows)) for name in ("alarms", "errors"))
     ended = sum(row["status"] == 0 for row in rows)
@@ -222,7 +222,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """All runs; the exit status says whether the goals are met."""
+    """Makes all runs; the exit status is 0 if the goals are met."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos.recovery",
         description=__doc__,

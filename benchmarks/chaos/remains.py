@@ -1,5 +1,7 @@
-"""Reads what a run has left, by code that shares nothing with what wrote it: the standard library
-alone, down to the bytes of Redis' append-only log, safetensors files and checkpoints.
+"""Reads the remains of a run by code that shares nothing with the product.
+
+It uses the standard library alone, down to the bytes of Redis' append-only log, safetensors files
+and checkpoints.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ Sample = tuple[int, str, int]
 
 @dataclass
 class BranchHistory:
-    """All that was ever written of one branch."""
+    """All entries ever written for one branch."""
 
-    finals: int = 0  # times that it was entered as finished
+    finals: int = 0  # number of final entries
     appended: int = 0  # entries of the stream of trajectories
-    record: dict[str, Any] = field(default_factory=dict)  # the last one
-    fates: list[str] = field(default_factory=list)  # as written, one after the other
+    record: dict[str, Any] = field(default_factory=dict)  # the last record
+    fates: list[str] = field(default_factory=list)  # in the order of writing
     tokens: bytes = b""  # int32, little-endian, of the stream's entry
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # start, end, policy version
 
@@ -36,12 +38,12 @@ class BranchHistory:
 
 @dataclass
 class Remains:
-    """One run."""
+    """Remains of one run."""
 
     branches: dict[str, BranchHistory] = field(default_factory=dict)
-    serving: list[dict[str, int]] = field(default_factory=list)  # sets, as they were committed
+    serving: list[dict[str, int]] = field(default_factory=list)  # version sets, in order
     began: dict[int, dict[str, int]] = field(default_factory=dict)  # step -> set that served
-    finished: list[int] = field(default_factory=list)  # steps, as they were closed
+    finished: list[int] = field(default_factory=list)  # steps, in the order of their ends
     near_ties: dict[int, int] = field(default_factory=dict)  # by step
     spooled: dict[int, list[str]] = field(default_factory=dict)  # version -> sha256, in time
     saved: dict[int, list[str]] = field(default_factory=dict)
@@ -49,7 +51,7 @@ class Remains:
 
 
 def read_remains(directory: Path, run_id: str) -> Remains:
-    """Everything of a run that has ended. Raises ValueError for what is none of ours."""
+    """Reads all remains of an ended run. Raises ValueError for data of another form."""
     found = read_log(directory / "run" / "redis-durable", run_id)
     hashes = json.loads((directory / "kept" / HASHES).read_text())
     for path in sorted((directory / "kept").glob("*@*"), key=_number):
@@ -58,7 +60,9 @@ def read_remains(directory: Path, run_id: str) -> Remains:
 
 
 def read_log(directory: Path, run_id: str) -> Remains:
-    """The part of a run that Redis' append-only log holds. Raises ValueError as read_remains."""
+    """Reads the part of a run in Redis' append-only log. Raises ValueError for data of another
+    form.
+    """
     found = Remains()
     prefix = f"paceline:{{{run_id}}}:"
     for words in logged_commands(directory):
@@ -68,8 +72,10 @@ def read_log(directory: Path, run_id: str) -> Remains:
 
 
 def logged_commands(directory: Path) -> Iterator[list[bytes]]:
-    """Commands of an append-only log in the order of their execution (Redis' protocol: *words,
-    then $length and bytes of each). A torn end, as a kill leaves it, is passed over.
+    """Commands of an append-only log in the order of their execution.
+
+    Redis' protocol is *words, then $length and bytes of each word. A torn end, as after a kill, is
+    skipped. Raises ValueError for a rewritten log.
     """
     parts = sorted((directory / "appendonlydir").glob("*.incr.aof"), key=_number)  # Redis 7
     for path in parts or [directory / "appendonly.aof"]:
@@ -94,8 +100,8 @@ def _commands(data: bytes) -> Iterator[list[bytes]]:
 
 
 def _header(data: bytes, at: int, kind: bytes) -> tuple[int, int]:
-    """The number behind `kind`, and where the next line begins; (0, behind the end) where it is
-    torn.
+    """The number behind `kind`, and the begin of the next line; (0, behind the end) for a torn
+    line.
     """
     end = data.find(b"\r\n", at)
     if end < 0:
@@ -136,7 +142,7 @@ def _take_entry(found: Remains, entry: list[Any]) -> None:
     """A line of the journal: version, time, event, its data, step, phase, slots, record."""
     event, data = entry[2], entry[3]
     last = found.serving[-1] if found.serving else {"seq": 0, "policy": 0, "drafter": 0}
-    if event == "Committed" and data["versions"] != last:  # what is told twice changes nothing
+    if event == "Committed" and data["versions"] != last:  # a repeated commit changes nothing
         found.serving.append(data["versions"])
     elif event == "StepBegan":
         found.began.setdefault(data["step"], last)
@@ -159,8 +165,9 @@ def _take_files(found: Remains, kept: Path, weights: str | None) -> None:
 
 
 def weights_hash(path: Path) -> str:
-    """sha256 over names and bytes of the tensors of a safetensors file, sorted by name: how the
-    file orders them and what its header says besides is no difference.
+    """sha256 over names and bytes of the tensors of a safetensors file, sorted by name.
+
+    The file's order and the rest of its header make no difference.
     """
     digest = hashlib.sha256()
     for name, data in sorted(tensors_of(path.read_bytes())):

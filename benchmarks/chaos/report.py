@@ -1,4 +1,4 @@
-"""Puts what a run under faults cost and what its judge found into figures."""
+"""Summarises the cost of faults and the findings of the judge as figures."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _WRONG = ("lost", "duplicated", "wrong_weights", "disordered", "differing")
 
 @dataclass
 class Course:
-    """How a run under faults went."""
+    """Course of a run under faults."""
 
     done: list[Injected] = field(default_factory=list)
-    runs_ended: list[str] = field(default_factory=list)  # why it had to be started again
-    left: list[str] = field(default_factory=list)  # processes that outlived it
-    failure: str = ""  # what it did not survive
+    runs_ended: list[str] = field(default_factory=list)  # reasons why the run was started again
+    left: list[str] = field(default_factory=list)  # processes that outlived the run
+    failure: str = ""  # failure from which the run did not recover
     steps: int = 0
 
 
 def report(seed: int, course: Course, verdict: RunVerdict) -> dict[str, Any]:
-    """What the JSON file holds."""
+    """Contents of the JSON file."""
     wrong = {name: len(getattr(verdict, name)) for name in _WRONG}
     recovery_s = _spread([one.recovery_s for one in course.done])
     return {
@@ -77,7 +77,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """The same for people."""
+    """The same figures as lines of text."""
     for kind, figures in facts["recovery_s_by_kind"].items():
         yield f"{kind:38} {figures['faults']:3} {figures['median']:7.1f} {figures['worst']:7.1f} s"
     for found in facts["found"].values():

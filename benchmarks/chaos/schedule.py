@@ -1,6 +1,6 @@
-"""Deals the faults of a run: the same seed gives the same ones in the same order.
+"""Deals the faults of a run: the same seed gives the same faults in the same order.
 
-To add a kind: a line of KINDS, and what carries it out in inject.py where its action is new.
+A new kind needs a line of KINDS, and for a new action code in inject.py.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from paceline.errors import InvalidInput
 
 
 class Action(StrEnum):
-    """What is done to a target."""
+    """Effect of a fault on its target."""
 
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP, and SIGCONT later
-    DELAY = "delay"  # each chunk of its connections comes late for a while
+    DELAY = "delay"  # each chunk of its connections is late for a while
     RESET = "reset"  # its connections end at once, with RST where they are TCP
-    HALF_CLOSE = "half-close"  # what clients send no longer arrives; answers still do
+    HALF_CLOSE = "half-close"  # data from clients no longer arrives; answers still do
     CORRUPT = "corrupt"  # one byte of a chunk of weights is another
-    FILL = "fill"  # the disk has no room until somebody waits for it
+    FILL = "fill"  # the disk has no room until a service waits for room
 
 
 class Trigger(StrEnum):
-    """What a fault waits for."""
+    """Event that a fault waits for."""
 
     ROLLOUT = "rollout"  # fact: a step began
     DRAFTER = "drafter"  # fact: the drafter trainer holds a slot
     POLICY = "policy"  # fact: the policy trainer holds its slots
-    PUSH = "push"  # the proxy has passed the first part of a version on
-    PREPARED = "prepared"  # the version lies in the gateway's spool and is not committed
-    CHECKPOINT = "checkpoint"  # the directory of one that is being written has appeared
+    PUSH = "push"  # the proxy has forwarded the first part of a version
+    PREPARED = "prepared"  # the version is in the gateway's spool and is not committed
+    CHECKPOINT = "checkpoint"  # the directory of an unfinished checkpoint has appeared
     COMMITTED = "committed"  # fact: a step ended
 
 
@@ -61,7 +61,7 @@ class Kind:
 
     name: str
     action: Action
-    targets: tuple[str, ...]  # whom it hits one of, or `at_once` of
+    targets: tuple[str, ...]  # it hits one target, or `at_once` targets
     triggers: tuple[Trigger, ...] = ANY
     at_once: int = 1
 
@@ -105,14 +105,16 @@ class Fault:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Name of the fault for people."""
         whom = f" ({', '.join(self.targets)})" if self.kind.at_once > 1 else ""
         return f"{self.kind.name}{whom} at {self.trigger}"
 
 
 def deal(seed: int, faults: int, *, own_disk: bool = True, only: Sequence[str] = ()) -> list[Fault]:
-    """The faults of a run; every kind comes before one comes again. Without a disk of its own none
-    fills it; `only` names the kinds that are dealt. Raises InvalidInput for a kind that is none.
+    """Deals the faults of a run; every kind occurs once before a kind occurs again.
+
+    Without a disk of its own, no fault fills the disk. `only` names the kinds to deal. Raises
+    InvalidInput for an unknown kind.
     """
     if unknown := set(only) - {kind.name for kind in KINDS}:
         names = [kind.name for kind in KINDS]

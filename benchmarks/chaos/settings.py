@@ -1,4 +1,4 @@
-"""Settings of the run that gets the faults."""
+"""Settings of the run under faults."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PROMPTS, SAMPLES, TOKENS = 4, 4, 32
 
 
 def settings(directory: Path, seed: int, steps: int, ports: list[int]) -> Tree:
-    """The demo at its smallest: no evaluations, a checkpoint a step, a ledger that forgets
-    nothing.
+    """The demo at its smallest: no evaluations, a checkpoint per step, a ledger that keeps
+    everything.
     """
     root = repository_root()
     tree = read_tables(root / EXAMPLES / "demo.toml")
@@ -28,7 +28,7 @@ def settings(directory: Path, seed: int, steps: int, ports: list[int]) -> Tree:
     merge(
         tree,
         {
-            # the proxies see, and break, what goes by the network
+            # the proxies receive, and break, all network traffic
             "run": {"id": RUN_ID, "dir": str(run), "seed": seed},
             "addresses": addresses,
             "telemetry": {"spans_dir": str(run / "spans")},
@@ -43,7 +43,7 @@ def settings(directory: Path, seed: int, steps: int, ports: list[int]) -> Tree:
                 "checkpoint_interval_steps": 1,
                 "ledger_keep": 1_000_000,
                 "ranks": 2,
-                "publish_deltas": "never",  # a push is known by its bytes (proxy.py)
+                "publish_deltas": "never",  # the proxies detect a push by its bytes (proxy.py)
             },
         },
     )

@@ -101,7 +101,7 @@ class Stopper:
         self.names: dict[int, str] = {}
 
     async def stop_all(self) -> None:
-        """Never returns. A cancelled call leaves no process stopped."""
+        """Stops processes without end. A cancelled call leaves no process stopped."""
         async with asyncio.TaskGroup() as group:
             while True:
                 for process in marked(_MARK, self._run):
@@ -140,7 +140,7 @@ def _lower_session(pid: int) -> None:
 
 
 async def _make(plan: DemoPlan, *within: str) -> tuple[int, list[str]]:
-    """Makes a run; its status and the command lines of processes that outlived it."""
+    """Makes a run; returns its status and the command lines of processes that outlived it."""
     plan.out.mkdir()
     environment = {**os.environ, _MARK: str(plan.out)}
     for variable in ("REDIS_URL", VARIABLE):

@@ -1,5 +1,5 @@
-"""One run of all processes under `paceline up`, with proxies before the gateway and Redis, and all
-that is seen of it while it runs.
+"""Runs all processes under `paceline up`, with proxies before the gateway and Redis, and observes
+them.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _PROXIED = {
     "gateway": ("coordinator", "policy_trainer", "drafter_trainer"),
     "redis": ("coordinator", "gateway", "policy_trainer"),
 }
-"""Who reaches a server through a proxy."""
+"""Server behind proxies -> services that reach it through a proxy."""
 PARTS = {
     "engine worker": ("gateway", "paceline.services.rollout_gateway.engines.worker.process"),
     "policy rank": ("policy_trainer", "paceline.services.policy_trainer.rank"),
     "drafter rank": ("drafter_trainer", "paceline.services.drafter_trainer.rank"),
 }
-"""What a service has processes of: who tells of them, and the module that they run."""
+"""Part of a service -> the service that reports on it, and the module that it runs."""
 
 
 def service_of(target: str) -> str:
-    """The service whose console lines tell of a target."""
+    """The service with console lines about a target."""
     return PARTS.get(target, (target.replace(" ", "_"), ""))[0]
 
 
 class System:
-    """A run in a directory whose path is short enough for sockets; use it as an async context."""
+    """A run in a directory with a path short enough for sockets; use it as an async context."""
 
     def __init__(self, directory: Path, seed: int, steps: int) -> None:
         self.directory = directory
         self.config = directory / "config.toml"
         self.happenings = Happenings()
-        self.runs_ended: list[str] = []  # why, where nobody had asked for it
+        self.runs_ended: list[str] = []  # reasons of unrequested ends
         self.left: list[str] = []  # command lines of processes that outlived the run
         self.proxies: dict[str, list[Proxy]] = {name: [] for name in _PROXIED}
         self._pids: dict[str, int] = {}
@@ -105,7 +105,7 @@ class System:
                 left.kill()
 
     def left_over(self) -> list[psutil.Process]:
-        """Processes of this run, by what their environment has inherited."""
+        """Processes of this run, found by the mark in their environment."""
         return marked(_MARK, str(self.directory))
 
     def pids(self, target: str) -> list[int]:
@@ -121,11 +121,11 @@ class System:
 
     @property
     def down(self) -> list[str]:
-        """Services that do not say that they serve."""
+        """Services that do not report that they serve."""
         return sorted(name for name, state in self._states.items() if state not in _UP)
 
     async def all_up(self, at_s: float, deadline_s: float) -> None:
-        """Returns when every service serves. Raises DeadlineExceeded."""
+        """Waits until every service serves. Raises DeadlineExceeded."""
         if self._states and not self.down:
             return
         await self.happenings.first(
@@ -133,7 +133,9 @@ class System:
         )
 
     async def told(self, service: str, kinds: tuple[str, ...], at_s: float) -> Happening:
-        """The first console line of a service since then that has one of these kinds."""
+        """Waits for the first console line of a service with a kind in `kinds`, at `at_s` or
+        later.
+        """
 
         def matches(one: Happening) -> bool:
             found = _LINE.match(one.detail) if one.what == CONSOLE else None
@@ -143,13 +145,13 @@ class System:
         return await self.happenings.first(matches, at_s, patient(COMMIT_S), what)
 
     async def seen(self, trigger: Trigger, at_s: float, deadline_s: float) -> Happening:
-        """The first occurrence of a trigger after `at_s`."""
+        """Waits for the first occurrence of a trigger after `at_s`."""
         return await self.happenings.first(
             lambda one: one.what == trigger, at_s, deadline_s, trigger.value
         )
 
     async def serves(self, at_s: float) -> None:
-        """Waits until `paceline up` says that everything serves, said since then."""
+        """Waits until `paceline up` reports, at `at_s` or later, that everything serves."""
         await self.happenings.first(
             lambda one: one.what == CONSOLE and one.detail.startswith("everything serves"),
             at_s,
@@ -164,7 +166,7 @@ class System:
         self._tasks[1].result()
 
     async def stop(self) -> None:
-        """`paceline stop`, and the end of the run."""
+        """Runs `paceline stop` and waits for the end of the run."""
         words = [sys.executable, "-m", "paceline.cli.main", "stop", "--config", str(self.config)]
         asking = await asyncio.create_subprocess_exec(
             *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -175,10 +177,10 @@ class System:
         async with asyncio.timeout(patient(START_S)):
             await self.ended()
 
-    # --- what is seen -----------------------------------------------------------------------------
+    # --- observation ------------------------------------------------------------------------------
 
     async def _keep_up(self) -> None:
-        """Runs `paceline up`, and again as a user would when it ends before the run does."""
+        """Runs `paceline up`, and repeats it as a user would when it ends before the run does."""
         while not self._leaving:
             code = await self._up()
             self.happenings.tell(ENDED, str(code))
@@ -210,14 +212,14 @@ class System:
     def _hear(self, line: str) -> None:
         found = _LINE.match(line)
         if found is not None and found[2] in (*_UP, *_DOWN):
-            # What is damaged and done without has not gone.
+            # A damaged checkpoint that the service can do without does not stop the service.
             if not (found[2] == "impaired" and "checkpoint" in line):
                 self._states[found[1]] = found[2]
             self._pids[found[1]] = int(found[3])
         self.happenings.tell(CONSOLE, line)
 
     async def _follow(self) -> None:
-        """Facts, for ever."""
+        """Follows the facts, without end."""
 
         async def on_gap(first: int, last: int) -> None:
             return None  # a publisher that was killed begins anew

@@ -1,5 +1,5 @@
-"""Judges evidence: was every task trained once, did the right weights serve, are tokens those of a
-run without faults. Shares nothing with the product.
+"""Judges evidence: whether every task was trained once, the right weights served, and tokens equal
+the tokens of a run without faults. Shares nothing with the product.
 
 Samples of a step are compared if the same weights served in both runs, bit for bit, and neither run
 counted a near-tie. At a near-tie, a token may depend on the other rows of its batch.
@@ -17,7 +17,7 @@ from benchmarks.chaos.remains import BranchHistory, Remains, Sample
 
 @dataclass
 class RunVerdict:
-    """What is wrong, each in words; and what was looked at."""
+    """Findings in words, and the numbers of judged items."""
 
     lost: list[str] = field(default_factory=list)
     duplicated: list[str] = field(default_factory=list)
@@ -27,9 +27,9 @@ class RunVerdict:
     samples: int = 0
     trained: int = 0
     reported: Counter[str] = field(default_factory=Counter)  # reason -> samples not trained
-    versions: int = 0  # whose weights were compared with a checkpoint
-    compared: int = 0  # samples, with the run without faults
-    near_ties: int = 0  # steps left out for them
+    versions: int = 0  # versions with weights compared with a checkpoint
+    compared: int = 0  # samples compared with the run without faults
+    near_ties: int = 0  # steps left out for near-ties
     not_comparable: int = 0  # samples of steps with other weights
 
     @property
@@ -42,7 +42,7 @@ class RunVerdict:
 def judge(
     found: Remains, steps: int, prompts: int, samples: int, undisturbed: Remains | None
 ) -> RunVerdict:
-    """A run of `steps` steps that asked for `samples` answers to each of `prompts` tasks."""
+    """Judges a run of `steps` steps with `samples` answers to each of `prompts` tasks."""
     verdict = judge_samples(found, steps, prompts, samples)
     by_sample = _by_sample(found)
     _judge_batches(verdict, found, steps, by_sample)
@@ -66,9 +66,7 @@ def judge_samples(found: Remains, steps: int, prompts: int, samples: int) -> Run
 
 
 def unequal(found: Remains, other: Remains) -> list[str]:
-    """Samples of either run whose tokens, reward or step of training the other run does not have,
-    in words.
-    """
+    """Samples with unequal tokens, reward or step of training in the two runs, in words."""
     mine, theirs = (
         {
             sample: [(one.tokens, one.record.get("reward"), one.fates) for _, one in named]
@@ -127,7 +125,7 @@ def _judge_batches(
     steps: int,
     by_sample: dict[Sample, list[tuple[str, BranchHistory]]],
 ) -> None:
-    """What checkpoints say of each batch against the tokens in the log."""
+    """Compares each batch in the checkpoints with the tokens in the log."""
     batches = defaultdict[int, list[BranchHistory]](list)
     for sample, named in by_sample.items():
         for _, one in named:
@@ -157,7 +155,9 @@ def _judge_weights(
     steps: int,
     by_sample: dict[Sample, list[tuple[str, BranchHistory]]],
 ) -> None:
-    """What served is what the trainer holds, and every token came from the set that served."""
+    """Checks that the serving weights are the trainer's, and that every token is from the serving
+    set.
+    """
     for version in sorted({one["policy"] for one in found.serving} - {0}):
         served, saved = found.spooled.get(version, []), found.saved.get(version, [])
         if not served:

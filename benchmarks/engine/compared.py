@@ -76,7 +76,7 @@ MIB = 2**20
 
 
 async def beside_transformers(plan: Extent) -> Findings:
-    """Greedy on both sides, so that both have the same tokens to give."""
+    """Compares greedy decoding, so that both sides have the same tokens to generate."""
     engine, bandits = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
     model = TransformersModel(plan.demo / "policy_trained")
     assistant = TransformersModel(plan.demo / "policy_start").model
@@ -104,8 +104,8 @@ async def beside_transformers(plan: Extent) -> Findings:
 
 
 async def injected_acceptance(plan: Extent) -> Findings:
-    """A model of random weights whose drafts are right with a chosen probability and cost
-    nothing.
+    """Measures a model with random weights and drafts that are right with a chosen probability and
+    cost nothing.
     """
     arms = {steps: f"{injected.NAME}:{steps}_1_{steps + 1}" for steps in STEPS}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
@@ -144,7 +144,9 @@ async def injected_acceptance(plan: Extent) -> Findings:
 
 
 def random_prompts(count: int, vocab_size: int) -> Workload:
-    """Requests with different prompts of one length and answers of one length, all at once."""
+    """Makes requests with different prompts of one length and answers of one length, all at
+    once.
+    """
     draws = np.random.default_rng(count).integers(2, vocab_size, (count, INJECTED_PROMPT)).tolist()
     return workload([tuple(prompt) for prompt in draws], count, INJECTED_TOKENS, ignore_eos=True)
 
@@ -163,7 +165,7 @@ def _injected_run(
 
 
 async def in_bf16(plan: Extent) -> Findings:
-    """bf16 beside fp32: speed, and how often equal seeds give other tokens."""
+    """Compares bf16 with fp32: speed, and how often equal seeds give other tokens."""
     rows: list[Row] = []
     flipping: list[Row] = []
     goals: list[Goal] = []
@@ -195,7 +197,7 @@ async def in_bf16(plan: Extent) -> Findings:
 
 
 async def _fastest_arm(engine: Engine, plan: Extent) -> str:
-    """By the median of a few runs at the middle batch size."""
+    """The fastest arm, by the summed rates of a few runs at the middle batch size."""
     work = plan.work(plan.batches[len(plan.batches) // 2])
     runs = await take_turns(
         forced(engine, work, plan.threads, ARMS), 1 if plan.quick else 2, "which arm is best"
@@ -204,8 +206,8 @@ async def _fastest_arm(engine: Engine, plan: Extent) -> str:
 
 
 def _flips_of(engine: Engine, best: str, plan: Extent) -> dict[str, Flips]:
-    """Off against an arm on many sequences, and one sequence at a time against eight on a quarter
-    of them.
+    """Flips between off and an arm on many sequences; for off, also between batches of 1 and 8 on a
+    quarter of the sequences.
     """
     prompts = held_out_prompts(plan.demo, 8 if plan.quick else FLIP_SEQUENCES)
     few = prompts[: max(8, len(prompts) // 4)]
@@ -236,8 +238,8 @@ def _flip_row(dtype: str, name: str, found: Flips) -> Row:
 
 
 async def memory(plan: Extent) -> Findings:
-    """Peak resident memory of this process, before anything else is loaded, beside what the caches
-    hold by size.
+    """Measures the peak resident memory of this process, before other sections load anything,
+    beside the computed sizes of the caches.
     """
     several = 4 if plan.quick else 64
     spec = plan.spec("policy_trained", max_batch=several)
@@ -263,7 +265,7 @@ async def memory(plan: Extent) -> Findings:
 
 
 def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
-    """MiB of the tensors an engine allocates at once; pages that no sequence reaches are never
+    """MiB of the tensors that an engine allocates at once; pages that no sequence reaches are never
     resident.
     """
     arms = engine_arms(spec, engine_kinds(spec)).values()
@@ -280,7 +282,9 @@ def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
 
 
 async def profile(plan: Extent) -> Findings:
-    """Milliseconds of a round by stage, and what the matrix products alone would take."""
+    """Measures the milliseconds of a round by stage, beside the time of its matrix products
+    alone.
+    """
     engine = plan.engine("policy_trained")
     best = await _fastest_arm(engine, plan)
     config = read_config(plan.demo / "policy_trained")

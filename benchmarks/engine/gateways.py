@@ -1,6 +1,8 @@
-"""Runs whole gateways over the embedded engine, with the demo's settings and Redis servers of their
-own: how long one takes from its start to a first token, and what the capture and publication of
-hidden rows cost a rollout.
+"""Runs whole gateways over the embedded engine, with the demo's settings and their own Redis
+servers.
+
+It times a gateway from its start to a first token. It also measures the cost that capture and
+publication of hidden rows add to a rollout.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from paceline.v1 import trajectory_pb2 as tpb
 
 FIRST_TOKEN_GOAL_S = 3.0
 CAPTURE_GOAL = 1.03
-"""CPU time of a rollout with capture and publication over that of one without."""
+"""Goal for the CPU time of a rollout with capture and publication over a rollout without."""
 CAPTURED, PLAIN = "captured", "neither"
 ARM = "eagle:5_1_6"
-"""Of all rounds, so that both gateways do the same work."""
+"""Arm of all rounds, so that both gateways do the same work."""
 TASKS, SAMPLES, MAX_TOKENS = 8, 16, 368
-"""Of a rollout: a step of the demo."""
+"""Size of a rollout: a step of the demo."""
 RUN_ID = "bench"
 REQUEST_DEADLINE_S = 120.0
 PARTS = {
@@ -52,7 +54,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class RedisPair:
-    """Servers of a gateway's own, one for each role."""
+    """A gateway's own servers, one for each role."""
 
     durable_url: str
     features_url: str
@@ -60,7 +62,7 @@ class RedisPair:
 
     @classmethod
     async def start(cls, stack: AsyncExitStack) -> RedisPair:
-        """Until the stack is left."""
+        """Starts both servers, which run until the stack is left."""
         durable, durable_pid = await redis_server(stack, "durable")
         features, features_pid = await redis_server(stack, "features")
         return cls(durable, features, (durable_pid, features_pid))
@@ -68,7 +70,7 @@ class RedisPair:
 
 @dataclass(frozen=True, slots=True)
 class DemoGateway:
-    """One that serves."""
+    """A gateway that serves."""
 
     front: Front
     port: int  # of its gRPC server
@@ -82,7 +84,7 @@ class DemoGateway:
         return found | {"Redis": sum(_cpu_s(psutil.Process(pid)) for pid in self.redis.pids)}
 
     async def batches(self) -> int:
-        """Sessions whose rows are in its Redis, once no more come."""
+        """Number of sessions with rows in its Redis, after the last rows have arrived."""
         before, key = -1, run_key(RUN_ID, "features")
         async with connect(self.redis.features_url) as client:
             while (now := int(await client.xlen(key))) != before:
@@ -100,7 +102,7 @@ def _cpu_s(process: psutil.Process) -> float:
 async def demo_gateway(
     plan: Extent, redis: RedisPair, run: Path, **changes: Any
 ) -> AsyncIterator[DemoGateway]:
-    """A gateway with the demo's settings and these changes; `run`: its run's directory."""
+    """Runs a gateway with the demo's settings and `changes`; `run` is its run's directory."""
     port = free_port()
     own = {
         "model": str(plan.demo / "policy_start"),
@@ -128,8 +130,9 @@ class Launched:
 
 
 async def launch(plan: Extent) -> Findings:
-    """From the start of a gateway's process to the first token of a request that is sent once it
-    listens; Redis runs before. One start before them warms the files up.
+    """Times a gateway from its start to the first token of a request that is sent once it listens.
+
+    Redis runs before. One start before the measured starts warms up the files.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
@@ -168,7 +171,7 @@ async def _launched(plan: Extent, redis: RedisPair, folder: Path) -> Launched:
 
 
 async def _first_token(client: httpx.AsyncClient) -> None:
-    """Raises InternalError where an answer holds none."""
+    """Waits for a first token. Raises InternalError if an answer has none."""
     body = {"prompt": "048:036=", "max_tokens": MAX_TOKENS, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
@@ -180,7 +183,7 @@ async def _first_token(client: httpx.AsyncClient) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """One rollout, its rows in Redis."""
+    """One rollout, and its rows in Redis."""
 
     seconds: float
     cpu_s: Mapping[str, float]
@@ -195,8 +198,9 @@ class RolloutTurn:
 
 
 async def capture(plan: Extent) -> Findings:
-    """Steps of the demo with and without hidden rows, of gateways that take turns. Raises
-    InternalError where no rows come.
+    """Compares steps of the demo with and without hidden rows; the gateways take turns.
+
+    Raises InternalError if no rows are published.
     """
     tasks = read_tasks(plan.demo / "tasks_train.jsonl")
     turns: dict[str, list[RolloutTurn]] = {CAPTURED: [], PLAIN: []}
@@ -247,7 +251,7 @@ async def _rollout(gateway: DemoGateway, request: rpb.RunTasksRequest) -> Rollou
 
 
 def capture_findings(turns: Mapping[str, Sequence[RolloutTurn]]) -> Findings:
-    """The rows of both ways, and what capture costs."""
+    """Rows of both ways, and goals for the cost of capture."""
     ours, theirs = turns[CAPTURED], turns[PLAIN]
     cpu = paired_ratio(*([sum(one.cpu_s.values()) for one in way] for way in (ours, theirs)))
     rate = paired_ratio(*([one.rate for one in way] for way in (ours, theirs)))

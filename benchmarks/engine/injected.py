@@ -1,8 +1,8 @@
-"""Builds a model of random weights and a speculator that knows its answers: speculation with a
+"""Builds a model of random weights and a speculator that has its answers, for speculation with a
 chosen acceptance.
 
-The speculator drafts at no cost, so what is measured is verification alone: the most
-that any drafter of this acceptance could give.
+The speculator drafts at no cost, so only verification is measured. The result is the upper limit
+for any drafter with this acceptance.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ RANDOM_TINY: Mapping[str, int] = {
 }
 
 WEIGHT_STD = 0.02
-NAME = "ngram"  # the arms' speculator whose place is taken
+NAME = "ngram"  # the speculator that KnownTokens replaces
 
 
 def write_random_model(
     directory: Path, sizes: Mapping[str, int], seed: int, dtype: torch.dtype = torch.float32
 ) -> int:
-    """A Llama checkpoint with weights N(0, 0.02^2) and norms of one; returns its number of
+    """Writes a Llama checkpoint with weights N(0, 0.02^2) and norms of one; returns its number of
     parameters.
     """
     raw = {
@@ -97,8 +97,9 @@ class KnownTokens(Speculator):
     def know(
         self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, seed: int
     ) -> None:
-        """Propose for these prompts, all different and of one length, their answers: each token
-        with `acceptance`.
+        """Sets the answers to propose, each token right with probability `acceptance`.
+
+        The prompts must all differ and have one length.
         """
         draws = np.random.default_rng(seed)
         self._width = len(next(iter(answers)))
@@ -109,7 +110,7 @@ class KnownTokens(Speculator):
             self._proposals[prompt] = np.where(draws.random(len(right)) < acceptance, right, wrong)
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """A chain; -1 behind the end of an answer, and for a prompt that is not known."""
+        """Proposes a chain; -1 behind the end of an answer, and for a prompt without an answer."""
         steps = shape.steps
         drafts = np.full((len(batch.slots), steps), -1, dtype=np.int64)
         known = batch.token_ids.cpu().numpy()
@@ -122,7 +123,9 @@ class KnownTokens(Speculator):
 
 
 def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:
-    """An engine whose n-gram arms draft with KnownTokens. Raises what EmbeddedEngine raises."""
+    """Builds an engine that drafts its n-gram arms with KnownTokens. Raises the errors of
+    EmbeddedEngine.
+    """
     made: list[KnownTokens] = []
 
     def make(setup: SpeculatorSetup) -> KnownTokens:
@@ -136,7 +139,7 @@ def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:
 
 @contextmanager
 def _in_place_of_ngram(make: Callable[[SpeculatorSetup], Speculator]) -> Iterator[None]:
-    """While an engine is built, the table of speculators names another one; the engine itself is
+    """Replaces n-grams in the table of speculators while an engine is built; the engine's code is
     untouched.
     """
     usual = SPECULATORS[NAME]
@@ -148,8 +151,7 @@ def _in_place_of_ngram(make: Callable[[SpeculatorSetup], Speculator]) -> Iterato
 
 
 def expected_accept_length(acceptance: float, steps: int) -> float:
-    """Mean tokens of a round with `steps` drafts, each right with `acceptance` (Leviathan et al.
-
-    2023, equation 1).
+    """Mean tokens of a round with `steps` drafts, each right with probability `acceptance`
+    (Leviathan et al. 2023, equation 1).
     """
     return sum(acceptance**i for i in range(steps + 1))

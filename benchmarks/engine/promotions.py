@@ -1,5 +1,5 @@
-"""What a new drafter costs a rollout: the same weights, committed under a new version every second
-time.
+"""Measures the cost that a new drafter adds to a rollout: every second rollout, the same weights
+are committed under a new version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COST_GOAL = 0.99
 
 
 async def promotions(plan: Extent) -> Findings:
-    """A training step's requests, with the trained policy and its drafter."""
+    """Measures a training step's requests, with the trained policy and its drafter."""
     several = 4 if plan.quick else ROLLOUT
     engines = {
         name: plan.engine("policy_trained", max_batch=several) for name in (STEADY, INHERITS, ANEW)
@@ -57,7 +57,10 @@ async def promotions(plan: Extent) -> Findings:
 
 
 def promoter(engine: Engine, demo: Path, folder: Path, *, inherits: bool) -> Callable[[], None]:
-    """Commits the next version at every second call, with or without what its trainer says."""
+    """Returns a function that commits the next version at every second call.
+
+    With `inherits`, the version has its trainer's report on the shift of acceptance.
+    """
     calls = count()
 
     def promote() -> None:

@@ -1,8 +1,8 @@
-"""Measures the embedded engine beside transformers: arms, bandits, rollouts, bf16, memory, and
-where the time goes; in a gateway its start, and what capture costs.
+"""Measures the embedded engine beside transformers: arms, bandits, rollouts, bf16, memory, and the
+time by stage. In a gateway it measures the start and the cost of capture.
 
-One process, but for the gateways; ways that are compared take turns, and a pair's runs have equal
-prompts and seeds, hence equal tokens.
+Everything but the gateways runs in one process. Compared ways take turns, and a pair's runs have
+equal prompts and seeds, hence equal tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECTIONS: dict[str, Callable[[Extent], Awaitable[Findings]]] = {
     "launch": gateways.launch,
     "capture": gateways.capture,
 }
-"""In the order in which they run."""
+"""Sections in the order of their runs."""
 
 BATCHES = (1, 4, 8, 16, 32)
 
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """The sections one after the other.
+    """Runs the sections one after the other.
 
-    Raises InvalidInput for options, NotFound outside a clone.
+    Raises InvalidInput for options out of range, NotFound outside a clone.
     """
     wanted = chosen_sections(",".join(options.only))
     plan = plan_of(options)
@@ -78,9 +78,10 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def chosen_sections(text: str) -> list[str]:
-    """Sections of a comma-separated list in the order in which they run; empty: all.
+    """Sections of a comma-separated list, in the order of their runs; all sections for an empty
+    list.
 
-    Raises InvalidInput.
+    Raises InvalidInput for an unknown section.
     """
     named = set(text.split(",")) if text else set(SECTIONS)
     if not named <= set(SECTIONS):
@@ -89,7 +90,7 @@ def chosen_sections(text: str) -> list[str]:
 
 
 def plan_of(options: argparse.Namespace) -> Extent:
-    """What the options ask for. Raises NotFound outside a clone."""
+    """Makes the extent from the options. Raises NotFound outside a clone."""
     plan = Extent(demo_folder(), options.threads, options.pairs, options.batches)
     if options.bandits:
         plan = dataclasses.replace(plan, bandits=tuple(options.bandits.split(",")))

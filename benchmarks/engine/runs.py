@@ -1,5 +1,5 @@
-"""Runs an engine, or transformers, in this process, timed from the first round to the last; runs
-that are compared take turns.
+"""Times an engine, or transformers, in this process from the first round to the last; compared runs
+take turns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.trajectory import NEAR_TIE_GAP
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one run: waves of `batch` at once, the next one when the last request of a wave
-    has ended.
+    """Requests of one run, in waves of `batch` requests at once. The next wave begins when the last
+    request of a wave has ended.
     """
 
     requests: tuple[Request, ...]
@@ -42,10 +42,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one request got, its stop token included."""
+    """Tokens that one request got, its stop token included."""
 
     tokens: tuple[int, ...]
-    smallest_gap: float = float("inf")  # perturbed top-two gap; infinite where it is not known
+    smallest_gap: float = float("inf")  # perturbed top-two gap; infinite if unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,16 @@ Way = Callable[[], TimedRun]
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """How two runs with the same seeds differ."""
+    """Differences of two runs with the same seeds."""
 
     sequences: int
     flipped: int  # sequences with other tokens
-    near_ties: int  # of those, with a draw whose top two lay closer than NEAR_TIE_GAP
+    near_ties: int  # flipped sequences with a top-two gap below NEAR_TIE_GAP
     tokens: int
     behind: int  # tokens from a sequence's first difference on
 
     def __add__(self, other: Flips) -> Flips:
-        """Both comparisons together."""
+        """Sums both comparisons."""
         return Flips(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     @property
@@ -128,11 +128,11 @@ def workload(
 
 
 def even_waves(pool: Workload, lengths: Sequence[int], batch: int, waves: int) -> Workload:
-    """Waves of requests whose responses are about equally long, so that a batch stays full almost
+    """Makes waves of requests with about equally long responses, so that a batch stays full almost
     to its end.
 
-    lengths: response tokens of the pool's requests. The waves stand at even quantiles of length, (w
-    + 1/2) / waves; requests keep their numbers and seeds. Raises InvalidInput when the pool is too
+    lengths: response tokens of the pool's requests. The waves are at even quantiles of length, (w +
+    1/2) / waves. Requests keep their numbers and seeds. Raises InvalidInput if the pool is too
     small.
     """
     if batch * waves > len(lengths):
@@ -154,10 +154,10 @@ def even_waves(pool: Workload, lengths: Sequence[int], batch: int, waves: int) -
 
 
 def decode(engine: Engine, work: Workload, arm: str, threads: int) -> TimedRun:
-    """All waves with one arm; "" lets the engine's bandit choose."""
+    """Decodes all waves with one arm; "" lets the engine's bandit choose."""
     torch.set_num_threads(threads)
     engine.force_arm(arm)
-    # runs repeat requests: none may be drafted or prefilled from the run before
+    # runs repeat requests: no request may be drafted or prefilled from the run before
     engine.flush_cache()
     ended: dict[int, Chunk] = {}
     rounds = 0
@@ -178,9 +178,9 @@ def decode(engine: Engine, work: Workload, arm: str, threads: int) -> TimedRun:
 
 
 async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str, list[TimedRun]]:
-    """Every way once per pair; the first to run changes from pair to pair.
+    """Runs every way once per pair; the first way changes from pair to pair.
 
-    One more pair before them warms up.
+    One more pair before the measured pairs warms up.
     """
     names = list(ways)
     runs: dict[str, list[TimedRun]] = {name: [] for name in names}
@@ -201,12 +201,12 @@ async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str
 
 
 def median_rate(runs: Sequence[TimedRun]) -> float:
-    """Tokens per second."""
+    """Median tokens per second."""
     return statistics.median(one.rate for one in runs)
 
 
 def rate_ratio(ours: Sequence[TimedRun], theirs: Sequence[TimedRun]) -> Ratio:
-    """Tokens per second of ours over theirs, pair by pair."""
+    """Tokens per second of `ours` over `theirs`, pair by pair."""
     return paired_ratio([one.rate for one in ours], [one.rate for one in theirs])
 
 
@@ -233,11 +233,11 @@ def _equal_tokens(one: Sequence[int], two: Sequence[int]) -> int:
 
 
 PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 10}
-"""The length transformers' documentation uses."""
+"""The length that transformers' documentation uses."""
 
 
 class TransformersModel:
-    """One checkpoint in transformers: its generate, greedy, on the engine's requests.
+    """A checkpoint in transformers, which generates greedily for the engine's requests.
 
     Its own speculation is prompt lookup (Saxena 2023) and assisted generation (Leviathan et al.
     2023), both with the library's settings.
@@ -260,7 +260,7 @@ class TransformersModel:
     def generate(
         self, work: Workload, threads: int, how: Mapping[str, Any] | None = None
     ) -> TimedRun:
-        """Each wave as one left-padded batch.
+        """Generates for each wave as one left-padded batch.
 
         Raises InvalidInput for requests that are not greedy.
         """

@@ -1,4 +1,4 @@
-"""Compares ways to decode with the demo's policies: arms and bandits, drafters of little use,
+"""Compares ways to decode with the demo's policies: arms and bandits, drafters of little use, and
 rollouts.
 """
 
@@ -32,7 +32,7 @@ from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 OFF = "off"
 ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "eagle:4_2_8", "ngram:4_1_5")
-"""Fixed arms that are compared, and what bandits choose from besides off."""
+"""Fixed arms to compare; bandits choose from these arms and off."""
 
 WAVES = {1: 8, 4: 3, 8: 2, 16: 2}
 """Waves of a run by batch size; other sizes take one."""
@@ -45,30 +45,30 @@ PROTOTYPE_RATES = {1: 379.0, 4: 1060.0, 8: 1534.0}
 NEVER_BELOW, BEST_ARM_GOAL, ROLLOUT_GOAL = 0.97, 0.95, 1.8
 ROLLOUT = 64
 GROUP_PAIRS = (("policy_start", "eagle"), ("policy_start", ""), ("policy_trained", ""))
-"""Policies of the demo and what drafts for them; "" is the trained drafter."""
+"""Policies of the demo and their drafters; "" is the trained drafter."""
 FEWEST_PAIRS = 3
-"""A goal is judged from this many pairs on."""
+"""A goal is judged from this number of pairs on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is measured."""
+    """Extent of the measurement."""
 
     demo: Path
     threads: int = 1
     pairs: int = 9
     batches: tuple[int, ...] = (1, 4, 8, 16, 32)
-    bandits: tuple[str, ...] = (BanditSettings().kind,)  # the first one's goals are judged
+    bandits: tuple[str, ...] = (BanditSettings().kind,)  # the first bandit's goals are judged
     max_tokens: int = 200
     quick: bool = False
 
     @property
     def few(self) -> int:
-        """Pairs of rows that have no goal."""
+        """Number of pairs for rows without a goal."""
         return min(self.pairs, max(FEWEST_PAIRS, self.pairs // 3))
 
     def batches_of(self, wanted: Sequence[int]) -> list[int]:
-        """Those of the wanted sizes that are measured; all sizes when there is none."""
+        """The wanted sizes that are measured; all measured sizes if there are none."""
         return [batch for batch in wanted if batch in self.batches] or list(self.batches)
 
     def work(
@@ -79,7 +79,7 @@ class Extent:
         greedy: bool = False,
         waves: int | None = None,
     ) -> Workload:
-        """Even waves for a policy of the demo (runs.even_waves); waves None: those of
+        """Even waves for a policy of the demo (runs.even_waves); `waves` None takes the number from
         WAVES.
         """
         count, waves = (QUICK_POOL, 1) if self.quick else (POOL, waves or WAVES.get(batch, 1))
@@ -87,7 +87,7 @@ class Extent:
         return even_waves(pool, lengths, batch, waves)
 
     def at_once(self, count: int) -> Workload:
-        """The first held-out prompts in one wave, however long their responses."""
+        """The first held-out prompts in one wave, with responses of any length."""
         return workload(held_out_prompts(self.demo, count), count, self.max_tokens)
 
     def spec(self, policy: str, **changes: object) -> EmbeddedSpec:
@@ -105,12 +105,12 @@ class Extent:
         return EmbeddedSpec.model_validate(settings | changes)
 
     def engine(self, policy: str, **changes: object) -> Engine:
-        """Raises what EmbeddedEngine raises."""
+        """Builds an engine. Raises the errors of EmbeddedEngine."""
         return EmbeddedEngine(self.spec(policy, **changes))
 
     def bandit_engines(self, policy: str, **changes: object) -> dict[str, Engine]:
-        """One engine per kind, so that a bandit learns from its own rounds alone, not from those of
-        forced arms.
+        """Builds an engine per bandit, so that a bandit learns only from its own rounds and not
+        from forced arms.
         """
         return {
             f"bandit {kind}": self.engine(policy, bandit=BanditSettings(kind=kind), **changes)
@@ -122,7 +122,7 @@ class Extent:
 def measured_pool(
     demo: Path, policy: str, count: int, max_tokens: int, greedy: bool
 ) -> tuple[Workload, tuple[int, ...]]:
-    """The first held-out prompts and how many tokens each gets; without drafts, fp32."""
+    """The first held-out prompts and the number of tokens each gets, without drafts, fp32."""
     batch = min(count, 64)
     spec = EmbeddedSpec.model_validate(
         {"model_dir": str(demo / policy), "drafter": "off", "max_batch": batch}
@@ -134,21 +134,21 @@ def measured_pool(
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one section has to say."""
+    """Rows and goals of one section."""
 
     rows: list[Row]
     goals: list[Goal]
 
 
 def judged(name: str, goal: float, ratio: Ratio) -> Goal:
-    """A goal on a ratio; open when the pairs are too few or do not resolve it."""
+    """A goal on a ratio; open if the pairs are too few or do not resolve the ratio."""
     return ratio_goal(name, goal, ratio, FEWEST_PAIRS)
 
 
 def speed_rows(
     section: str, batch: int, runs: Mapping[str, Sequence[TimedRun]], base: str = OFF
 ) -> list[Row]:
-    """One row per way, each over the base in the same pairs."""
+    """Makes a row for each way, with its speed over the base in the same pairs."""
     rows: list[Row] = []
     for name, several in runs.items():
         reference = runs[base][0].answers
@@ -172,7 +172,7 @@ def speed_rows(
 
 
 def equality_goal(section: str, rows: Sequence[Row]) -> Goal:
-    """fp32: same seeds, same tokens, but for near-ties."""
+    """Goal that in fp32 equal seeds give equal tokens, except at near-ties."""
     compared = sum(int(row["sequences"] or 0) for row in rows)
     wrong = sum(int(row["flipped"] or 0) - int(row["near-ties"] or 0) for row in rows)
     share = 1 - wrong / compared
@@ -184,17 +184,17 @@ def equality_goal(section: str, rows: Sequence[Row]) -> Goal:
 def forced(
     engine: Engine, work: Workload, threads: int, arms: Sequence[str] = (OFF, *ARMS)
 ) -> dict[str, Way]:
-    """A way per arm."""
+    """Makes a way for each arm."""
     return {arm: partial(decode, engine, work, arm, threads) for arm in arms}
 
 
 def chosen(engines: Mapping[str, Engine], work: Workload, threads: int) -> dict[str, Way]:
-    """A way per bandit."""
+    """Makes a way for each bandit."""
     return {name: partial(decode, engine, work, "", threads) for name, engine in engines.items()}
 
 
 async def arms_and_bandits(plan: Extent) -> Findings:
-    """The trained policy at every batch size."""
+    """Measures the trained policy at every batch size."""
     engine, bandits = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
     first = next(iter(bandits))
     rows: list[Row] = []
@@ -224,8 +224,8 @@ async def arms_and_bandits(plan: Extent) -> Findings:
 
 
 async def drafters_of_little_use(plan: Extent) -> Findings:
-    """The start policy with its trained drafter and with one of random weights: what speculation
-    costs at worst.
+    """Measures the start policy with its trained drafter and with a random drafter: the worst cost
+    of speculation.
     """
     engine = plan.engine("policy_start", drafter="off", arms=())
     bandit = BanditSettings(kind=plan.bandits[0])
@@ -251,7 +251,7 @@ async def drafters_of_little_use(plan: Extent) -> Findings:
 
 
 async def rollouts(plan: Extent) -> Findings:
-    """Requests of very different length at once, from the first to the end of the last."""
+    """Measures requests of very different length at once, from the first token to the last."""
     several = 4 if plan.quick else ROLLOUT
     engine = plan.engine("policy_trained", max_batch=several)
     bandits = plan.bandit_engines("policy_trained", max_batch=several)
@@ -271,8 +271,10 @@ async def rollouts(plan: Extent) -> Findings:
 
 
 async def rollouts_of_groups(plan: Extent) -> Findings:
-    """A training step's requests: samples of each prompt at once, under drafters of more and more
-    use; every bandit named beside the first.
+    """Measures a training step's requests: samples of each prompt at once, under drafters of
+    growing use.
+
+    The goals compare every other bandit with the first.
     """
     several = 4 if plan.quick else ROLLOUT
     rows: list[Row] = []
@@ -299,7 +301,7 @@ async def rollouts_of_groups(plan: Extent) -> Findings:
 
 
 def rollout_rows(section: str, runs: Mapping[str, Sequence[TimedRun]]) -> list[Row]:
-    """speed_rows with the seconds and how long the tail is."""
+    """Adds seconds and the lengths of the tail to speed_rows."""
     answers = runs[OFF][0].answers
     lengths = sorted(len(answer.tokens) for answer in answers)
     shown = f"{lengths[len(lengths) // 2]} / {lengths[len(lengths) * 9 // 10]} / {lengths[-1]}"
@@ -312,8 +314,8 @@ def rollout_rows(section: str, runs: Mapping[str, Sequence[TimedRun]]) -> list[R
 
 
 def grouped_work(work: Workload, run: TimedRun, groups: int) -> Workload:
-    """As many requests, but `groups` prompts with equally many samples: every n-th by length, the
-    longest included.
+    """Makes as many requests from `groups` prompts with equally many samples: every n-th prompt by
+    length, the longest included.
     """
     by_length = sorted(range(len(run.answers)), key=lambda i: len(run.answers[i].tokens))
     size = len(by_length) // groups
@@ -323,7 +325,7 @@ def grouped_work(work: Workload, run: TimedRun, groups: int) -> Workload:
 
 
 async def more_threads(plan: Extent) -> Findings:
-    """Two threads beside one."""
+    """Compares two threads with one."""
     engine, bandit = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
     rows: list[Row] = []
     for batch in plan.batches_of((1, 8, 32)):

@@ -1,9 +1,9 @@
-"""Plays the agents of a run, all at once: each has a connection of its own, claims a task, takes
-turns that grow one dialogue, and says how well it went.
+"""Plays the agents of a run, all at once. Each agent has its own connection, claims a task, takes
+turns that grow one dialogue, and reports its reward.
 
-A process of its own: one JSON line on standard input asks for a part of it (see CrowdOrder), one on
-standard output says what came of it. An agent whose answer is wrong or an error is counted and goes
-on.
+It is a separate process. One JSON line on standard input requests a part of the work (see
+CrowdOrder), and one line on standard output is the result. An agent with a wrong answer or an error
+is counted and continues.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from benchmarks.gateway.load import (
 )
 
 DEADLINE_S = 600.0
-"""Of an answer: of so many at once the last one has all others before it."""
+"""Seconds for an answer: with so many requests at once, the last answer waits for all other
+answers.
+"""
 CLAIMING = 256
-"""Agents that come at the same time; all stay."""
+"""Agents that claim at the same time; all stay."""
 
 
 What = Literal["claim", "turns", "complete"]
@@ -40,12 +42,12 @@ What = Literal["claim", "turns", "complete"]
 
 @dataclass(frozen=True, slots=True)
 class CrowdOrder:
-    """What all agents do next."""
+    """The next part for all agents."""
 
     what: What
     port: int
     model: str
-    texts: Sequence[str]  # an answer is one of them
+    texts: Sequence[str]  # an answer must be in this list
     max_tokens: int
     agents: int
     turns: int
@@ -53,7 +55,7 @@ class CrowdOrder:
 
 @dataclass(slots=True)
 class Agent:
-    """One of them, and what it has said and heard."""
+    """One agent and its dialogue."""
 
     key: str
     session: str
@@ -63,17 +65,17 @@ class Agent:
 
 @dataclass
 class Crowd:
-    """All of them."""
+    """All agents."""
 
     part: CrowdOrder
     agents: list[Agent] = field(default_factory=list)
     turn_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     wrong: int = 0
-    example: str = ""  # of what went wrong
+    example: str = ""  # of an error
 
     async def do(self, part: CrowdOrder) -> dict[str, Any]:
-        """One part, and its figures."""
+        """Does one part; returns its figures."""
         self.part = part
         self.wrong, self.turn_s, self.first_s = 0, [], []
         steps: dict[str, Callable[[], Awaitable[object]]] = {
@@ -144,7 +146,10 @@ class Crowd:
             agent.connection.close()
 
     async def _ask(self, agent: Agent, path: str, body: dict[str, Any]) -> TimedStream | None:
-        """The answer; None for an error. A connection that was silent may be closed at any time."""
+        """Sends a request; returns its answer, or None for an error.
+
+        It repeats the request once, because an idle connection may be closed at any time.
+        """
         raw = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -174,7 +179,7 @@ class Crowd:
 
 
 async def serve() -> None:
-    """Answer parts until standard input closes."""
+    """Does parts until standard input closes."""
     reader = asyncio.StreamReader(limit=LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -188,6 +193,6 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    # it may reach the whole group; closed input ends this process
+    # the signal may reach the whole process group; closed input ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(serve())

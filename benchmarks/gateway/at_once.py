@@ -1,7 +1,8 @@
-"""Measures a run of many sessions at once: agents from outside who all have a task, a connection
-and a turn under way, through one gateway with the scripted engine and a durable Redis.
+"""Measures a run with many sessions at once, through one gateway with the scripted engine and a
+durable Redis.
 
-The bench is the coordinator: it offers the tasks, and counts what comes of them in Redis.
+External agents all have a task, a connection and a turn under way. The bench acts as the
+coordinator: it offers the tasks, and counts the results in Redis.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN, SamplingParams
 AGENTS = "benchmarks.gateway.agents"
 RUN = "bench"
 SAMPLES = 8
-"""Agents that try the same task, where the number of all can be divided by it."""
+"""Agents per task, if the number of agents is a multiple."""
 DEADLINE_S = 1200.0
 LOOK_EVERY_S = 0.1
 SECTION = "sessions at once"
@@ -43,25 +44,25 @@ SECTION = "sessions at once"
 
 @dataclass(frozen=True, slots=True)
 class CrowdPart:
-    """A part that all agents have done."""
+    """Result of a part that all agents have done."""
 
     told: Mapping[str, Any]  # by agents.Crowd
     cost: Cost  # of the gateway
-    kib: float  # memory that the gateway has then for one session, beyond what it began with
+    kib: float  # the gateway's added memory per session
 
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """What was found of so many sessions."""
+    """Results for one number of sessions."""
 
     sessions: int
     turns: int
     claim: CrowdPart
     talk: CrowdPart
     complete: CrowdPart
-    redis_kib: float  # of a session whose trajectory is there
+    redis_kib: float  # of a session with its trajectory
     kept_s: float  # from the last end to the last trajectory in Redis
-    scored: int  # samples that the run was told of
+    scored: int  # samples reported to the run
 
 
 async def measure_at_once(
@@ -71,7 +72,9 @@ async def measure_at_once(
     files: tuple[Path, Path, Path],
     settings: Sequence[str],
 ) -> list[Crowded]:
-    """Each number of sessions in a gateway and Redis of its own. `files`: folder, model, script."""
+    """Measures each number of sessions with its own gateway and Redis. `files`: folder, model,
+    script.
+    """
     found = []
     for count in counts:
         say(f"{count} sessions at once, {turns} turns each")
@@ -116,13 +119,13 @@ def _settings(count: int, url: str) -> tuple[str, ...]:
         "trajectories=true",
         f'redis.durable_url="{url}"',
         f"run.id={RUN}",
-        f"queue.limit={count}",  # of so many, all may wait
+        f"queue.limit={count}",  # all sessions may wait at once
         f"queue.wait_s={DEADLINE_S}",
     )
 
 
 class _Watch:
-    """Memory of gateway and Redis beyond what they have at the start."""
+    """Memory of gateway and Redis beyond their memory at the start."""
 
     def __init__(self, front: Front, redis_pid: int) -> None:
         self._gateway, self._redis = psutil.Process(front.pid), psutil.Process(redis_pid)
@@ -140,7 +143,7 @@ class _Watch:
 
 
 async def _until_kept(url: str, count: int) -> float:
-    """Seconds until every session has a trajectory in Redis, appended with its ledger."""
+    """Seconds until every session has a trajectory in Redis, appended with its ledger entry."""
     began = time.perf_counter()
     async with connect(url) as client, asyncio.timeout(DEADLINE_S):
         for _ in itertools.count():
@@ -151,7 +154,7 @@ async def _until_kept(url: str, count: int) -> float:
 
 
 async def _offer(address: str, count: int, pace: ScriptPace) -> int:
-    """Have the gateway offer so many samples; how many were scored when all have ended."""
+    """Lets the gateway offer `count` samples; returns the number scored when all have ended."""
     security = SecurityConfig(token_env="", run_tokens=False)
     samples = math.gcd(count, SAMPLES)
     request = rpb.RunTasksRequest(
@@ -176,7 +179,7 @@ async def _offer(address: str, count: int, pace: ScriptPace) -> int:
 
 
 def at_once_rows(found: Sequence[Crowded]) -> list[Row]:
-    """Two rows for each number of sessions: their speed, and their cost."""
+    """Makes two rows for each number of sessions: speed and cost."""
     return [*map(_speed, found), *map(_cost, found)]
 
 
@@ -211,7 +214,7 @@ def _cost(one: Crowded) -> Row:
 
 
 def at_once_goals(found: Sequence[Crowded]) -> list[Goal]:
-    """Every session ends as a trajectory that the run was told of."""
+    """Goal that every session ends as a trajectory that is reported to the run."""
     if not found:
         return []
     share = min(one.scored / one.sessions for one in found)

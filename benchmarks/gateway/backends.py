@@ -1,10 +1,10 @@
-"""Serves scripted responses at a given pace behind the fronts: the scripted engine's files, a
-worker called without a gateway, and an HTTP server of the same texts.
+"""Serves scripted responses at a given pace behind the fronts.
 
-Run as a process it is that server, OpenAI's streamed chat completions for a proxy: it reads a
-ScriptPace as JSON from its arguments, prints its port and ends when standard input closes. Rounds
-run as in the scripted engine: one for all streams, each `round_s` long, each giving every stream
-its next piece.
+The fronts' backends are the scripted engine's files, a worker called without a gateway, and an HTTP
+server of the same texts. As a process, the module is that server: OpenAI's streamed chat
+completions for a proxy. It reads a ScriptPace as JSON from its arguments, prints its port and ends
+when standard input closes. Rounds run as in the scripted engine. One round serves all streams,
+lasts `round_s`, and gives every stream its next piece.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ EOS = 1
 
 @dataclass(frozen=True, slots=True)
 class ScriptPace:
-    """Mean tokens of a response, tokens of a chunk, seconds of a round; a round gives every running
-    request a chunk.
+    """Mean tokens of a response, tokens of a chunk, and seconds of a round. A round gives every
+    running request a chunk.
     """
 
     tokens: int
@@ -69,8 +69,8 @@ class ScriptPace:
 
 
 def lengths(pace: ScriptPace) -> list[int]:
-    """Tokens of each response, a half to one and a half of the mean: equal ones would all end in
-    the same round.
+    """Tokens of each response, from half to one and a half of the mean. Responses of equal length
+    would all end in the same round.
     """
     middle = (TEXTS - 1) / 2
     return [
@@ -80,8 +80,8 @@ def lengths(pace: ScriptPace) -> list[int]:
 
 
 def texts(pace: ScriptPace) -> list[str]:
-    """The responses: as many bytes of UTF-8, and so tokens of the demo's byte tokenizer, as
-    `lengths` says.
+    """The responses. Each has as many bytes of UTF-8 as `lengths` gives tokens, because the demo's
+    tokenizer has one token per byte.
     """
     draw = random.Random(0)
     found = []
@@ -92,12 +92,12 @@ def texts(pace: ScriptPace) -> list[str]:
 
 
 def paces_s(pace: ScriptPace) -> list[float]:
-    """Seconds that the rounds of each response take, the one of the end token included."""
+    """Seconds of all rounds of each response, the round of the end token included."""
     return [pace.round_s * -(-(size + 1) // pace.tokens_per_round) for size in lengths(pace)]
 
 
 def pieces(text: str, pace: ScriptPace) -> list[str]:
-    """A response cut as the scripted engine gives it out; characters whose bytes are not whole
+    """Cuts a response into the pieces of the scripted engine; characters with incomplete bytes
     wait.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -127,7 +127,7 @@ def engine_settings(pace: ScriptPace) -> dict[str, Any]:
 
 
 def write_model(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, Path]:
-    """A model directory that only the scripted engine can serve, and its script.
+    """Writes a model directory that only the scripted engine can serve, and its script.
 
     Raises NotFound outside a clone.
     """
@@ -155,9 +155,9 @@ class DirectWorker:
         self._live: dict[int, _Stream] = {}
 
     async def run(self, order: Order) -> Mapping[str, Any]:
-        """`order.streams` loops for `order.seconds`; latencies in milliseconds.
+        """Runs `order.streams` loops for `order.seconds`; returns latencies in milliseconds.
 
-        Raises InternalError for wrong text.
+        Raises InternalError for wrong text, DeadlineExceeded for a stream without an end.
         """
         ended: list[_Stream] = []
         seeds, think = itertools.count(order.first_seed), random.Random(order.first_seed)
@@ -204,14 +204,14 @@ class DirectWorker:
         return stream
 
     def on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
-        """News of the worker."""
+        """Passes the worker's chunks to their streams."""
         for chunk in tokens.chunks:
             if (stream := self._live.get(chunk.request_id)) is not None:
                 stream.take(chunk)
 
 
 class _Stream:
-    """One request: its times and tokens."""
+    """Times and tokens of one request."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -233,7 +233,7 @@ class _Stream:
 async def direct_worker(
     folder: Path, model: Path, settings: Mapping[str, Any]
 ) -> AsyncIterator[DirectWorker]:
-    """A worker of its own with the same script as the gateway's."""
+    """Runs a separate worker with the same script as the gateway's."""
     engine = {**settings, "tokenizer": str(model / "tokenizer.json")}
     found: list[DirectWorker] = []
     spec = WorkerSpec(worker_index=0, kind="scripted", engine=engine)
@@ -263,7 +263,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def joined(self) -> Any:
-        """A stream takes part."""
+        """Counts a stream inside the block."""
         self._streams += 1
         if self._ticker is None and self._round_s:
             self._ticker = asyncio.create_task(self._tick())
@@ -273,7 +273,7 @@ class Rounds:
             self._streams -= 1
 
     async def end_of_round(self) -> None:
-        """Wait for the end of the next round."""
+        """Waits for the end of the next round."""
         if not self._round_s:
             await asyncio.sleep(0)
             return
@@ -346,13 +346,13 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def serve(pace: ScriptPace) -> None:
-    """Serve until standard input closes."""
+    """Serves until standard input closes."""
     config = uvicorn.Config(
         Backend(pace), host="127.0.0.1", port=0, log_config=None, access_log=False, lifespan="off"
     )
     server = uvicorn.Server(config)
     listening = config.bind_socket()
-    listening.listen(config.backlog)  # whoever reads the port may connect at once
+    listening.listen(config.backlog)  # a reader of the port may connect at once
     serving = asyncio.create_task(server.serve([listening]))
     sys.stdout.write(json.dumps({"port": listening.getsockname()[1]}) + "\n")
     sys.stdout.flush()
@@ -366,6 +366,6 @@ async def serve(pace: ScriptPace) -> None:
 
 
 if __name__ == "__main__":
-    # it may reach the whole group; closed input ends this process
+    # the signal may reach the whole process group; closed input ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(serve(ScriptPace(**json.loads(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Starts and ends the fronts that are measured, our gateway and LiteLLM's proxy, each a process."""
+"""Starts and ends the measured fronts, our gateway and LiteLLM's proxy, each in a process."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ DYING_EXEC = (
     "import os, sys; from paceline.local.processes import die_with_parent; "
     "die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Becomes another program that ends with the bench, even when the bench is killed."""
+"""Program that becomes another program and ends with the bench, even when the bench is killed."""
 
 
 AT_ONCE = 16
-"""Sessions that are opened at once."""
+"""Sessions opened at once."""
 
 SESSION_DEADLINE_S = 30.0
 
@@ -51,7 +51,7 @@ SESSION_DEADLINE_S = 30.0
 class Front:
     """A front that serves.
 
-    `pid` is the process whose CPU and memory count; its backend is another one.
+    `pid` is the process measured for CPU and memory; its backend is another process.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Front:
 async def gateway(
     folder: Path, model: Path, script: Path, settings: Sequence[str] = ()
 ) -> AsyncIterator[Front]:
-    """Our gateway with one scripted engine worker; further settings as on the command line."""
+    """Runs our gateway with one scripted engine worker; `settings` are as on the command line."""
     own = {
         "model": str(model),
         "engine.kind": "scripted",
@@ -91,10 +91,10 @@ async def gateway_with(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Front]:
-    """Our gateway with the bench's own settings, addresses aside; further ones as on the command
-    line, the last holds.
+    """Runs our gateway with the settings `own`, except addresses. `settings` are as on the command
+    line; the last value of a key is valid.
 
-    The log is called `name` and lies in the folder. environment: variables beside the bench's own.
+    The log `name`.log is in the folder. environment: variables beside the bench's own.
     """
     port = free_port()
     own = {
@@ -111,8 +111,8 @@ async def gateway_with(
 
 @asynccontextmanager
 async def litellm(folder: Path, python: Path, backend_port: int) -> AsyncIterator[Front]:
-    """LiteLLM's proxy before an OpenAI-compatible backend: one worker, no database, no keys, no
-    retries.
+    """Runs LiteLLM's proxy before an OpenAI-compatible backend: one worker, no database, no keys,
+    no retries.
     """
     port = free_port()
     to = {
@@ -156,9 +156,10 @@ async def _serving(
     folder: Path,
     extra: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Front]:
-    """The process until the end of the block.
+    """Runs the process until the end of the block.
 
-    Raises Unavailable with its last words when it does not come up.
+    Raises Unavailable with its last output if it ends early, DeadlineExceeded if it does not serve
+    in time.
     """
     log = folder / f"{name}.log"
     with log.open("wb") as output:
@@ -168,7 +169,7 @@ async def _serving(
             stdout=output,
             stderr=output,
             env=child_environment(dict(extra or {})),
-            start_new_session=True,  # Ctrl-C reaches the bench alone, which then ends its children
+            start_new_session=True,  # Ctrl-C reaches only the bench, which then ends its children
         )
 
     try:
@@ -213,10 +214,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def litellm_python(given: Path | None) -> Path:
-    """The interpreter that has LiteLLM: the given one, or that of a venv of its own, made the first
-    time.
+    """The interpreter with LiteLLM: the given interpreter, or a venv that the first call makes.
 
-    Raises NotFound for a given one without LiteLLM, FailedPrecondition when the installation fails.
+    Raises NotFound for a given interpreter without LiteLLM, FailedPrecondition if the installation
+    fails.
     """
     if given is not None:
         if not given.with_name("litellm").is_file():
@@ -238,7 +239,7 @@ async def litellm_python(given: Path | None) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where things outlive a bench."""
+    """Folder of files that outlive a bench."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
@@ -258,7 +259,7 @@ async def _command(*command: str) -> None:
 
 
 async def version_of_litellm(python: Path) -> str:
-    """The installed version."""
+    """The installed version of LiteLLM."""
     code = "from importlib.metadata import version; print(version('litellm'))"
     process = await asyncio.create_subprocess_exec(
         str(python), "-c", code, stdout=asyncio.subprocess.PIPE
@@ -268,9 +269,9 @@ async def version_of_litellm(python: Path) -> str:
 
 
 async def open_sessions(front: Front, count: int, timeout_s: float) -> Sequence[str]:
-    """Keys of new sessions that may be silent so long.
+    """Opens sessions with an idle timeout of `timeout_s`; returns their keys.
 
-    Raises InternalError when one cannot be opened.
+    Raises InternalError if a session cannot be opened.
     """
     numbers = iter(range(count))
     keys: list[str] = []

@@ -33,7 +33,9 @@ STREAM_DEADLINE_S = 60.0
 
 @dataclass(slots=True)
 class TimedStream:
-    """One request: when it was due, when its first content and its end came, and what came."""
+    """One request: its due time, the times of its first content and its end, and the data
+    received.
+    """
 
     seed: int
     due_s: float
@@ -53,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._stream: TimedStream | None = None
         self._done: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
-        self._tail = b""  # the end of what came, in which what is looked for may begin
+        self._tail = b""  # end of the received data, where a searched pattern may begin
         self.usable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -77,7 +79,7 @@ class Connection(asyncio.Protocol):
         self._tail = seen[-64:]
 
     async def ask(self, request: bytes, stream: TimedStream) -> None:
-        """Send and wait for the end of the answer."""
+        """Sends a request and waits for the end of the answer."""
         assert self._transport is not None
         self._stream, self._parts, self._tail = stream, [], b""
         self._done = asyncio.get_running_loop().create_future()
@@ -91,12 +93,12 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """Hang up."""
+        """Closes the connection."""
         if self._transport is not None:
             self._transport.close()
 
     def _short_answer_complete(self) -> bool:
-        """Whether an answer that says its length, such as an error, is whole."""
+        """Whether an answer with a content length, such as an error, is complete."""
         if len(self._parts) > 4:
             return False
         head, _, body = b"".join(self._parts).partition(HEAD_END)
@@ -116,7 +118,7 @@ class Connection(asyncio.Protocol):
 
 
 def contents(body: bytes) -> Iterator[str]:
-    """Text of each event of a chunked event stream that has any."""
+    """Yields the text of each event in a chunked event stream, if it has text."""
     for line in unchunked(body).split(b"\n"):
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
             for choice in json.loads(line[6:]).get("choices", ()):
@@ -125,7 +127,7 @@ def contents(body: bytes) -> Iterator[str]:
 
 
 def unchunked(body: bytes) -> bytes:
-    """A body of transfer-encoding chunked as it was before."""
+    """Decodes a body with transfer-encoding chunked."""
     parts: list[bytes] = []
     at = 0
     while True:
@@ -142,41 +144,40 @@ LINE_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to do: `streams` closed loops, or arrivals at `rate` per second, or one request under
-    each of `keys`.
+    """A run to do: `streams` closed loops, or arrivals at `rate` per second, or a request under
+    each key of `keys`.
     """
 
     port: int
     model: str
     texts: Sequence[str]  # of the script; a request's seed picks
-    # what the backend's rounds take for each text; what comes later is late
+    # seconds of the backend's rounds for each text; a later end counts as late
     paces_s: Sequence[float]
-    # a closed loop waits for a random part of this, so that requests do not come in step with
-    # rounds
+    # a closed loop waits for a random part of this, so that requests do not synchronise with rounds
     think_s: float
     max_tokens: int
     streams: int = 1
     seconds: float = 1.0
     rate: float = 0.0
     keys: Sequence[str] = ()
-    first_seed: int = 0  # of the first request; prompts of one front must not come twice
+    first_seed: int = 0  # of the first request; a front must not get a prompt twice
 
 
 @dataclass
 class Tally:
-    """What is kept of a run."""
+    """Counts and times of a run."""
 
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
-    late_s: list[float] = field(default_factory=list)  # the end, after what the rounds took
+    late_s: list[float] = field(default_factory=list)  # end, less the seconds of the rounds
     right: int = 0
     wrong: int = 0  # other text than the script's: tokens lost, twice or changed
     failed: int = 0
     chunks: int = 0
-    example: str = ""  # of what went wrong
+    example: str = ""  # of an error
 
     def take(self, stream: TimedStream, order: Order) -> None:
-        """Check one stream that has ended."""
+        """Checks one ended stream."""
         if stream.error or stream.status != 200:
             self.failed += 1
             self.example = stream.error or f"{stream.status}: {stream.body[:300]!r}"
@@ -205,7 +206,7 @@ class LoadRun:
         self.tally = Tally()
 
     async def run(self) -> dict[str, Any]:
-        """Do it; gives the summary."""
+        """Does the run; returns the summary."""
         order = self._order
         began, cpu = time.perf_counter(), cpu_s()
         if order.keys:
@@ -222,13 +223,15 @@ class LoadRun:
         return summary(self.tally, seconds, cpu_s() - cpu)
 
     async def _closed_loop(self, until_s: float) -> None:
-        """The next request when the last one has ended."""
+        """Sends the next request when the last request has ended."""
         while time.perf_counter() < until_s:
             await asyncio.sleep(self._think.uniform(0, self._order.think_s))
             await self._one(time.perf_counter())
 
     async def _arrivals(self, began: float) -> None:
-        """Poisson arrivals; a request's time runs from when it was due, whatever kept it."""
+        """Sends Poisson arrivals; a request's time counts from its due time, despite any delay
+        before it.
+        """
         draw = random.Random(self._order.first_seed)
         tasks: set[asyncio.Task[None]] = set()
         due = began
@@ -240,7 +243,7 @@ class LoadRun:
                 task.add_done_callback(tasks.discard)
 
     async def _each_key(self) -> None:
-        """One request under each key, `streams` at a time."""
+        """Sends one request under each key, `streams` at a time."""
         left = iter(self._order.keys)
 
         async def some() -> None:
@@ -290,7 +293,7 @@ class LoadRun:
 
 
 def summary(tally: Tally, seconds: float, cpu: float) -> dict[str, Any]:
-    """Figures of a run; latencies in milliseconds, None without any."""
+    """Figures of a run; latencies in milliseconds, None without values."""
     ended = tally.right + tally.wrong
     return {
         "requests": ended + tally.failed,
@@ -319,7 +322,7 @@ def percentile_ms(values_s: Sequence[float], percent: int) -> float | None:
 
 
 def median(values: Iterable[float]) -> float | None:
-    """None of nothing."""
+    """Median of the values; None without values."""
     listed = list(values)
     return statistics.median(listed) if listed else None
 
@@ -331,7 +334,7 @@ def cpu_s() -> float:
 
 
 async def serve() -> None:
-    """Answer orders until standard input closes."""
+    """Runs orders until standard input closes."""
     reader = asyncio.StreamReader(limit=LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -343,6 +346,6 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    # it may reach the whole group; closed input ends this process
+    # the signal may reach the whole process group; closed input ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(serve())

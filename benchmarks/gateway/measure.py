@@ -1,5 +1,5 @@
-"""Measures fronts: each load on each front and on what lies behind it, in turns; then sessions held
-open. Returns tables and goals.
+"""Measures fronts: each load on each front and on its backend, in turns, then sessions held open.
+Returns tables and goals.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.errors import InternalError
 WARM_S = 2.0
 WARM_STREAMS = 16
 SEEDS_OF_A_RUN = 1 << 24
-"""Prompts hold their seed, so that no run repeats one of another."""
+"""Prompts contain their seed, so that no run repeats a prompt of another run."""
 
 MORE_TIMEOUT_S = 600.0
 
 ADDED_P50_GOAL_MS, ADDED_P99_GOAL_MS, TIMES_LITELLM_GOAL = 2.0, 10.0, 3.0
 GOAL_STREAMS = 16
 SATURATED = 0.9
-"""Share of a core above which the load's own process may have set the figures."""
+"""Share of a core above which the load's own process may have limited the figures."""
 
 LATENCIES = ("first_p50_ms", "first_p99_ms", "whole_p50_ms", "whole_p99_ms")
 ADDED = {
@@ -38,13 +38,13 @@ ADDED = {
     "late_p50_ms": "end p50",
     "late_p99_ms": "end p99",
 }
-"""Compared with the backend's: first content, and how long after the rounds of its response a
-stream's end came.
+"""Figures compared with the backend's: first content, and the delay of a stream's end after the
+rounds of its response.
 """
 
 
 Run = Mapping[str, Any]
-"""What load.summary says, and "cpu_ms_per_request" of the front."""
+"""The result of load.summary, and "cpu_ms_per_request" of the front."""
 
 Direct = Callable[[Order], Awaitable[Run]]
 
@@ -58,7 +58,7 @@ class Level:
 
     @property
     def name(self) -> str:
-        """As in the table."""
+        """Name in the table."""
         if self.rate:
             return f"{self.rate:g}/s"
         return f"{self.streams} stream{'s' if self.streams > 1 else ''}"
@@ -66,7 +66,7 @@ class Level:
 
 @dataclass
 class FrontUnderTest:
-    """A front and the way to its backend; what was measured, by level, one entry per repeat."""
+    """A front and the way to its backend; the measurements by level, one entry per repeat."""
 
     front: Front
     direct: Direct
@@ -84,14 +84,16 @@ class Measurement:
         self._numbers = itertools.count()
 
     async def warm(self, contenders: Sequence[FrontUnderTest]) -> None:
-        """What is loaded at a first request is loaded; not counted."""
+        """Runs uncounted requests, so that everything loaded at a first request is loaded."""
         for one in contenders:
             order = self.order(Level(WARM_STREAMS), WARM_S)
             await one.direct(order)
             await self.under_load(one.front, order)
 
     async def repeat(self, contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> None:
-        """Every level once, the contenders in turns; a front's run follows that of its backend."""
+        """Runs every level once, the contenders in turns; a front's run follows its backend's
+        run.
+        """
         for level in levels:
             for one in contenders:
                 if not level.rate:
@@ -101,7 +103,7 @@ class Measurement:
                 one.runs.setdefault(level, []).append(run)
 
     async def under_load(self, front: Front, order: Order) -> Run:
-        """One run on a front. Raises InternalError when nothing came back."""
+        """Does one run on a front. Raises InternalError if no answer arrives."""
         meter = Meter(front.pid)
         found = await self.ask(front.port, order)
         if not found["right"] + found["wrong"]:
@@ -110,11 +112,11 @@ class Measurement:
         return {**found, "cpu_ms_per_request": 1e3 * meter.read().cpu_s / ended}
 
     async def ask(self, port: int, order: Order) -> Run:
-        """One run of the load's process on any server."""
+        """Does one run of the load's process on any server."""
         return await self._load.ask(**{**asdict(order), "port": port})
 
     def order(self, level: Level, seconds: float, keys: Sequence[str] = ()) -> Order:
-        """An order whose prompts are new."""
+        """Makes an order with new prompts."""
         return Order(
             port=0,
             model=MODEL,
@@ -132,11 +134,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class HeldSessions:
-    """What was found."""
+    """Results for sessions held open."""
 
     sessions: int
     hold_s: float
-    open_kib: float  # memory of the gateway for one session that has said nothing
+    open_kib: float  # gateway memory per session before its first turn
     used_kib: float  # after one turn of each
     turns: Run
 
@@ -144,12 +146,12 @@ class HeldSessions:
 async def hold_sessions(
     front: Front, measurement: Measurement, count: int, hold_s: float
 ) -> HeldSessions:
-    """Open sessions, hold them, then one turn under each key.
+    """Opens sessions, holds them, then takes one turn under each key.
 
-    Raises InternalError when one cannot be opened.
+    Raises InternalError if a session cannot be opened.
     """
     process = psutil.Process(front.pid)
-    # what the first sessions load is not theirs
+    # memory that the first sessions load does not count
     await open_sessions(front, AT_ONCE, hold_s + MORE_TIMEOUT_S)
     await measurement.under_load(front, measurement.order(Level(AT_ONCE), 1.0))
     before = process.memory_info().rss
@@ -164,7 +166,7 @@ async def hold_sessions(
 
 
 def latency_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> list[Row]:
-    """Medians over the repeats: latencies at the front, and what they add to the backend's own."""
+    """Medians over the repeats: latencies at the front, and the time added to the backend's own."""
     rows: list[Row] = []
     for level in levels:
         for one in contenders:
@@ -185,7 +187,7 @@ def latency_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) 
 
 
 def work_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> list[Row]:
-    """Requests a second, what one costs the front's process, and what came of all of them."""
+    """Requests per second, cost per request in the front's process, and counts of the results."""
     rows: list[Row] = []
     for level in levels:
         for one in contenders:
@@ -216,7 +218,7 @@ def work_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> 
 
 
 def session_row(held: HeldSessions) -> Row:
-    """Sessions held open."""
+    """Makes the row of the sessions held open."""
     return {
         "section": "sessions held open",
         "sessions": held.sessions,
@@ -232,9 +234,9 @@ def session_row(held: HeldSessions) -> Row:
 def goals(
     contenders: Sequence[FrontUnderTest], levels: Sequence[Level], held: HeldSessions | None
 ) -> list[Goal]:
-    """Added latency, no token lost, sessions that answer, margin to LiteLLM.
+    """Goals: added latency, no lost tokens, sessions that answer, margin to LiteLLM.
 
-    All are `at least`, hence signs.
+    All goals are `at_least`; costs therefore change their signs.
     """
     by_name = {one.front.name: one for one in contenders}
     ours = by_name[OURS]
@@ -268,8 +270,8 @@ def goals(
 
 
 def added_ms(one: FrontUnderTest, level: Level, key: str) -> float | None:
-    """Median over repeats of a front's percentile less the same percentile of its backend; None
-    without the latter.
+    """Median over repeats of a front's percentile less its backend's percentile; None without a
+    backend's run.
     """
     direct = one.direct_runs.get(level, [])
     return median(run[key] - base[key] for run, base in zip(one.runs[level], direct, strict=False))

@@ -1,10 +1,11 @@
 """Measures the gateway's front door beside LiteLLM's: streamed chat completions over HTTP before
 the same scripted responses.
 
-Ours stands before its engine worker, LiteLLM before an HTTP server; both backends give the same
-tokens at the same pace and are called directly as well, which is what a front's latency is compared
-with. Load, fronts and backends are processes of their own; CPU time is that of the front alone.
-Then sessions held open, turns of agents that find their prefix in the cache, and tasks.
+Our gateway serves in front of its engine worker, LiteLLM in front of an HTTP server. Both backends
+give the same tokens at the same pace. The bench also calls the backends directly, and compares the
+fronts' latencies with these calls. Load, fronts and backends are separate processes; CPU time is
+the front's alone. Further parts measure sessions held open, agents' turns with their prefix in the
+cache, and tasks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LOAD, BACKEND = "benchmarks.gateway.load", "benchmarks.gateway.backends"
 
 @dataclass(frozen=True, slots=True)
 class GatewayPlan:
-    """What the options ask for."""
+    """The plan made from the options."""
 
     levels: tuple[Level, ...]
     pace: ScriptPace
@@ -61,7 +62,7 @@ class GatewayPlan:
     repeats: int
     sessions: int
     hold_s: float
-    litellm: Path | None  # interpreter; None: not beside
+    litellm: Path | None  # interpreter; None: no comparison
     settings: tuple[str, ...]
     turns: TurnPlan | None
     at_once: tuple[int, ...]
@@ -101,7 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Start all, measure, stop all. Raises InvalidInput for options, NotFound outside a clone."""
+    """Starts all processes, measures and stops them.
+
+    Raises InvalidInput for options out of range, NotFound outside a clone.
+    """
     plan = await plan_of(options)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
@@ -151,7 +155,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
 async def _contenders(
     plan: GatewayPlan, measurement: Measurement, folder: Path, model: Path, script: Path
 ) -> AsyncIterator[list[FrontUnderTest]]:
-    """The fronts, each with its own backend; all serve inside the block."""
+    """Runs the fronts, each with its own backend; all serve inside the block."""
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(fronts.gateway(folder, model, script, plan.settings))
         worker = await stack.enter_async_context(direct_worker(folder, model, plan.engine))
@@ -171,7 +175,7 @@ async def _contenders(
 async def _held(
     plan: GatewayPlan, measurement: Measurement, folder: Path, model: Path, script: Path
 ) -> HeldSessions | None:
-    """Sessions held open in a gateway that has done nothing else."""
+    """Measures sessions held open in a fresh gateway."""
     if not plan.sessions:
         return None
     say(f"{plan.sessions} sessions, held for {plan.hold_s:g} s")
@@ -180,7 +184,9 @@ async def _held(
 
 
 async def plan_of(options: argparse.Namespace) -> GatewayPlan:
-    """Raises InvalidInput naming the option, and what litellm_python raises."""
+    """Makes the plan. Raises InvalidInput with the option's name, and the errors of
+    litellm_python.
+    """
     if options.streams[-1] > MAX_BATCH:
         raise InvalidInput("--streams are too many", seen=options.streams[-1], allowed=MAX_BATCH)
     wanted = options.litellm or options.litellm_python is not None

@@ -1,5 +1,5 @@
-"""Measures the samples of tasks that pass through a gateway in a second: RunTasks over the scripted
-engine. Its tokens cost nothing, so the figure is that of the gateway itself.
+"""Measures the samples of tasks that pass through a gateway per second: RunTasks over the scripted
+engine. Its tokens cost nothing, so the figure is the gateway's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALL_DEADLINE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class TasksPlan:
-    """What the options ask for."""
+    """The plan made from the options."""
 
     tasks: int  # of a call
     samples: int  # of a task
@@ -40,7 +40,7 @@ class TasksPlan:
 
 @asynccontextmanager
 async def _gateway(plan: TasksPlan, folder: Path, model: Path, script: Path) -> AsyncIterator[Any]:
-    """The stub of a gateway."""
+    """Runs a gateway; yields its stub."""
     port, name = free_port(), "gateway-of-tasks"
     own = {
         "model": str(model),
@@ -58,7 +58,7 @@ async def _gateway(plan: TasksPlan, folder: Path, model: Path, script: Path) -> 
 
 @asynccontextmanager
 async def rollout_stub(port: int) -> AsyncIterator[Any]:
-    """Calls of a gateway's RolloutService on this machine."""
+    """Yields a stub for a gateway's RolloutService on this machine."""
     connection = channel(f"127.0.0.1:{port}", SecurityConfig(token_env=""))
     try:
         yield RolloutServiceStub(connection)
@@ -67,7 +67,7 @@ async def rollout_stub(port: int) -> AsyncIterator[Any]:
 
 
 async def measure_tasks(plan: TasksPlan, folder: Path, model: Path, script: Path) -> list[float]:
-    """Samples a second of each call."""
+    """Samples per second of each call."""
     found = []
     async with _gateway(plan, folder, model, script) as stub:
         await samples_a_second(stub, plan, 0)
@@ -78,7 +78,7 @@ async def measure_tasks(plan: TasksPlan, folder: Path, model: Path, script: Path
 
 
 async def samples_a_second(stub: Any, plan: TasksPlan, step: int) -> float:
-    """Samples a second of one call."""
+    """Makes one call; returns its samples per second."""
     request = rpb.RunTasksRequest(
         context=leased(SecurityConfig(token_env=""), RUN_ID, step, 1),
         purpose=tpb.PURPOSE_TRAIN,
@@ -97,7 +97,7 @@ async def samples_a_second(stub: Any, plan: TasksPlan, step: int) -> float:
 
 
 async def ended_samples(stub: Any, request: rpb.RunTasksRequest) -> list[rpb.SampleFinished]:
-    """A call's samples in the order of their ends. Raises InternalError when some are lost."""
+    """A call's samples in the order of their ends. Raises InternalError if samples are lost."""
     call = stub.RunTasks(request, timeout=patient(CALL_DEADLINE_S))
     ended = []
     with rpc_errors():
@@ -112,7 +112,7 @@ async def ended_samples(stub: Any, request: rpb.RunTasksRequest) -> list[rpb.Sam
 
 
 def task_rows(plan: TasksPlan, rates: Sequence[float]) -> list[Row]:
-    """The row of the calls."""
+    """Makes the row of the calls."""
     return [
         {
             "section": SECTION,

@@ -1,8 +1,9 @@
 """Measures prefix reuse between the turns of agents: growing dialogues, each in a session of a
 gateway with embedded engines.
 
-Two gateways take turns at the same dialogues: as it is, and with prefix_slots=0, which computes
-every prompt anew. Drafts are off and end tokens ignored, so that both do the same work.
+Two gateways take turns at the same dialogues. One gateway has the default settings; the other has
+prefix_slots=0 and computes every prompt anew. Drafts are off and end tokens ignored, so that both
+do the same work.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ CACHE, NO_CACHE = "as it is", "prefix_slots=0"
 ARMS: Mapping[str, tuple[str, ...]] = {CACHE: (), NO_CACHE: ("engine.embedded.prefix_slots=0",)}
 WORKERS = 2
 RESPONSE_TOKENS = 48
-"""Mean of a turn; a turn's own number is a half to one and a half of it, and so is that of its new
-tokens.
+"""Mean response tokens of a turn. A turn's own number is from half to one and a half of the mean;
+the same holds for its new prompt tokens.
 """
 
 LEAST_TOKENS = 128
-"""Mean new tokens of a turn: even a short first turn is long enough for the engine to keep
-(prefix_tokens).
+"""Least mean of a turn's new tokens: even a short first turn is then long enough for the engine to
+keep (prefix_tokens).
 """
 
 MOST_POSITIONS = 1 << 14
@@ -49,9 +50,9 @@ RUN_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """What the options ask for; `tokens` is the mean of a turn's new prompt tokens.
+    """The plan made from the options; `tokens` is the mean of a turn's new prompt tokens.
 
-    Raises InvalidInput.
+    Raises InvalidInput for values out of range.
     """
 
     turns: int
@@ -80,13 +81,13 @@ class TurnPlan:
 
     @property
     def positions(self) -> int:
-        """Tokens of the longest dialogue that can be drawn."""
+        """Most tokens that a dialogue can have."""
         return self.turns * (_most(self.tokens) + _most(RESPONSE_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one turn adds: new prompt tokens, and how many tokens the model says."""
+    """Contents of one turn: new prompt tokens, and the number of response tokens."""
 
     new: tuple[int, ...]
     response: int
@@ -96,7 +97,7 @@ class Part:
 class AnsweredTurn:
     """One answered request.
 
-    `cacheable`: its prompt's tokens that the turn before has left computed.
+    `cacheable`: number of its prompt tokens that the turn before has left computed.
     """
 
     prompt: int
@@ -115,7 +116,7 @@ class TurnRun:
 
     @property
     def turns(self) -> list[AnsweredTurn]:
-        """Of all dialogues."""
+        """Turns of all dialogues."""
         return [turn for dialogue in self.dialogues for turn in dialogue]
 
     @property
@@ -130,9 +131,9 @@ class TurnRun:
 
 
 async def measure_turns(plan: TurnPlan, folder: Path) -> dict[str, list[TurnRun]]:
-    """Runs by arm, one per repeat; runs of the same number have the same seeds.
+    """Runs by arm, one per repeat; runs with the same number have the same seeds.
 
-    Raises as gateways and turns do.
+    Raises the errors of gateways and turns.
     """
     model = _write_model(folder / "turns", plan.positions)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -174,10 +175,10 @@ def _settings(plan: TurnPlan, model: Path, run_dir: Path) -> dict[str, Any]:
 
 
 def _write_model(folder: Path, positions: int) -> Path:
-    """The demo's trained policy with room for so many positions.
+    """Writes the demo's trained policy with room for `positions` positions.
 
-    It was trained at fewer: what it says beyond means nothing, but costs what it would cost any
-    model of its size.
+    The policy was trained at fewer positions. Beyond them its tokens are meaningless, but cost the
+    same as in any model of its size.
     """
     shutil.copytree(demo_folder() / "policy_trained", folder)
     path = folder / "config.json"
@@ -188,7 +189,7 @@ def _write_model(folder: Path, positions: int) -> Path:
 
 
 def _parts(plan: TurnPlan, seed: str, vocabulary: int) -> list[Part]:
-    """A dialogue whose tokens no other seed begins with."""
+    """Draws a dialogue; no other seed's dialogue begins with the same tokens."""
     draw = random.Random(seed)
     found = []
     for _ in range(plan.turns):
@@ -217,11 +218,11 @@ async def _run(front: fronts.Front, drawn: Sequence[Sequence[Part]]) -> TurnRun:
 async def _dialogue(
     client: httpx.AsyncClient, key: str, parts: Sequence[Part]
 ) -> tuple[AnsweredTurn, ...]:
-    """All turns of one session, each as soon as the one before has ended."""
+    """Takes all turns of one session, each as soon as the turn before has ended."""
     known: list[int] = []
     turns: list[AnsweredTurn] = []
     for number, part in enumerate(parts):
-        # The last token of a response was drawn but never read by the model: nothing is computed
+        # The model has drawn the last token of a response but never read it, so nothing is computed
         # for it yet.
         cacheable = max(len(known) - 1, 0)
         known += part.new
@@ -239,7 +240,7 @@ async def _turn(
     response: int,
     seed: int,
 ) -> AnsweredTurn:
-    """One streamed completion. Raises InternalError unless it has all its tokens."""
+    """Makes one streamed completion. Raises InternalError unless it has all its tokens."""
     body = {
         "prompt": list(prompt),
         "max_tokens": response,
@@ -282,7 +283,7 @@ async def _turn(
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each event. Raises InternalError for one that tells of an error."""
+    """Yields the JSON of each event. Raises InternalError for an error event."""
     async for line in answer.aiter_lines():
         if not line.startswith("data: {"):
             continue
@@ -306,13 +307,11 @@ TURN_FIGURES: Mapping[str, Callable[[TurnRun], float]] = {
     "first token p99 ms": lambda run: _later_first_ms(run, 99),
     "tokens/s": lambda run: run.rate,
 }
-"""Of each run of the dialogues; first tokens are those of turns with a turn before them."""
+"""Figures of each run of the dialogues; first tokens count only in later turns of a dialogue."""
 
 
 def turn_rows(runs: Mapping[str, Sequence[TurnRun]]) -> list[Row]:
-    """What turns found in the cache and what came of it, by arm; then the first arm over the
-    second, run by run.
-    """
+    """Cache hits and speed of the turns, by arm; then the first arm over the second, run by run."""
     if not runs:
         return []
     rows = [_turn_row(name, several, runs[CACHE]) for name, several in runs.items()]
@@ -326,8 +325,8 @@ def turn_rows(runs: Mapping[str, Sequence[TurnRun]]) -> list[Row]:
 
 
 def _turn_row(name: str, runs: Sequence[TurnRun], reference: Sequence[TurnRun]) -> Row:
-    """Shares and counts over all runs of an arm, medians of their figures; its tokens beside the
-    reference's.
+    """Shares and counts over all runs of an arm, and medians of their figures. Its tokens are
+    compared with the reference's.
     """
     turns = [turn for run in runs for turn in run.turns]
     later = [turn for run in runs for turn in run.later]
@@ -351,7 +350,9 @@ def _turn_row(name: str, runs: Sequence[TurnRun], reference: Sequence[TurnRun]) 
 
 
 def turn_goals(runs: Mapping[str, Sequence[TurnRun]]) -> list[Goal]:
-    """How much of what the turn before had left computed was found."""
+    """Goal for the share of tokens found in the cache, of the tokens that earlier turns left
+    computed.
+    """
     later = [turn for run in runs.get(CACHE, ()) for turn in run.later]
     if not later:
         return []

@@ -1,4 +1,4 @@
-"""A rank that takes steps, and begins a checkpoint before them when it is told to."""
+"""A rank that takes steps on command, with or without a checkpoint that begins before the steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.services.policy_trainer.trainer import PolicyTrainer
 
 
 def take(trainer: PolicyTrainer, batch: TrainBatch, *, saves: bool) -> Taken:
-    """INTERVAL steps; what is still being written behind them counts too."""
+    """Takes INTERVAL steps; the time includes unfinished writing behind the steps."""
     began = time.perf_counter()
     if saves:
         trainer.begin_checkpoint()
@@ -35,7 +35,7 @@ def take(trainer: PolicyTrainer, batch: TrainBatch, *, saves: bool) -> Taken:
 
 
 def main() -> None:
-    """Says ready, then answers every message."""
+    """Reports ready, then answers every message with figures of INTERVAL steps."""
     link = RankLink.from_environment()
     spec = json.loads(os.environ[SPEC_VARIABLE])
     config = PolicyTrainerConfig.model_validate(

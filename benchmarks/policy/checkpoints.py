@@ -1,5 +1,5 @@
-"""What asynchronous checkpoints cost: steps of a rank group that writes one, beside as many of the
-same group while it writes none.
+"""Measures the cost of asynchronous checkpoints: steps of a rank group during a checkpoint, beside
+as many steps of the same group without one.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from paceline.services.policy_trainer.config import PolicyTrainerConfig
 
 INTERVAL = PolicyTrainerConfig().checkpoint_interval_steps
 STALL = 0.03
-"""Share of a step for which a checkpoint may hold the ranks."""
+"""Most that a checkpoint may hold the ranks, as a share of a step."""
 START_S = STEPS_S = 300.0
 WITH, WITHOUT = b"with", b"without"
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a rank says of INTERVAL steps."""
+    """Times of INTERVAL steps on a rank."""
 
     seconds: float
     stall_s: float
-    """Until the checkpoint that began before them was being written; 0 without."""
+    """Seconds until the writing of the checkpoint began, before the steps; 0 without a checkpoint.
+    """
     step_s: Sequence[float]
 
 
 async def checkpointed(
     name: str, model: Path, work: Work, ranks: int, pairs: int, folder: Path
 ) -> tuple[Row, Goal]:
-    """Steps with and without, in turns. Raises RankLost when a rank dies."""
+    """Measures steps with and without a checkpoint, in turns. Raises RankLost if a rank dies."""
     spec = json.dumps({"model": str(model), "work": asdict(work), "dir": str(folder / "run")})
     module = "benchmarks.policy.checkpoint_rank"
     environment = {SPEC_VARIABLE: spec}

@@ -1,6 +1,8 @@
-"""Compares a step of the policy trainer with a plain loop of the same model: transformers, padded
-batches sorted by length, AdamW. Both train the same batch, in processes that take turns; at 1 and 2
-ranks, the plain loop with as many threads.
+"""Compares a step of the policy trainer with a plain loop over the same model: transformers, padded
+batches sorted by length, AdamW.
+
+Both train the same batch, in processes that take turns. The trainer has 1 and 2 ranks; the plain
+loop has as many threads.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from paceline.ranks.group import RankGroup
 
 START_S = STEP_S = 300.0
 DEMO_RATIO = 1.6
-"""What is wanted over the plain loop, on the demo's samples."""
+"""Goal for the speed over the plain loop, on the demo's samples."""
 WIDE = "a head of 152k, 1 rank"
 
 
@@ -42,7 +44,7 @@ class Case:
     work: Work
     ranks: int
     least: float = DEMO_RATIO
-    row_tokens: int = 0  # of ours; 0: what the batch chooses
+    row_tokens: int = 0  # of our side; 0: chosen by the batch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All cases, one after the other."""
+    """Runs all cases, one after the other."""
     found: list[tuple[Row, list[Goal]]] = []
     few = max(3, options.pairs // 5)
     with tempfile.TemporaryDirectory() as name:
@@ -95,7 +97,7 @@ def _goals(case: Case, row: Row, ratio: Ratio) -> list[Goal]:
 
 
 def cases(folder: Path) -> list[Case]:
-    """What is compared."""
+    """The compared cases."""
     demo = demo_model()
     start, late, apart, wide = (
         str(demo_samples(folder / "start.json", 16)),
@@ -115,7 +117,7 @@ def cases(folder: Path) -> list[Case]:
 
 
 async def compared(case: Case, pairs: int, logs: Path, budget: int = 0) -> tuple[Row, Ratio]:
-    """A case, both sides in turns. Raises RankLost when one dies."""
+    """Measures a case, both sides in turns. Raises RankLost if a rank dies."""
     tokens = sum(len(one.token_ids) for one in case.work.trajectories())
     async with AsyncExitStack() as stack:
         ours = await _started(stack, case, "ours", logs, budget)
@@ -152,7 +154,7 @@ async def _started(
 
 
 async def _step(group: RankGroup) -> tuple[float, float]:
-    """Seconds of the slowest rank, and the sum of what their memory was at most (MiB)."""
+    """Seconds of the slowest rank, and the sum of the ranks' peak memory (MiB)."""
     group.send(b"step")
     told = [json.loads((await group.receive(STEP_S))[1]) for _ in group.pids]
     return max(one["seconds"] for one in told), sum(one["peak_mib"] for one in told)

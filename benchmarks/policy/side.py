@@ -1,4 +1,4 @@
-"""One side of the policy bench, a rank: steps when it is told to, and says how long it took."""
+"""One side of the policy bench, a rank: takes steps on command and reports their time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from paceline.training.shards import load_causal_lm
 from paceline.trajectory import Trajectory
 
 BUDGETS = {"ours": 1536, "plain": 512}
-"""Tokens of a forward, padding included: what is quickest for each side on 2 cores."""
+"""Tokens of a forward, padding included: the fastest number for each side on 2 cores."""
 
 
 def ours(
     model: Path, trajectories: list[Trajectory], tokens: int, *, row_tokens: int
 ) -> Callable[[], None]:
-    """The learner's step on this rank, its batch laid out anew each time."""
+    """The learner's step on this rank; each step lays out its batch anew."""
     config = PolicyTrainerConfig(
         model=str(model), device="cpu", tokens_per_micro_batch=tokens, row_tokens=row_tokens
     )
@@ -44,7 +44,7 @@ def ours(
 
 
 def plain(model: Path, trajectories: list[Trajectory], tokens: int) -> Callable[[], None]:
-    """A loop as many write it: sorted by length, padded, every logit, GRPO's loss, AdamW."""
+    """A common plain loop: sorted by length, padded, every logit, GRPO's loss, AdamW."""
     lm = load_causal_lm(model, torch.float32)
     lm.config.use_cache = False
     optimizer = AdamW(lm.parameters(), lr=1e-4)
@@ -94,7 +94,7 @@ def _padded(chosen: list[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main() -> None:
-    """Says ready, then answers every message with seconds and peak memory of a step."""
+    """Reports ready, then answers every message with seconds and peak memory of a step."""
     link = RankLink.from_environment()
     spec = json.loads(os.environ[SPEC_VARIABLE])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -1,5 +1,5 @@
-"""Decodes responses in virtual time: all that run on a worker advance in rounds, which take longer
-the more of them run.
+"""Decodes responses in virtual time. All responses of a worker advance in rounds, and a round takes
+longer with more responses.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from benchmarks.simulation.fleet import Fleet
 
 @dataclass(slots=True)
 class SimulatedResponse:
-    """A sample on its way."""
+    """A sample under way."""
 
-    step: int  # whose tasks it belongs to
+    step: int  # step of its task
     group: int  # of the step
     sample: int
-    tokens: int  # when it has ended
+    tokens: int  # at its end
     spans: list[tuple[int, int]] = field(default_factory=list)  # policy version, first token
     began_round: float = 0.0  # of its worker
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Policy versions and how many tokens are of each."""
+        """Policy versions, and the number of tokens of each version."""
         ends = [first for _, first in self.spans[1:]] + [self.tokens]
         return [
             (version, end - first)
@@ -33,8 +33,8 @@ class SimulatedResponse:
 
 
 class SimulatedWorker:
-    """The batch of one engine worker. `turn` counts its changes: what was foretold before one is
-    void.
+    """The batch of one engine worker. `turn` counts its changes; a prediction from before a change
+    is void.
     """
 
     def __init__(self, fleet: Fleet, index: int) -> None:
@@ -60,37 +60,37 @@ class SimulatedWorker:
         heapq.heappush(self._running, (*order, response))
 
     def next_end_s(self) -> float | None:
-        """When the next response ends if nothing changes."""
+        """Time at which the next response ends if nothing changes; None without one."""
         if not self._running or self.paused:
             return None
         left = self._running[0][0] - self._rounds
         return self._at_s + left * self._fleet.round_at(len(self._running))
 
     def end_first(self, now_s: float) -> SimulatedResponse:
-        """Takes the response that ends now."""
+        """Removes the response that ends now."""
         self._advance(now_s)
         last, *_, response = heapq.heappop(self._running)
-        self._rounds = last  # not a rounding error beside it
+        self._rounds = last  # removes the rounding error
         return response
 
     def swap(self, now_s: float, version: int) -> None:
-        """From now on tokens are of another policy version."""
+        """Marks tokens from now on with another policy version."""
         self._advance(now_s)
         for *_, response in self._running:
             response.spans.append((version, self._done(response)))
 
     def held_tokens(self, now_s: float) -> int:
-        """Tokens whose keys and values the running responses need."""
+        """Number of tokens that the running responses keep keys and values of."""
         self._advance(now_s)
         return sum(self._done(response) for *_, response in self._running)
 
     def pause(self, now_s: float) -> None:
-        """Decodes nothing until `go_on`."""
+        """Stops decoding until `go_on`."""
         self._advance(now_s)
         self.paused = True
 
     def go_on(self, now_s: float) -> None:
-        """Decodes on."""
+        """Continues decoding."""
         self._at_s, self.paused = now_s, False
         self.turn += 1
 

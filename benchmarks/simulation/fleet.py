@@ -1,10 +1,11 @@
-"""Describes a simulated fleet: its slots, its work, and what everything on it costs.
+"""Describes a simulated fleet: its slots, its work and its costs.
 
-The 8 GPUs: Qwen2.5-7B on H100, one token at a time in 6.07 ms (TLT, arXiv 2511.16665, table 2), a
-running request 0.04 ms more (decode at batch 1 and 32 in a fork of its code); 64 prompts of 8
-samples, at most 32,768 tokens, log-normal so that the last 32 of 512 requests take four fifths of
-the rollouts (74 to 85 % there). The policy step is compute alone at 40 % of a GPU's peak, so that
-rollouts are about 85 % of a step as in that paper. The 2 cores: this project's demo.
+The 8 GPUs serve Qwen2.5-7B on H100. One token at a time takes 6.07 ms (TLT, arXiv 2511.16665, table
+2). Each running request adds 0.04 ms (decode at batch 1 and 32 in a fork of its code). A step has
+64 prompts of 8 samples with at most 32,768 tokens. Lengths are log-normal, so that the last 32 of
+512 requests take four fifths of the rollouts (74 to 85 % there). The policy step is compute alone
+at 40 % of a GPU's peak. Rollouts are then about 85 % of a step, as in that paper. The 2 cores are
+this project's demo.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from benchmarks.simulation.lengths import Lengths, LogNormal, Recorded
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Slots, work of a step and costs; seconds, and slots of one worker each."""
+    """Slots, work of a step and costs, in seconds. A slot holds one worker."""
 
     name: str
     slots: int
-    learner_slots: int  # of them, where the learner has slots of its own
+    learner_slots: int  # included in `slots`; only for a learner apart
     groups: int  # of a step
     samples: int  # of a group
     lengths: Lengths
-    round_s: float  # of a decode round, and more for each request that runs in it
-    request_s: float
+    round_s: float  # of a decode round without requests
+    request_s: float  # more for each request in the round
     round_tokens: float  # a request and round
-    prefill_tokens_s: float  # keys and values made anew, a worker
+    prefill_tokens_s: float  # recomputed keys and values per worker
     trained_tokens_s: float  # a slot of the learner
     push_s: float
     commit_s: float
     release_s: float  # a worker gives its memory back
-    resume_s: float  # it takes its memory again
+    resume_s: float  # a worker takes its memory again
     activate_s: float  # model and optimiser of the drafter go to its first slots
-    join_s: float  # and to more, while it stands still
-    micro_batch_s: float  # the drafter stops between two
+    join_s: float  # drafter stopped while more slots join
+    micro_batch_s: float  # the drafter stops only between micro-batches
     offload_s: float  # then it leaves its slots
     gate_s: float  # training after which a drafter is promoted, once an activation
     message_s: float = 0.002  # a call and its answer
@@ -52,7 +53,7 @@ class Fleet:
         return math.ceil(tokens / self.round_tokens)
 
     def round_at(self, running: int) -> float:
-        """Seconds of a round with so many requests."""
+        """Seconds of a round with `running` requests."""
         return self.round_s + self.request_s * running
 
 
@@ -83,7 +84,7 @@ def gpus() -> Fleet:
 
 
 def cores() -> Fleet:
-    """The demo on 2 cores, without drafts: its costs are those of docs/benchmarks.md."""
+    """The demo on 2 cores, without drafts; docs/benchmarks.md has its costs."""
     return Fleet(
         name="2 cores",
         slots=2,

@@ -1,4 +1,6 @@
-"""Answers for the gateway: rollouts on simulated workers, memory given back and taken, commits."""
+"""Simulates the gateway: rollouts on simulated workers, release and return of memory, and
+commits.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ class SimulatedRollout:
     epoch: int
     began_s: float
     left: int  # responses
-    owed: Counter[int] = field(default_factory=Counter)  # of them, by worker
-    missing: Counter[int] = field(default_factory=Counter)  # responses, by group
-    tail_s: float = 0.0  # when a sixteenth of them was left
+    owed: Counter[int] = field(default_factory=Counter)  # unfinished responses by worker
+    missing: Counter[int] = field(default_factory=Counter)  # unfinished responses by group
+    tail_s: float = 0.0  # when a sixteenth of the responses was left
 
 
 class SimulatedGateway:
-    """Workers with a slot each, and the responses that have ended."""
+    """Workers with a slot each, and the ended responses."""
 
     def __init__(self, site: Site, settings: RunSettings) -> None:
         self._site, self._settings = site, settings
@@ -41,20 +43,20 @@ class SimulatedGateway:
         self._running: dict[int, SimulatedRollout] = {}  # by step
         self._ended: dict[tuple[int, int], list[SimulatedResponse]] = {}  # by step and group
         self.trained = 0  # responses that a batch has taken
-        self.tails: list[float] = []  # of rollouts: the last sixteenth of the responses' share
+        self.tails: list[float] = []  # last sixteenth's share of each rollout
 
     def run_tasks(self, command: commands.RunTasks) -> None:
-        """Emits GroupClosed where groups are trained one by one, ShareDone for every worker, then
+        """Emits GroupClosed if groups are trained one by one, ShareDone for every worker, then
         TasksFinished.
         """
         self._site.time.after(self._take_memory(), lambda: self._begin(command))
 
     def resume_rollouts(self, command: commands.ResumeWorkers) -> None:
-        """Lets held requests go on."""
+        """Continues held requests."""
         self._take_memory()
 
     def take(self, portions: Iterable[Portion]) -> Sequence[SimulatedResponse]:
-        """The responses of a batch, once."""
+        """Removes and returns the responses of a batch."""
         taken = [
             response
             for portion in portions
@@ -66,15 +68,15 @@ class SimulatedGateway:
 
     @property
     def untrained(self) -> int:
-        """Responses that no batch has taken."""
+        """Number of responses that no batch has taken."""
         return sum(map(len, self._ended.values()))
 
     def _groups_of(self, portion: Portion) -> Iterable[int]:
         return range(self._site.fleet.groups) if portion.groups is None else bits(portion.groups)
 
     def release(self, slots: Collection[int], then: Callable[[], None]) -> None:
-        """Has workers on these slots hold their requests and give their memory back, if they have
-        not.
+        """Makes the workers on these slots hold their requests and give their memory back, unless
+        they already have.
         """
         now_s = self._site.time.now_s
         named = {slot for slot in slots if slot < len(self._workers)}
@@ -85,7 +87,9 @@ class SimulatedGateway:
         self._site.time.after(self._site.fleet.message_s + waits, then)
 
     def commit(self, command: commands.Commit) -> None:
-        """Emits Committed; workers decode nothing meanwhile, then go on as the commit mode says."""
+        """Emits Committed. Workers decode nothing meanwhile; then they continue by the commit
+        mode.
+        """
         site, now_s = self._site, self._site.time.now_s
         held = [one for one in self._workers if len(one) and not one.paused]
         for worker in held:
@@ -99,7 +103,7 @@ class SimulatedGateway:
         self._versions = command.versions
         for worker in self._workers:
             worker.swap(now_s, command.versions.policy)
-        for worker in held:  # one that is ended goes on from its tokens
+        for worker in held:  # an aborted request continues from its tokens
             self._go_on(worker, recompute=mode is not CommitMode.IN_PLACE)
         site.slots.push((), now_s)
         site.tell(events.Committed(now_s, command.versions))
@@ -129,7 +133,7 @@ class SimulatedGateway:
         site.time.after(tokens / site.fleet.prefill_tokens_s, decode)
 
     def _begin(self, command: commands.RunTasks) -> None:
-        """Sample j of task i goes to worker (i * samples + j) mod workers."""
+        """Starts a rollout: sample j of task i goes to worker (i * samples + j) mod workers."""
         site, fleet, now_s = self._site, self._site.fleet, self._site.time.now_s
         rollout = SimulatedRollout(command.epoch, now_s, fleet.step_samples)
         self._running[command.step] = rollout

@@ -1,9 +1,10 @@
-"""Counts what a drafter made of the slots that engines left idle, and what it could have made.
+"""Counts the use that a drafter made of the slots that engines left idle, and the use allowed.
 
-The rules: while another worker generates, or a learner with slots of its own is at work, the slots
-of a worker with nothing to do may train the drafter, as soon as the engine has given their memory
-back and, for the first, the drafter has moved there; nothing else is lost. This is read off a run
-without a drafter, so neither the machine nor its drafter has a part in it.
+The rules: the slots of an idle worker may train the drafter while another worker generates, or
+while a learner works on its own slots. Training begins as soon as the engine has given the memory
+back. On the first slots it begins once the drafter has moved there. No other time is lost. The
+allowed use is computed from a run without a drafter, so neither the machine nor its drafter
+influences it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def idle_slot_s(undisturbed: VirtualRun) -> float:
 
 
 def allowed_slot_s(undisturbed: VirtualRun) -> float:
-    """Slot-seconds in which the rules let the drafter train; every step is treated alone."""
+    """Slot-seconds in which the rules let the drafter train; every step counts alone."""
     fleet = undisturbed.fleet
     found = trains_s = last_s = 0.0
     for one in _idle(undisturbed):
@@ -34,17 +35,19 @@ def allowed_slot_s(undisturbed: VirtualRun) -> float:
 
 
 def harvested_slot_s(run: VirtualRun) -> float:
-    """Slot-seconds in which the drafter trained while somebody else computed."""
+    """Slot-seconds in which the drafter trained while another holder computed."""
     return sum(one.end_s - one.begin_s for one in _while_others_compute(run, SlotUse.DRAFTER))
 
 
 def _idle(run: VirtualRun) -> list[Interval]:
-    """Idle slots of workers while somebody else computes, by begin."""
+    """Idle slots of workers while another holder computes, by begin."""
     return sorted(_while_others_compute(run, SlotUse.IDLE), key=lambda one: one.begin_s)
 
 
 def _while_others_compute(run: VirtualRun, use: SlotUse) -> list[Interval]:
-    """A use of workers' slots, cut to when others generate or train a policy elsewhere."""
+    """Intervals of a use of workers' slots, cut to the times at which other slots generate or train
+    a policy.
+    """
     engine = run.settings.engine_slots
 
     def computes(one: Interval) -> bool:
@@ -72,7 +75,7 @@ def _while_others_compute(run: VirtualRun, use: SlotUse) -> list[Interval]:
 def _joined(
     intervals: Iterable[Interval], chosen: Callable[[Interval], bool]
 ) -> Sequence[tuple[float, float]]:
-    """When at least one of the chosen intervals lasts: begins and ends, in order."""
+    """Times at which at least one of the chosen intervals lasts: begins and ends, in order."""
     windows: list[tuple[float, float]] = []
     for begin_s, end_s in sorted((one.begin_s, one.end_s) for one in intervals if chosen(one)):
         if windows and begin_s <= windows[-1][1]:

@@ -1,4 +1,4 @@
-"""Gives every group of samples its response lengths, in tokens: drawn, or as a run has had them."""
+"""Gives every group of samples its response lengths, in tokens: drawn or recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEMO = Path(__file__).parent / "demo_lengths.json"
 
 
 class Lengths(Protocol):
-    """Where lengths come from: the same for the same group, whatever the schedule."""
+    """A source of lengths: the same for the same group, under any schedule."""
 
     def of_group(self, group: int, samples: int) -> tuple[int, ...]:
         """Response tokens of each sample of the run's group number `group`."""
@@ -31,7 +31,7 @@ class LogNormal:
     seed: int
 
     def of_group(self, group: int, samples: int) -> tuple[int, ...]:
-        """Drawn from the group's own stream of numbers."""
+        """Draws lengths from the group's own random stream."""
         normal = np.random.default_rng([self.seed, group]).standard_normal(samples)
         drawn = self.median * np.exp(self.sigma * normal)
         return tuple(int(one) for one in np.clip(drawn, 1, self.limit))
@@ -39,16 +39,16 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Groups as they came; after the last one from the first on."""
+    """Recorded groups in their order; after the last group, the first group follows again."""
 
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of_demo(cls) -> Recorded:
-        """The demo's."""
+        """The recorded groups of the demo."""
         return cls(tuple(map(tuple, json.loads(DEMO.read_text(encoding="utf-8")))))
 
     def of_group(self, group: int, samples: int) -> tuple[int, ...]:
-        """A recorded group; its samples again where more are asked for."""
+        """A recorded group; it repeats its samples if more are needed."""
         recorded = self.groups[group % len(self.groups)]
         return tuple(recorded[sample % len(recorded)] for sample in range(samples))

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class ByteJournal(Journal):
-    """Makes all that a journal writes, and keeps what its next snapshot packs."""
+    """Makes all bytes that a journal writes, and keeps the lines for its next snapshot."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -38,14 +38,14 @@ class ByteJournal(Journal):
         self._lines: list[bytes] = []
 
     async def append(self, *entries: JournalEntry) -> None:
-        """As the journal's, to nowhere."""
+        """Counts the bytes of the entries; writes nothing."""
         lines = [pack_entry(entry.to_json()) for entry in entries]
         self.entry_bytes += sum(map(len, lines))
         self.count += len(lines)
         self._lines += lines
 
     async def save(self, snapshot: Snapshot, finished: Sequence[StepRecord]) -> None:
-        """As the journal's; the records are the same few bytes in every run."""
+        """Counts the bytes of a snapshot; the records are the same few bytes in every run."""
         written = (pack_snapshot(snapshot), packed(self._lines))
         self.snapshot_bytes += sum(map(len, written))
         self._saved = snapshot.entries
@@ -53,13 +53,13 @@ class ByteJournal(Journal):
 
 
 class MeteredCoordinator:
-    """Decides as the machine does, by the product's transitions, and sums what that takes."""
+    """Decides as the machine does, by the product's transitions, and sums their cost."""
 
     def __init__(self, samples: int) -> None:
-        """`samples`: of a step, for the facts."""
+        """`samples`: number of a step's samples, for the facts."""
         self.journal = ByteJournal()
         self.fact_bytes = 0
-        self.steps_s: list[float] = []  # CPU seconds by finished step; what precedes the first: its
+        self.steps_s: list[float] = []  # CPU seconds by finished step
         self._now_s = 0.0  # of the step that is not finished
         self._kinds_s: dict[type[Event], list[float]] = {}
         self._transitions = Transitions(
@@ -67,8 +67,8 @@ class MeteredCoordinator:
         )
 
     def __call__(self, before: State, event: Event) -> tuple[State, tuple[Command, ...]]:
-        """A `Decide` of one run, whose states follow each other."""
-        gc.disable()  # else what is measured pays for the objects of the simulation
+        """A `Decide` of one run; its states must follow each other."""
+        gc.disable()  # otherwise the measured code pays for the objects of the simulation
         began_s = time.thread_time()
         (applied,) = _finished(self._transitions.apply(event))
         for command in applied.issued:
@@ -85,18 +85,18 @@ class MeteredCoordinator:
 
     @property
     def step_s(self) -> float:
-        """CPU seconds of a step, on the mean: what asynchronous steps begin in one they end in
-        another.
+        """Mean CPU seconds of a step. Asynchronous steps can end work that another step has
+        begun.
         """
         return fmean(self.steps_s)
 
     @property
     def events(self) -> Counter[str]:
-        """How many of each kind there were."""
+        """Number of events of each kind."""
         return Counter({kind.__name__: len(each) for kind, each in self._kinds_s.items()})
 
     def takes_s(self) -> Callable[[Event], float]:
-        """What an event takes: the middle one of its kind so far."""
+        """Function from an event to its cost: the median of its kind so far, in seconds."""
         middle_s = {kind: median(each) for kind, each in self._kinds_s.items()}
         return lambda event: middle_s.get(type(event), 0.0)
 
@@ -105,7 +105,7 @@ class MeteredCoordinator:
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine that waits for nothing returns."""
+    """Result of a coroutine that waits for nothing. Raises InternalError if it waits."""
     try:
         work.send(None)
     except StopIteration as ended:

@@ -1,8 +1,8 @@
-"""Writes demo_lengths.json from a finished run's spans:
-`python -m benchmarks.simulation.record_lengths RUN_DIRECTORY`.
+"""Writes demo_lengths.json from a finished run's spans: `python -m
+benchmarks.simulation.record_lengths RUN_DIRECTORY`.
 
-The file there is of `paceline demo --steps 24`: every group of 8 samples, in the order in which the
-rollouts began.
+The present file is from `paceline demo --steps 24`: every group of 8 samples, in the order in which
+the rollouts began.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.telemetry import names
 
 
 def groups_of(spans: Iterable[SpanRecord]) -> list[list[int]]:
-    """Response tokens of each sample of each group that a run trains, by step and begin."""
+    """Response tokens of each sample in each group that a run trains, by step and begin."""
     known = {one.span_id: one for one in spans}
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for one in sorted(known.values(), key=lambda one: one.start_ns):

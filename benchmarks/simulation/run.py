@@ -26,7 +26,7 @@ Decide = Callable[[State, Event], tuple[State, tuple[Command, ...]]]
 
 
 class VirtualRun:
-    """One run; after `run` its figures lie in the attributes."""
+    """One run; after `run` the attributes hold its figures."""
 
     def __init__(
         self,
@@ -38,17 +38,18 @@ class VirtualRun:
         time: VirtualTime | None = None,
     ) -> None:
         """`drafter_slot_s`: slot-seconds after which an activation of the drafter is done.
-        `takes_s`: what the coordinator needs for an event, one after the other, before its commands
-        are carried out; None: nothing.
+
+        `takes_s`: seconds that the coordinator needs for an event. It handles events one after the
+        other, and carries out an event's commands afterwards; None: no time.
         """
         self.fleet, self.settings = fleet, settings
         self.state = State()
         self.records = StepRecords()  # the product's own
         self.slots = SlotClock(settings.slots)
         self.events = self.refused = 0
-        self.stepping_s = (0.0, 0.0)  # from the first step's begin to the last one's end
+        self.stepping_s = (0.0, 0.0)  # from the first step's begin to the last step's end
         self._decide, self._takes_s = decide, takes_s
-        self._free_s = 0.0  # when the coordinator has done what it was told
+        self._free_s = 0.0  # when the coordinator has handled all its events
         self._site = Site(fleet, self.slots, self._tell, time or VirtualTime())
         self.gateway = SimulatedGateway(self._site, settings)
         self.learner = SimulatedLearner(self._site, self.gateway)
@@ -56,11 +57,11 @@ class VirtualRun:
 
     @property
     def wall_s(self) -> float:
-        """Virtual seconds of all."""
+        """Virtual seconds of the whole run."""
         return self._site.time.now_s
 
     def run(self) -> VirtualRun:
-        """To the end. Raises InternalError when the run ends early or stands still."""
+        """Runs to the end. Raises InternalError if the run ends early or stops making progress."""
         started = events.RunStarted(0.0, self.settings, VersionSet())
         self._site.time.after(0.0, partial(self._tell, started))
         self._site.time.run()
@@ -115,7 +116,7 @@ class VirtualRun:
             case commands.Refuse():
                 self.refused += 1
             case commands.CloseStep() | commands.AbortDrafter() | commands.FinishRun():
-                pass  # not answered
+                pass  # these commands have no answer
             case _:
                 raise InternalError("no part of a simulation", seen=command)
 

@@ -33,7 +33,9 @@ MOST_REPEATS, SLOT_REPEATS = 16, 512
 
 
 def scaled(slots: int) -> Fleet:
-    """As many GPUs as `gpus` times a number. Its costs are those of 8 but for the push."""
+    """Makes a fleet of `slots` GPUs, a multiple of `gpus`. Except for the push, it has the costs of
+    8 GPUs.
+    """
     fleet = gpus()
     return replace(
         fleet,
@@ -46,25 +48,25 @@ def scaled(slots: int) -> Fleet:
 
 
 def hosts(slots: int) -> int:
-    """That so many slots live on."""
+    """Number of hosts for this number of slots."""
     return -(-slots // HOST_GPUS)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledRun:
-    """One schedule on one fleet: without a drafter, with one that harvests, and with the seconds of
-    the coordinator that were measured in the latter.
+    """One schedule on one fleet, in three runs: without a drafter, with a harvesting drafter, and
+    with the coordinator's measured seconds of the second run.
     """
 
     plan: SchedulePlan
     none: VirtualRun
     harvest: VirtualRun
     charged: VirtualRun
-    coordinator: MeteredCoordinator  # of `harvest`, the middle one of several times
+    coordinator: MeteredCoordinator  # of `harvest`, the median of several runs
 
     @classmethod
     def of(cls, plan: SchedulePlan, steps: int, repeats: int = 1) -> ScaledRun:
-        """Runs all three, the second several times."""
+        """Makes all three runs, the second several times."""
         fleet, settings = plan.fleet, plan.settings(steps, drafter_enabled=True)
         measured: list[MeteredCoordinator] = []
         for _ in range(repeats):
@@ -76,21 +78,23 @@ class ScaledRun:
 
     @property
     def share(self) -> float:
-        """Of a core, that the coordinator takes: CPU seconds of a step over the step's seconds."""
+        """Share of a core that the coordinator takes: its CPU seconds per step over the step's
+        seconds.
+        """
         return self.coordinator.step_s / _step_s(self.harvest)
 
     @property
     def slot_share(self) -> float:
-        """The same for each slot."""
+        """Share of a core for each slot."""
         return self.share / self.plan.fleet.slots
 
     @property
     def lengthened(self) -> float:
-        """Seconds of a step with the coordinator's own over those without."""
+        """Seconds of a step with the coordinator's own time over the seconds without."""
         return _step_s(self.charged) / _step_s(self.harvest)
 
     def rows(self) -> list[Row]:
-        """What the coordinator takes and writes, and what slots are used for."""
+        """Rows of the coordinator's cost and of the use of slots."""
         return [self._coordinator_row(), self._slots_row()]
 
     def _named(self, section: str) -> dict[str, str | float | int | None]:
@@ -134,17 +138,17 @@ class ScaledRun:
 
 
 def repeats_of(slots: int) -> int:
-    """How often a run of so many slots is measured."""
+    """Number of measurements of a run with this number of slots."""
     return max(1, min(MOST_REPEATS, SLOT_REPEATS // slots))
 
 
 def plan_of(slots: int, schedule: Schedule, placement: Placement) -> SchedulePlan:
-    """A schedule with its lag on the fleet of so many slots."""
+    """A schedule with its lag on the fleet of `slots` slots."""
     return SchedulePlan(scaled(slots), placement, schedule, SCHEDULES[schedule])
 
 
 def growth_goals(least: ScaledRun, most: ScaledRun) -> list[Goal]:
-    """What the coordinator takes at the most slots over what it takes at the fewest."""
+    """Goals for the coordinator's cost at the most slots over its cost at the fewest."""
     sizes = f"{most.plan.fleet.slots:,} over {least.plan.fleet.slots:,} slots"
     where = f"{most.plan.schedule}, {most.plan.placement}, {sizes}"
     return [

@@ -21,7 +21,7 @@ from paceline.streams.journal import SlotUse
 HARVESTED, DELAYED, ACCOUNTED = 0.9, 1.01, 0.01
 LAGS = (1, 2, 4)
 WORTH = 0.01
-"""Idle share of slot-seconds below which nothing is harvested that one could judge."""
+"""Least idle share of slot-seconds from which the harvest is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class SchedulePlan:
 
     @property
     def name(self) -> str:
-        """For goals."""
+        """Name in goals."""
         lag = f" {self.lag}" if self.schedule is Schedule.FULLY_ASYNC else ""
         return f"{self.schedule}{lag}, {self.placement}, {self.fleet.name}"
 
     def settings(self, steps: int, **chosen: object) -> RunSettings:
-        """Of a run in which the drafter may have every slot of the workers."""
+        """Settings of a run in which the drafter may have every slot of the workers."""
         fleet = self.fleet
         apart = fleet.learner_slots if self.placement is Placement.DISAGGREGATED else 0
         given = {
@@ -57,7 +57,7 @@ class SchedulePlan:
         return RunSettings(**{**given, **chosen})  # type: ignore[arg-type]
 
     def run(self, steps: int, *, drafter: bool, **chosen: object) -> VirtualRun:
-        """One run."""
+        """Makes one run."""
         settings = self.settings(steps, drafter_enabled=drafter, **chosen)
         return VirtualRun(self.fleet, settings).run()
 
@@ -73,7 +73,7 @@ def plans(fleet: Fleet) -> Iterator[SchedulePlan]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Runs of a plan without a drafter and with one that harvests."""
+    """Runs of a plan without a drafter and with a harvesting drafter."""
 
     plan: SchedulePlan
     none: VirtualRun
@@ -81,12 +81,14 @@ class Pair:
 
     @property
     def idle_share(self) -> float:
-        """Of all slot-seconds, what engines leave idle while others compute."""
+        """Share of all slot-seconds that engines leave idle while other engines or a learner
+        compute.
+        """
         return idle_slot_s(self.none) / (self.none.wall_s * self.plan.fleet.slots)
 
     @property
     def of_allowed(self) -> float:
-        """Slot-seconds harvested over what the rules allow; 0 where they allow none."""
+        """Slot-seconds harvested over slot-seconds allowed; 0 if the rules allow none."""
         allowed = allowed_slot_s(self.none)
         return harvested_slot_s(self.harvest) / allowed if allowed else 0.0
 
@@ -97,7 +99,7 @@ class Pair:
 
 
 def simulated(steps: int) -> tuple[list[Row], list[Goal]]:
-    """Everything, over so many steps a run."""
+    """Makes all runs, over `steps` steps each; returns their rows and goals."""
     rows: list[Row] = []
     goals: list[Goal] = []
     for fleet in (gpus(), cores()):
@@ -115,7 +117,7 @@ def simulated(steps: int) -> tuple[list[Row], list[Goal]]:
 
 
 def goals_of(pairs: Sequence[Pair]) -> list[Goal]:
-    """What holds for every schedule and placement of a fleet, by its worst."""
+    """Goals for every schedule and placement of a fleet, judged by the worst run."""
     judged = [one for one in pairs if one.idle_share >= WORTH]
     goals: list[Goal] = []
     if judged:
@@ -135,7 +137,9 @@ def goals_of(pairs: Sequence[Pair]) -> list[Goal]:
 
 
 def accounted(pairs: Sequence[Pair]) -> list[Goal]:
-    """The coordinator's own account of slots beside the simulation's clock, by the worst run."""
+    """Goals that compare the coordinator's own account of slots with the simulation's clock, by the
+    worst run.
+    """
 
     def off(pair: Pair) -> tuple[float, float]:
         run = pair.harvest
@@ -182,7 +186,9 @@ def _harvest_row(pair: Pair) -> Row:
 
 
 def _serial_row(pair: Pair, steps: int) -> Row:
-    """The first plan's drafter in series with the policy, for as many slot-seconds."""
+    """The row of the first plan with the drafter in series with the policy, for as many
+    slot-seconds.
+    """
     given = harvested_slot_s(pair.harvest) / steps
     alone = pair.plan.settings(steps, serial_drafter=True)
     run = VirtualRun(pair.plan.fleet, alone, drafter_slot_s=given).run()

@@ -1,4 +1,6 @@
-"""Holds what simulated services share: virtual time, the slots' clock, the way to the machine."""
+"""Holds the shared parts of simulated services: virtual time, the slots' clock, the way to the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,22 @@ from paceline.services.coordinator.machine.events import Event
 
 
 class VirtualTime:
-    """Does things at their time, those of the same instant in the order in which they were asked
-    for, or in that of other numbers.
+    """Runs actions at their virtual times. At the same instant, they run in the order of their
+    requests, or by the numbers of `order`.
     """
 
     def __init__(self, order: Iterator[float] | None = None) -> None:
-        """`order`: of what is asked for, each number once."""
+        """`order`: an iterator with one unique number per request."""
         self.now_s = 0.0
         self._order: Iterator[float] = count() if order is None else order
         self._due: list[tuple[float, float, Callable[[], None]]] = []
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Does it that much later."""
+        """Runs an action `seconds` later."""
         heapq.heappush(self._due, (self.now_s + seconds, next(self._order), action))
 
     def run(self) -> None:
-        """Goes on until nothing is due."""
+        """Runs all due actions, until none is left."""
         while self._due:
             self.now_s, _, action = heapq.heappop(self._due)
             action()
@@ -36,9 +38,9 @@ class VirtualTime:
 
 @dataclass(slots=True)
 class Site:
-    """One simulated run's surroundings."""
+    """The surroundings of one simulated run."""
 
     fleet: Fleet
     slots: SlotClock
-    tell: Callable[[Event], None]  # an event, to the machine, now
+    tell: Callable[[Event], None]  # sends an event to the machine, now
     time: VirtualTime

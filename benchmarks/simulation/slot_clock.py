@@ -1,4 +1,4 @@
-"""Notes what every slot of a simulation did and when; shares nothing with the coordinator's own
+"""Records the use of every slot of a simulation over time; independent of the coordinator's own
 account.
 """
 
@@ -19,7 +19,7 @@ class Interval(NamedTuple):
     end_s: float
 
     def within(self, begin_s: float, end_s: float) -> float:
-        """Seconds of it in a window."""
+        """Seconds of the interval within a window."""
         return max(0.0, min(self.end_s, end_s) - max(self.begin_s, begin_s))
 
 
@@ -29,25 +29,25 @@ class SlotClock:
     def __init__(self, slots: int) -> None:
         self._uses = [SlotUse.IDLE] * slots
         self._pushed: frozenset[int] = frozenset()
-        self._now = [(SlotUse.IDLE, 0.0)] * slots  # as counted, and since when
+        self._now = [(SlotUse.IDLE, 0.0)] * slots  # counted use, and its begin
         self.intervals: list[Interval] = []
 
     def set(self, slots: Iterable[int], use: SlotUse, at_s: float) -> None:
-        """The slots do something else from now on."""
+        """Begins another use of the slots."""
         for slot in slots:
             self._uses[slot] = use
             self._note(slot, at_s)
 
     def push(self, slots: Iterable[int], at_s: float) -> None:
-        """The policy's numbers leave these slots, as long as nothing else is done there; no slots:
-        they have arrived.
+        """Marks slots that push policy weights while they are otherwise idle; no slots: the push
+        has ended.
         """
         touched, self._pushed = self._pushed, frozenset(slots)
         for slot in sorted(touched | self._pushed):
             self._note(slot, at_s)
 
     def close(self, at_s: float) -> None:
-        """Ends what still lasts."""
+        """Ends all open intervals."""
         for slot, (use, since_s) in enumerate(self._now):
             self.intervals.append(Interval(slot, use, since_s, at_s))
 

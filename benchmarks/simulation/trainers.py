@@ -1,4 +1,4 @@
-"""Answers for the two trainers: when a policy step or an activation of the drafter gets on."""
+"""Simulates both trainers: the progress of a policy step and of an activation of the drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SimulatedLearner:
     def __init__(self, site: Site, gateway: SimulatedGateway) -> None:
         self._site, self._gateway = site, gateway
         self.tokens = 0  # trained
-        self.lags: dict[int, int] = {}  # versions between a token's and the trained one -> tokens
+        self.lags: dict[int, int] = {}  # by versions behind -> tokens
 
     def train(self, command: commands.TrainPolicy) -> None:
         """Emits WorkersReleased, PolicyStepped and PolicyPrepared."""
@@ -59,7 +59,7 @@ class SimulatedLearner:
 
 @dataclass(slots=True)
 class SimulatedActivation:
-    """A lease as the drafter trainer sees it."""
+    """A lease from the drafter trainer's view."""
 
     epoch: int
     slots: Sequence[int]
@@ -67,17 +67,17 @@ class SimulatedActivation:
 
 
 class SimulatedDrafter:
-    """The drafter trainer: an activation has rows for so many slot-seconds."""
+    """The drafter trainer; an activation has rows for a number of slot-seconds."""
 
     def __init__(self, site: Site, gateway: SimulatedGateway, enough_slot_s: float) -> None:
         self._site, self._gateway, self._enough_slot_s = site, gateway, enough_slot_s
         self._now: SimulatedActivation | None = None
         self._version = 0  # of the newest drafter
-        self.left_s = 0.0  # from all demands for its slots to its leaving them
+        self.left_s = 0.0  # seconds between demands for its slots and its departure
 
     def activate(self, command: commands.ActivateDrafter) -> None:
-        """Emits WorkersReleased, DrafterActivated, GatePromoted after a while, and Detached when it
-        has seen all its rows.
+        """Emits WorkersReleased, DrafterActivated, GatePromoted after a while, and Detached after
+        all its rows.
         """
         site = self._site
         one = self._now = SimulatedActivation(command.epoch, command.slots)
@@ -85,7 +85,7 @@ class SimulatedDrafter:
         self._gateway.release(one.slots, lambda: self._released(one))
 
     def join(self, command: commands.JoinDrafter) -> None:
-        """Emits WorkersReleased and, when it trains on all slots of the lease, DrafterJoined."""
+        """Emits WorkersReleased and, once it trains on all slots of the lease, DrafterJoined."""
         site, one = self._site, self._now
         if one is not None and one.epoch == command.epoch:
             one.slots = command.slots
@@ -93,7 +93,7 @@ class SimulatedDrafter:
             self._gateway.release(command.joining, lambda: self._meet(one))
 
     def preempt(self, command: commands.PreemptDrafter) -> None:
-        """Emits Preempted when the running micro-batch is over and the slots are empty."""
+        """Emits Preempted once the running micro-batch is over and the slots are empty."""
         site, one = self._site, self._now
         if one is None or one.epoch != command.epoch:
             return
@@ -124,7 +124,7 @@ class SimulatedDrafter:
                 site.time.after(enough_s, lambda: self._done(one))
 
     def _meet(self, one: SimulatedActivation) -> None:
-        """Old and new ranks between two micro-batches."""
+        """Lets old and new ranks meet between two micro-batches."""
         site = self._site
         site.tell(events.WorkersReleased(site.time.now_s, one.epoch, Holder.DRAFTER))
 
@@ -160,7 +160,7 @@ class SimulatedDrafter:
             self._leave(one, lambda at_s: events.Detached(at_s, one.epoch, "epochs"))
 
     def _leave(self, one: SimulatedActivation, event_at: Callable[[float], events.Event]) -> None:
-        """Off its slots, if it was on them; then the event."""
+        """Leaves the slots, if the drafter trained there; then emits the event."""
         site = self._site
         site.slots.set(one.slots, SlotUse.TRANSFERRING, site.time.now_s)
 

@@ -1,4 +1,6 @@
-"""What a delta costs in memory, by the share of changed weights and by the size of the model."""
+"""Measures the cost of a delta in memory, by the share of changed weights and by the size of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ REPEATS = 7
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """CPU seconds of all threads of one call: they stay the same on a machine that others use."""
+    """CPU seconds of all threads in one call; other load on the machine does not change them."""
     started_s = time.process_time()
     work()
     return time.process_time() - started_s
@@ -33,7 +35,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def by_share(old: list[NamedTensor]) -> list[Row]:
-    """What a delta costs by the share of weights that have moved by a unit."""
+    """Rows with the cost of a delta by the share of weights that have moved by a unit."""
     rows: list[Row] = []
     total = sum(len(one.view) for one in old)
     for share in SHARES:
@@ -60,8 +62,8 @@ def by_share(old: list[NamedTensor]) -> list[Row]:
 
 
 def by_size(millions: float) -> tuple[list[Row], Goal]:
-    """What a fixed number of changed weights costs above the scan, which finds a hundredth of them,
-    in a quarter and in all of so many million weights.
+    """Measures the cost of FEW changed weights above the scan, in a quarter and in all of
+    `millions` million weights. The scan's own delta has a hundredth of the changes.
     """
     rows: list[Row] = []
     above = []

@@ -1,5 +1,7 @@
-"""What an update takes in an engine, under each profile: read, rounded and staged while the former
-version serves, then copied into the storages that serve.
+"""Measures an update in an engine, under each profile.
+
+The update is read, rounded and staged while the former version serves. It is then copied into the
+storages that serve.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from paceline.models.in_place import ServedModel, StagedWeights, serve_staged, s
 from paceline.models.profiles import ROUNDED
 
 WIDTHS = ((4096, 11008), (1024, 2752), (256, 688))
-"""Hidden and inner sizes of models, of which a layer has 202, 12.6 and 0.8 million weights."""
+"""Hidden and inner sizes of models; their layers have 202, 12.6 and 0.8 million weights."""
 VOCABULARY, POSITIONS = 512, 64
 
 
 def shape_of(millions: float) -> dict[str, int]:
-    """Of a Llama of about so many weights, as wide as a whole layer allows."""
+    """Sizes of a Llama of about `millions` million weights, as wide as a whole layer allows."""
     for hidden, inner in WIDTHS:
         layers = round(millions * 1e6 / (4 * hidden * hidden + 3 * hidden * inner))
         if layers:
@@ -41,7 +43,7 @@ def shape_of(millions: float) -> dict[str, int]:
 
 
 def served_in_place(millions: float, repeats: int) -> list[Row]:
-    """A row for each profile that can be computed here, of a model in bf16."""
+    """Makes a row for each profile that this machine can compute, of a model in bf16."""
     rows: list[Row] = []
     profiles = [one for one in ROUNDED if find_spec("torchao") or "int8" not in one]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:

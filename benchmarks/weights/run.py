@@ -1,12 +1,11 @@
 """Measures full pushes and deltas of weights beside a copy in memory and a raw TCP copy of the same
-bytes, from 2 million weights to two layers of a 7B model, and what an engine then takes to serve
-them, under each profile.
+bytes. Sizes are from 2 million weights to two layers of a 7B model. It also measures the update of
+an engine under each profile.
 
-Updates are those of AdamW at the learning rates of RL, over white gradients, with moments as they
-are after many steps. The receiver is a process of its own with a spool on the disk of temporary
-files. Runs interleave, and each ratio is of neighbours in time. "In
-memory" ends when the content is checked in the receiver's memory; `wire` is Prepare and the stream
-alone.
+Updates are AdamW's at the learning rates of RL, over white gradients, with moments as after many
+steps. The receiver is a separate process with a spool on the disk of temporary files. Runs
+interleave, and each ratio compares neighbours in time. "In memory" ends when the content is checked
+in the receiver's memory; `wire` is Prepare and the stream alone.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All sizes, then costs by share and by size; the goals are those of the largest size."""
+    """Measures all sizes, then costs by share and by size; the goals are the largest size's."""
     set_malloc_thresholds()
     if options.quick:
         options.millions, options.repeats = "1", 2
@@ -118,7 +117,9 @@ class Pushes:
         self._version = 0
 
     async def run(self, measured: WeightRuns) -> None:
-        """A full push, a delta to it, and one whose values have all changed, which goes whole."""
+        """Pushes a full version, a delta to it, and a version with all values changed, which is
+        sent whole.
+        """
         sender = WeightSender()
         for name, tensors in self._turns.items():
             await self._push(name, sender, tensors, measured)
@@ -152,12 +153,12 @@ class Pushes:
 def _in_memory(
     old: list[NamedTensor], new: list[NamedTensor], encoded: EncodedDelta, measured: WeightRuns
 ) -> None:
-    """A copy of all weights by one thread, encoding, a copy with the delta applied to it, its
-    checksums.
+    """Times a copy of all weights by one thread, the encoding, a copy with the delta applied, and
+    its checksums.
     """
     manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, new)
     content = np.zeros(manifest.total_bytes, dtype=np.uint8)
-    content.fill(1)  # its pages are there
+    content.fill(1)  # touches its pages
     into = views(manifest, content.data)
     pairs = [
         (np.frombuffer(one.view, np.uint8), np.frombuffer(copied.view, np.uint8))

@@ -1,4 +1,4 @@
-"""Rows and goals of what was measured."""
+"""Makes the rows and goals of the measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAW, RAW_DELTA = "raw TCP, all", "raw TCP, the delta's bytes"
 
 @dataclass(slots=True)
 class WeightRuns:
-    """Of each repeat: seconds in memory, and of each transfer what it has cost."""
+    """Seconds in memory and costs of each transfer, by repeat."""
 
     copy: list[float] = field(default_factory=list)
     encode: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ def wire_s(report: PushReport) -> float:
 
 
 def rows_of(size: str, encoded: EncodedDelta, measured: WeightRuns) -> list[Row]:
-    """Tables of one size."""
+    """Makes the rows of one size."""
     total, sent = 2 * encoded.elements, len(encoded.stream)
     changed: Row = {
         "section": "changed",
@@ -57,7 +57,7 @@ def rows_of(size: str, encoded: EncodedDelta, measured: WeightRuns) -> list[Row]
 
 
 def goals_of(encoded: EncodedDelta, measured: WeightRuns) -> list[Goal]:
-    """Of the largest size."""
+    """Makes the goals of the largest size."""
     share = len(encoded.stream) / (2 * encoded.elements)
     raw = [one.wall_s for one in measured.costs[RAW]]
     full = paired_ratio(raw, [one.wall_s for one in measured.costs[FULL]])
@@ -88,7 +88,7 @@ def goals_of(encoded: EncodedDelta, measured: WeightRuns) -> list[Goal]:
 
 
 def _faster(measured: WeightRuns, span: str, than_full: str = DELTA) -> Ratio:
-    """How many times as fast as a full push."""
+    """Speed relative to a full push."""
     of = {"wire": wire_s, "transfer": lambda one: one.transfer_s, "push": lambda one: one.push_s}
     sides = [[of[span](one) for one in measured.pushes[name]] for name in (FULL, than_full)]
     return paired_ratio(*sides)

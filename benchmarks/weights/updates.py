@@ -13,13 +13,13 @@ LAYER = (*[(HIDDEN, HIDDEN)] * 4, *[(INNER, HIDDEN)] * 2, (HIDDEN, INNER), (HIDD
 INITIAL_STD = 0.02
 BETA_1, BETA_2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01
 NOISE_STD = ((1 - BETA_1) / (1 + BETA_1)) ** 0.5
-"""Of the first moment of white gradients of variance 1, after many steps."""
+"""Standard deviation of the first moment of white gradients of variance 1, after many steps."""
 
 Floats = npt.NDArray[np.float32]
 
 
 def stepped(count: int, lr: float) -> tuple[list[NamedTensor], list[NamedTensor]]:
-    """About so many weights at 7B shapes as bf16, before and after a step of AdamW with white
+    """About `count` weights at 7B shapes as bf16, before and after a step of AdamW with white
     gradients.
     """
     rng = np.random.default_rng(0)
@@ -35,8 +35,10 @@ def stepped(count: int, lr: float) -> tuple[list[NamedTensor], list[NamedTensor]
 
 
 def late_step(weight: Floats, gradient: Floats, first: Floats, lr: float) -> None:
-    """AdamW's step of float32 weights (Loshchilov and Hutter 2019, algorithm 2), so late that the
-    corrections of its moments are 1, with second moments of 1. Changes weight and first moment.
+    """AdamW's step of float32 weights (Loshchilov and Hutter 2019, algorithm 2), with second
+    moments of 1.
+
+    The step is so late that the corrections of its moments are 1. Changes weight and first moment.
     """
     first *= np.float32(BETA_1)
     first += np.float32(1 - BETA_1) * gradient
@@ -47,7 +49,7 @@ def late_step(weight: Floats, gradient: Floats, first: Floats, lr: float) -> Non
 
 
 def moved(tensor: NamedTensor, share: float) -> npt.NDArray[np.uint16]:
-    """The bits of a tensor of which about such a share, evenly spread, is one unit further."""
+    """The bits of a tensor with about `share` of its values, evenly spread, moved by one unit."""
     words = np.frombuffer(tensor.view, np.uint16).copy()
     rng = np.random.default_rng(len(words))
     at = rng.integers(0, len(words), int(share * len(words)))
@@ -56,12 +58,12 @@ def moved(tensor: NamedTensor, share: float) -> npt.NDArray[np.uint16]:
 
 
 def all_moved(tensor: NamedTensor) -> npt.NDArray[np.uint16]:
-    """Every value one unit further, as finite as before."""
+    """The bits of a tensor with every value moved by one unit, as finite as before."""
     return (np.frombuffer(tensor.view, np.uint16) ^ np.uint16(1)).reshape(tensor.shape)
 
 
 def _shapes(count: int) -> list[tuple[int, ...]]:
-    """Layers, of whose last tensor the first rows."""
+    """Shapes of layers; the last tensor has only its first rows."""
     shapes: list[tuple[int, ...]] = []
     while count > 0:
         shape = LAYER[len(shapes) % len(LAYER)]
@@ -72,7 +74,7 @@ def _shapes(count: int) -> list[tuple[int, ...]]:
 
 
 def _bf16(number: int, weight: Floats) -> NamedTensor:
-    """Rounded to the nearest, ties to even."""
+    """Rounds to the nearest bfloat16, ties to even."""
     bits = weight.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
     return from_numpy(f"layers.{number}.weight", rounded.astype(np.uint16), "BF16")
