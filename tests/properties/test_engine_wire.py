@@ -1,4 +1,4 @@
-"""Every field of what crosses the socket between gateway and worker, there and back."""
+"""Every field of a message between gateway and worker survives the socket unchanged."""
 
 from __future__ import annotations
 

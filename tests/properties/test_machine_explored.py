@@ -122,7 +122,7 @@ ANSWERED = (
 
 
 def check_state(state: State) -> None:
-    """What holds at any time."""
+    """Check the invariants of every state."""
     one_holder_a_slot(state)
     lag_is_bounded(state)
     training_starts_when_the_rules_allow(state)
@@ -130,7 +130,7 @@ def check_state(state: State) -> None:
 
 
 def check_change(before: State, after: State) -> None:
-    """What holds of what an event does."""
+    """Check the invariants of a transition."""
     numbers_only_grow(before, after)
     a_trajectory_has_one_version(before, after)
     a_set_is_tried_on_a_slot_of_nobody(before, after)
@@ -168,7 +168,7 @@ def numbers_only_grow(before: State, after: State) -> None:
 
 
 def duplicates_change_nothing(world: World, move: Move, after: World) -> None:
-    """The event itself a second time, and what its call still had to say."""
+    """A repeated event and late messages of its ended calls change nothing."""
     repeated = [] if isinstance(move.event, events.Resumed) else [move.event]
     ended = [one for one in world.calls if one not in move.calls]
     if not isinstance(move.event, events.Resumed | events.ServiceLost):
@@ -196,7 +196,9 @@ def lag_is_bounded(state: State) -> None:
 
 
 def a_trajectory_has_one_version(before: State, after: State) -> None:
-    """A set is committed among rollouts in one schedule alone, and after them in the others."""
+    """Only the fully asynchronous schedule commits a set during rollouts; other schedules commit
+    after.
+    """
     if after.settings.schedule is Schedule.FULLY_ASYNC:
         return
     if after.committing is not None and before.committing is None:

@@ -1,4 +1,4 @@
-"""Events that wait are decided, written and told together, as if one by one."""
+"""Waiting events are decided, written and published together, with the result of one by one."""
 
 from __future__ import annotations
 

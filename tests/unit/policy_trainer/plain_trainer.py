@@ -1,5 +1,5 @@
-"""A trainer without packing, ranks or chunks: float64, one sequence a forward, every formula written
-out. What the learner is compared with.
+"""A reference trainer without packing, ranks or chunks: float64, one sequence a forward, every
+formula written out. Tests compare the learner with it.
 """
 
 from __future__ import annotations

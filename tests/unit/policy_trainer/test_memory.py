@@ -1,6 +1,6 @@
-"""What the policy trainer holds on its device: `offload` and `reshard_after_forward` free bytes.
+"""The policy trainer's device memory: `offload` and `reshard_after_forward` free bytes.
 
-Each test fails where the setting has no effect.
+Each test fails if the setting has no effect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_a_trainer_with_offload_holds_no_weight_and_no_moment_between_steps(
         assert rank["kept in step 1"] == rank["kept in step 2"] == rank["kept"]
         for moment in ("at the start", "after step 1", "after step 2"):
             assert rank[f"kept {moment}"] == 0, moment
-        # The copies on the CPU take the place of what has left: no gradient, nothing gathered.
+        # The CPU copies replace the tensors that left: no gradient, nothing gathered.
         assert rank["live after step 1"] < rank["live"] + COUNTERS
         assert rank["live after step 2"] < rank["live"] + COUNTERS
 

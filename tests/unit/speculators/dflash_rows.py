@@ -18,7 +18,7 @@ BLOCK, MASK, GAMMA = 5, 11, 3.0
 
 
 def rough_net(target: ModelConfig = TARGET, seed: int = 5, **options: object) -> DflashNet:
-    """A net whose every weight matters, bound to a random target."""
+    """A net in which every weight matters, bound to a random target."""
     generator = torch.Generator().manual_seed(seed)
     given = {"block_size": BLOCK, "mask_token_id": MASK, "gamma": GAMMA, "layers": 2, **options}
     net = DflashNet.fresh(target, DflashOptions.model_validate(given), 3)

@@ -272,7 +272,7 @@ def test_damaged_parts_are_listed_while_another_thread_checks_parts(tmp_path: Pa
 
     def check_parts() -> None:
         while not over.is_set():
-            for number in range(1, 20):  # 3 and later ones are not named by a set
+            for number in range(1, 20):  # no set names version 3 or later
                 with suppress(DataLoss):
                     spool.check(P, number)
             spool._damaged.clear()

@@ -1,5 +1,5 @@
-"""Acceptance length is what counting gives; noise is that of whole groups of siblings; nothing is promoted
-inside it.
+"""Acceptance length equals a direct count. Noise is measured over whole groups of siblings; a gain
+within the noise promotes nothing.
 """
 
 from __future__ import annotations

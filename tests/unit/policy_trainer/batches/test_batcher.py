@@ -1,4 +1,4 @@
-"""Groups out of a memory stream: what a step trains, what it drops and why, what it leaves."""
+"""Batches from a memory stream: groups that a step trains, drops (and why), or leaves."""
 
 from __future__ import annotations
 

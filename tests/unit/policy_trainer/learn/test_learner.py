@@ -81,7 +81,7 @@ def learner(model: Path, mesh: DeviceMesh, **settings: object) -> Learner:
 
 
 def trainer(one: Learner, model: Path, run: Path) -> PolicyTrainer:
-    """Without what only rank 0 does: no Redis, no pushes."""
+    """Return a trainer without the duties of rank 0: no Redis, no pushes."""
     config = PolicyTrainerConfig(model=str(model), run=RunConfig(dir=str(run)))
     return PolicyTrainer(config, one, None)
 

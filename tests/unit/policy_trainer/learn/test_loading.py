@@ -1,4 +1,4 @@
-"""The start policy as it is read, and what attention it is run with."""
+"""Reading the start policy, and the attention that it runs with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every kind of bandit: legal choices, groups apart, forgetting, bounded regret, the
+"""Properties of every bandit: legal choices, separate groups, forgetting, bounded regret, the
 watchdog.
 """
 
@@ -36,7 +36,7 @@ POOR_A = {"a": 0.05, "b": 0.4}
 RATES = {"off": 0.3, "a:7_1_8": 0.9, "b:7_1_8": 0.5, "a:3_1_4": 0.3, "b:3_1_4": 0.4}
 """Tokens per second and row at CHANCES, on average over rounds; no round gives more than 1.06."""
 BETTER_A = AcceptanceShift(1, (0.05,) * 7, (0.9,) * 7)
-"""What a trainer says of an `a` that has become from POOR_A what it is at CHANCES."""
+"""A trainer's report that `a` has improved from POOR_A to its rates in CHANCES."""
 KINDS = tuple(BANDITS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -192,8 +192,8 @@ def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best(ki
 def test_a_drafter_that_is_said_to_accept_more_is_taken_without_a_trial_of_its_other_arms(
     kind: str,
 ) -> None:
-    """What was learned of `a` in 1,000 rounds is worth 64 at most: what its trainer says,
-    nine tenths accepted and not one twentieth, then makes it the best arm.
+    """1,000 rounds of `a` are worth 64 at most. A report of 0.9 accepted instead of 0.05 then makes
+    `a` the best arm.
     """
     bandit = make(kind, window=1000, epsilon=0.0)
     play(bandit, 1000, POOR_A)

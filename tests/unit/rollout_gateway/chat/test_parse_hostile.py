@@ -18,7 +18,7 @@ FORMATS = list(TOOL_FORMATS)
 LONGEST = max(len(text) for make in TOOL_FORMATS.values() for text in make("").special_tokens)
 CALL = '{"name": "f", "arguments": '
 
-ENDLESS = {  # a beginning, and what follows it again and again
+ENDLESS = {  # a beginning, and the text repeated after it
     "angle brackets": ("", "<"),
     "square brackets": ("", "["),
     "braces": ("", "{"),

@@ -1,4 +1,4 @@
-"""Arguments that stand as text between tags are read as the JSON that the tool's schema asks for."""
+"""Arguments written as text between tags are read as the JSON that the tool's schema requires."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_a_template_wrote_is_read_back_with_its_types_however_it_is_cut(
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
-        ({}, "42", 42),  # nothing says otherwise
+        ({}, "42", 42),  # no schema contradicts
         ({}, "four", "four"),
         ({}, "{'a': 1}", "{'a': 1}"),
         ({"type": "integer"}, "4.0", 4.0),

@@ -27,7 +27,7 @@ TOKENIZER = Path(__file__).parents[4] / "examples" / "demo" / "policy_start" / "
 EOS = 1
 LIMIT = 400
 """Tokens of a walk at most."""
-STYLES = {  # format -> pieces of templates that tell how it is spelled
+STYLES = {  # format -> pieces of templates that decide its spelling
     "mistral": ["", "[TOOL_CALLS] [", "[TOOL_CALLS]x[ARGS]"],
     "glm45": ["", "</arg_key><arg_value>"],
     "deepseek_v3": ["", "```json"],
@@ -60,7 +60,7 @@ TOOLS = {"get_weather": WEATHER, "look": LOOK, "now": NOW}
 
 @dataclass
 class Model:
-    """A tokenizer, and a model that says anything it may."""
+    """A tokenizer, and a model that generates any allowed token."""
 
     chosen: ToolFormat
     marked: bool  # markers are tokens of their own, every other one special

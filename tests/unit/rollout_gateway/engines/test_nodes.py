@@ -295,7 +295,7 @@ def test_only_drafts_whose_parents_were_drawn_teach() -> None:
     for _ in range(200):
         # the root, then its second child
         budget.learn("eagle", zip(row_drafts(drafts), [{0, 3}], strict=True))
-    # Node 0 never, node 2 always drawn; node 1 hangs under node 0, so that nothing is known of it.
+    # Node 0 is never drawn, node 2 always; node 1 is a child of node 0, so it has no data.
     assert [budget._calibrations["eagle"].chance(share) < 0.05 for share in (0.85, 0.45)] == [
         True,
         False,

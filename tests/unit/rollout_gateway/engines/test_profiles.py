@@ -1,5 +1,5 @@
-"""The embedded engine under every profile: what it says, by which numbers, and what an update that
-is interrupted leaves behind.
+"""The embedded engine under every profile: its output, its arithmetic, and its state after an
+interrupted update.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_twenty_commits_keep_every_address_and_say_what_a_fresh_engine_says(
 
 
 class Interrupted(Exception):
-    """What a test puts between two tensors."""
+    """Raised between two tensors of an update."""
 
 
 @pytest.fixture

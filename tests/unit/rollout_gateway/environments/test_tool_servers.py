@@ -87,10 +87,10 @@ class Shop:
         self._opened: list[Toolbox] = []
 
     async def begin(self, *token: str) -> None:
-        """Serve over HTTP, at the same place each time, whoever has the token."""
+        """Serve over HTTP at the same address each time; a `token` restricts the clients."""
         if self.transport == "streams":
             return
-        await self.end()  # one that is about to end would still listen
+        await self.end()  # an ending server would still listen
         command = (sys.executable, str(self._file), str(self.port), *token)
         self.process = await asyncio.create_subprocess_exec(
             *command, stdout=DEVNULL, stderr=DEVNULL
@@ -163,7 +163,7 @@ async def far(place: Callable[[str], Shop]) -> Shop:
 
 
 async def asks(environment: ToolUse, *wished: tuple[str, str]) -> list[str]:
-    """What a model that calls these tools is told; its sample has not failed."""
+    """Return the tool answers that a model with these calls receives; its sample has not failed."""
     episode = await environment.run(task(), Script(calls(*wished), says("done")))
     assert episode.finish == "stop"
     return answers(episode)

@@ -186,7 +186,7 @@ def test_a_token_or_state_changes_no_earlier_prediction_and_no_neighbour() -> No
     states[at] += 1.0
     of_state = changed(net, row, replace(row, states=states))
     for step in range(STEPS):
-        # Rows whose chain leaves the document mean nothing, but must not touch others either.
+        # Rows with a chain that leaves the document mean nothing, but must not affect other rows.
         reads_token = {t for t in range(first, last + 1) if t + step >= at}
         reads_state = set(range(at, last + 1))
         inside = set(range(first, last + 1 - step))

@@ -1,7 +1,9 @@
-"""The published LSTM speculator, written from its method alone: what its loader declares for a
-config.json, and what it computes, in float64 and on one position.
+"""The published LSTM speculator, written from its method alone.
 
-Widths that it cannot compute end in torch's RuntimeError.
+The module holds its loader's tensors for a config.json, and its computation in float64 on one
+position.
+
+Widths that it cannot compute raise torch's RuntimeError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LSTM drafters compute what the published method does, and keep its names."""
+"""LSTM drafters compute the published method and keep its names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def rough_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """A checkpoint whose every weight matters, as the loader declares it."""
+    """A checkpoint in which every weight matters, as the loader declares it."""
     generator = torch.Generator().manual_seed(5)
     return {
         name: torch.randn(shape, generator=generator)

@@ -1,5 +1,5 @@
-"""Fields beyond those of a body: refused by name, told, or at values that ask for what happens
-anyway.
+"""Fields beyond a body's schema: rejected by name, reported, or accepted at values that change
+nothing.
 """
 
 from __future__ import annotations

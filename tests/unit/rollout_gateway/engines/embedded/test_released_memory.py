@@ -1,6 +1,7 @@
-"""The embedded engine frees what it says it releases: bytes of the process and of its tensors.
+"""The embedded engine frees the bytes that it reports as released: bytes of the process and of its
+tensors.
 
-Each test fails for an engine that returns the bytes of a part and keeps the part.
+Each test fails for an engine that reports the bytes of a part and keeps the part.
 """
 
 from __future__ import annotations
