@@ -47,7 +47,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a type, whatever it is built of."""
+    """Draw values of a type, including nested types."""
     if hint in PLAIN:
         return PLAIN[hint]
     arguments = get_args(hint)

@@ -1,4 +1,4 @@
-"""Whatever happens and in whatever order: one holder a slot, epochs that only grow, and a run that
+"""The machine under any events in any order: one holder a slot, growing epochs, and a run that
 ends.
 """
 

@@ -1,4 +1,6 @@
-"""Every run of three workers and two steps, with every order of events and up to so many faults."""
+"""Every run of three workers and two steps, with every order of events and a bounded number of
+faults.
+"""
 
 from __future__ import annotations
 
@@ -104,14 +106,14 @@ DEEPER = {
         0,
     ),
 }
-"""As SETTINGS, for minutes."""
+"""Like SETTINGS, for runs of minutes."""
 PAUSED = {
     "sync, with probes": (replace(PROBED, workers=2), 0),
     "sync, serial drafter": (replace(SERIAL, workers=2), 0),
     "one_step_off, disaggregated": (replace(APART, **ONE_OFF, workers=1), 0),
     "fully_async, colocated": (replace(THREE, **ASYNC, workers=1), 0),
 }
-"""As SETTINGS, of runs that an operator pauses."""
+"""Like SETTINGS, for runs that an operator pauses."""
 FEWEST_STATES = 30_000
 ANSWERED = (
     commands.RunTasks,
@@ -259,7 +261,7 @@ def training_starts_when_the_rules_allow(state: State) -> None:
 
 
 def groups_are_drawn_again_within_bounds(state: State) -> None:
-    """Nothing is trained that is to be drawn again, and no place is empty at the end."""
+    """No group is trained that must be drawn again, and no place is empty at the end."""
     everything = (1 << state.settings.groups_per_step) - 1
     for draw in state.rollouts.draws:
         assert draw.round <= state.settings.dynamic_sampling_rounds
@@ -273,7 +275,7 @@ CHECKS = Checks(check_state, check_change, duplicates_change_nothing)
 
 
 def leads_on(explored: Explored) -> None:
-    """From every world the run can end, without another fault, and every lease with it."""
+    """From every world the run can end without another fault, and every lease can end."""
     ending = explored.lead_to(lambda state: state.phase is Phase.FINISHED)
     stuck = [world for i, world in enumerate(explored.worlds) if i not in ending]
     assert not stuck, stuck[0]

@@ -41,8 +41,8 @@ def at(table: Tensor, contexts: Tensor) -> Tensor:
 
 
 def probabilities(table: Tensor) -> Tensor:
-    """Of all sequences, float64 [256], from the next-token probabilities [128, V] of every
-    context.
+    """Return the probability of every sequence, float64 [256], from the next-token probabilities
+    [128, V] of every context.
     """
     total = torch.ones(1, dtype=torch.float64)
     for length in range(LENGTH):
@@ -57,7 +57,7 @@ EXACT = probabilities(TARGET.double().softmax(-1))
 def settings(
     seeds: Tensor, nodes: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> DrawParams:
-    """Of `nodes` draws of each sequence."""
+    """Return the parameters of `nodes` draws of each sequence."""
     rows = len(seeds) * nodes
     return DrawParams(
         seeds.repeat_interleave(nodes),
@@ -238,7 +238,7 @@ def sampled_chain_law(bias: float) -> Tensor:
 
 
 def same_draw_chain_law(bias: float) -> Tensor:
-    """Of the same-draw chain that takes the draft whatever was drawn, with probability `bias`."""
+    """Return the law of the same-draw chain that takes any draft with extra probability `bias`."""
     p = TARGET.double().softmax(-1)
     draft = torch.nn.functional.one_hot(DRAFTER.argmax(-1), VOCAB).double()
     biased = (1 - bias) * p + bias * draft
@@ -261,7 +261,7 @@ def drop_unlikely(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor
 
 
 def accept_likely(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts whatever the target gives at least 0.5: a q of 0 wins every coin."""
+    """Accept every draft with a target of at least 0.5: a q of 0 wins every coin."""
     return drafts, probs.masked_fill(target >= 0.5, 0.0)
 
 

@@ -16,7 +16,7 @@ from paceline.plugins import import_object
 PLAYED = {"README.md", "agents.md", "tutorial.md"}
 """Pages with blocks that follow from each other; tests/integration/test_pages.py plays them."""
 MADE = {"machine": "a drawing in a docstring", "cli": "usage lines"}
-"""Pages of .ci/docs with indented blocks that nobody runs, by their names without .md."""
+"""Pages of .ci/docs with indented blocks that no test runs, by their names without .md."""
 NO_CODE = ("text", "mermaid")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 

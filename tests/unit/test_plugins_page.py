@@ -42,7 +42,7 @@ EXAMPLE = re.compile(
 
 @pytest.fixture
 def examples(tmp_path: Path) -> dict[str, str]:
-    """By setting: the import path of its example, which is written to a file."""
+    """The import path of each setting's example; the fixture writes the example to a file."""
     found = {}
     for number, one in enumerate(EXAMPLE.finditer(PAGE.read_text())):
         (folder := tmp_path / str(number)).mkdir()

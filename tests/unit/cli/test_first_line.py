@@ -47,7 +47,7 @@ def shown(lines: str, folder: Path) -> list[str]:
 
 
 def _read(terminal: int) -> bytes:
-    """The next of it; nothing once everybody has left it."""
+    """Return the terminal's next bytes; nothing once every process has left it."""
     try:
         return os.read(terminal, 1 << 16)
     except OSError:

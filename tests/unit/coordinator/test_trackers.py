@@ -89,7 +89,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 class Stuck:
-    """Takes nothing until it is let go."""
+    """A tracker that accepts nothing until its release."""
 
     let_go = threading.Event()
 

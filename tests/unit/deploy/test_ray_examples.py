@@ -85,7 +85,7 @@ SPECS: Mapping[str, Any] = {
 
 
 def misfits(value: Any, shape: Any, path: str) -> Iterator[str]:
-    """Where a value is not of its shape."""
+    """Yield the places where a value does not fit its shape."""
     if isinstance(shape, type):
         if type(value) is not shape:
             yield f"{path}: {value!r} is no {shape.__name__}"
@@ -121,7 +121,7 @@ def resources() -> dict[str, Any]:
 
 
 def pods(resources: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the head and of the workers."""
+    """Return the pod specs of the head and of the workers."""
     spec = resources["RayCluster"]["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [group["template"]["spec"] for group in groups]

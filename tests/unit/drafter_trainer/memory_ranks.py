@@ -25,7 +25,7 @@ HEAD = toy_policy().policy_head()
 
 
 def learner(kind: str = "adamw", members: Members | None = None) -> DrafterLearner:
-    """Of an EAGLE drafter of the toy policy, stepped after two rows."""
+    """Return a learner of an EAGLE drafter of the toy policy; it steps after two rows."""
     config = DrafterOptimizerConfig.model_validate({"lr": 1e-2, "warmup_steps": 2, "kind": kind})
     net = EagleNet(TARGET, seed=1)
     return DrafterLearner(net, config, micro_batches=2, members=members or on_cpu(1))

@@ -67,7 +67,7 @@ class ToyPolicy:
 
 
 def toy_policy() -> ToyPolicy:
-    """A fixed one."""
+    """Return a toy policy with fixed weights."""
     generator = torch.Generator().manual_seed(1)
     return ToyPolicy(
         mix=torch.randn(HIDDEN, HIDDEN, generator=generator) * 0.3,

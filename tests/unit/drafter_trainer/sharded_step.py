@@ -38,8 +38,9 @@ def activate(
     pieces: list[tuple[int, list[PackedRow]]],
     head: PolicyHead,
 ) -> float:
-    """Learns rows on so many ranks, then the next rows on the ranks that join these, and leaves;
-    returns the loss summed over this rank's positions.
+    """Learn rows on some ranks, then the next rows on the ranks that join, and leave.
+
+    Returns the loss summed over this rank's positions.
     """
     loss = 0.0
     for place, (ranks, rows) in enumerate(pieces):

@@ -45,7 +45,7 @@ CONFIG = {
     "buffer": {"judged_every": EVERY},
 }
 CONSTANTS = {"data_wait_s", "micro_batch_ms"}
-"""Of the settings' class, and here of one trainer."""
+"""Constants of the settings' class, set here for one trainer."""
 FRESH, LENGTH = 8, 24  # samples to judge by, and their tokens
 GATE = {"interval_steps": 1_000, "min_positions": FRESH * (LENGTH - PROMPT)}
 

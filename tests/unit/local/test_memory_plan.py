@@ -119,7 +119,7 @@ def test_critic_reference_adapters_and_small_moments_are_counted() -> None:
 def test_activations_are_what_autograd_keeps_of_a_layer(
     tmp_path: Path, family: str, *, recompute: bool
 ) -> None:
-    """Of 200 tokens in three layers less in two, so that embedding and final norm fall out."""
+    """Measure 200 tokens in three layers minus two, which cancels embedding and final norm."""
     kept = []
     for layers in (2, 3):
         save_random(tmp_path / str(layers), family, hidden_size=64, num_hidden_layers=layers)

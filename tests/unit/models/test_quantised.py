@@ -273,7 +273,7 @@ def test_every_number_of_e4m3_is_multiplied_as_it_is() -> None:
 def test_rounded_activations_are_multiplied_as_whole_numbers(
     dtype: torch.dtype, width: int, rows: int
 ) -> None:
-    """Beside int64: sums of up to 2500 products of eight bits do not fit into float32."""
+    """Compare with int64: sums of up to 2500 products of eight bits do not fit into float32."""
     kept = stored(5, 70, width, dtype)
     matrix = RoundedMatrix(kept.values, kept.scales)
     x = (3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(6))).to(dtype)

@@ -36,7 +36,7 @@ MOVED = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight")
 
 
 def stepped(model: Path, out: Path, given: Mapping[str, object]) -> Learner:
-    """After a step, so that shards are no copies of the start's."""
+    """Return a learner after a step, so that its shards differ from the start's."""
     run = {"model": str(model), "device": "cpu", "run": {"dir": str(out / "run")}}
     config = PolicyTrainerConfig.model_validate({**run, "optimizer": {"lr": 1e-2}, **given})
     learner = build_learner(config, form_mesh(config))

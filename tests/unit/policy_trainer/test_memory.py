@@ -38,7 +38,7 @@ def measure(model: Path, out: Path, ranks: int, **settings: Any) -> list[dict[st
 def test_a_trainer_with_offload_holds_no_weight_and_no_moment_between_steps(
     model_dir: Path, tmp_path: Path, ranks: int
 ) -> None:
-    """Of the policy, its reference and the critic; nothing else grows meanwhile."""
+    """Policy, reference and critic leave the device; nothing else grows meanwhile."""
     algorithm = {"name": "ppo", "kl": {"coefficient": 0.1}}
     for rank in measure(model_dir, tmp_path / "out", ranks, offload=True, algorithm=algorithm):
         assert rank["kept"] > 7 * SHAPE["num_hidden_layers"] * rank["layer"] / ranks

@@ -153,8 +153,8 @@ def test_a_disk_without_room_is_told_on_all_ranks(model_dir: Path, tmp_path: Pat
 
 @pytest.fixture
 def spools(tmp_path: Path) -> Iterator[dict[int, tuple[Spool, str]]]:
-    """Of the gateway and of the drafter trainer, each behind gRPC in a thread of its own; with
-    their addresses.
+    """The spools of the gateway and of the drafter trainer with their addresses; each is behind
+    gRPC in its own thread.
     """
     held: dict[int, tuple[Spool, str]] = {}
     listening, ended = threading.Event(), threading.Event()

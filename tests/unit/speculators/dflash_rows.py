@@ -68,7 +68,9 @@ def decoder_layer(
     block: list[Array],
     block_at: list[int],
 ) -> list[Array]:
-    """Pre-norm Qwen3 layer over the block alone; the context gives keys and values as it is."""
+    """Compute a pre-norm Qwen3 layer over the block alone; context keys and values have no
+    pre-norm.
+    """
     heads, group = TARGET.num_heads, TARGET.num_heads // TARGET.num_kv_heads
     dim, a = TARGET.head_dim, p + "self_attn."
     inputs = [rms_normed(one, w[p + "input_layernorm.weight"]) for one in block]

@@ -116,7 +116,7 @@ def inner_of(row: PackedRow) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    """Of a vector."""
+    """Return the softmax of a vector."""
     e: Array = np.exp(x - x.max())
     return np.asarray(e / e.sum())
 

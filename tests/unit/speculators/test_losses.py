@@ -12,7 +12,7 @@ from paceline.speculators.losses import draft_losses, eagle_loss, teacher_of
 def formula(
     f: np.ndarray, h: np.ndarray, w: np.ndarray, valid: np.ndarray, a: float, b: float
 ) -> float:
-    """One position and one number at a time, float64."""
+    """Return the EAGLE loss in float64, one position and one number at a time."""
     total = 0.0
     for t in np.flatnonzero(valid):
         smooth = [0.5 * d * d if abs(d) < 1 else abs(d) - 0.5 for d in f[t] - h[t]]

@@ -161,7 +161,7 @@ def test_the_tokens_and_scores_are_those_that_a_search_of_all_answers_finds(
 
 
 def test_an_answer_says_how_its_prompts_next_one_begins_and_a_longer_match_is_surer() -> None:
-    """After a whole match of 16 tokens an eighth of "something else" is expected, not one."""
+    """After a whole match of 16 tokens, "something else" has an expected count of 1/8, not of 1."""
     speculator, prompt = fresh(), list(range(20))
     say(speculator, prompt, [31, 32, 33])
     first = drafts_of(speculator.propose(batch_of({0: (prompt, [])}), DraftShape(3)))
@@ -238,7 +238,7 @@ def test_prompts_that_are_not_those_of_the_rows_are_refused() -> None:
 
 
 def own_count(speculator: NgramSpeculator, prompt: list[int], version: int) -> float:
-    """How often its answers' first token was counted, by the score of the only one there was."""
+    """Return the count of the answers' first token, from the score of the only first token."""
     ((_, share),) = drafts_of(
         speculator.propose(batch_of({0: (prompt, [])}, version), DraftShape(1))
     )

@@ -164,7 +164,7 @@ def test_a_checkpoint_holds_safetensors_and_json_alone(tmp_path: Path) -> None:
 
 
 class Planted:
-    """Makes a file when it is unpickled."""
+    """Makes a file when unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target

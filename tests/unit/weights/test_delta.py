@@ -73,7 +73,7 @@ def bomb() -> bytes:
 
 
 def unsized_bomb() -> bytes:
-    """As long, without its size."""
+    """Return 64 MiB of zeros, compressed, without a declared size."""
     compressor = zstandard.ZstdCompressor(level=1).compressobj()
     return b"".join(compressor.compress(bytes(1 << 20)) for _ in range(64)) + compressor.flush()
 

@@ -244,7 +244,7 @@ class TableNet:
         self.table = table
 
     def bind(self, embed: torch.Tensor, head: torch.Tensor) -> None:
-        """Nothing is shared."""
+        """Shares nothing with the target."""
 
     def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, torch.Tensor]]:
         tokens = row.next_tokens

@@ -31,7 +31,7 @@ in group 5.
 """
 STEPS = {"off": 0, "a:7_1_8": 7, "b:7_1_8": 7, "a:3_1_4": 3, "b:3_1_4": 3}
 CHANCES = {"a": 0.9, "b": 0.4}
-"""That all drafts of a row are accepted; otherwise none is."""
+"""The chance that all drafts of a row are accepted; otherwise no draft is."""
 POOR_A = {"a": 0.05, "b": 0.4}
 RATES = {"off": 0.3, "a:7_1_8": 0.9, "b:7_1_8": 0.5, "a:3_1_4": 0.3, "b:3_1_4": 0.4}
 """Tokens per second and row at CHANCES, on average over rounds; no round gives more than 1.06."""
@@ -47,7 +47,7 @@ def make(kind: str, arms: tuple[str, ...] = ARMS, seed: int = 1, **settings: obj
 
 
 def expected_tokens(arm: str, chances: Mapping[str, float]) -> float:
-    """Of one row in a round."""
+    """Return the expected tokens of one row in a round."""
     return 1 + STEPS[arm] * chances.get(speculator_of(arm), 0.0)
 
 

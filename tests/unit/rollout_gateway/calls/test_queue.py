@@ -44,9 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class World:
-    """Requests over one queue: each waits in a task of its own and stays inside until it is let
-    go.
-    """
+    """Requests over one queue: each waits in its own task and stays inside until its release."""
 
     def __init__(self, config: QueueConfig, running: int = 1) -> None:
         self.loop = VirtualLoop()

@@ -138,7 +138,7 @@ IN_JSON = ["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2"]
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, str, Message]:
-    """A format, a response spelled in it by hand, and the message it is."""
+    """Draw a format, a response spelled in it by hand, and the response's message."""
     name = draw(st.sampled_from(IN_JSON))
     words = st.text('abc .,!é\n>")', max_size=12).map(str.strip)
     thoughts = draw(st.none() | words)

@@ -61,7 +61,7 @@ ENDLESS = {  # a beginning, and the text repeated after it
 
 
 def meant(name: str, text: str) -> bool:
-    """Whether a format reads anything but plain text there; every format is tried on brackets."""
+    """Return whether a format reads more than plain text; every format is tried on brackets."""
     made = TOOL_FORMATS[name]("")
     return len(text) < 4 or any(mark in text for mark in ("<think>", *made.markers, *made.at_start))
 

@@ -34,7 +34,7 @@ OPENINGS = {"qwen3_coder": "<tool_call>\n<function=f>\n", "glm45": "<tool_call>f
 
 
 def spelled(name: str, arguments: dict[str, Any], python: bool) -> str:
-    """As the models' templates write a call."""
+    """Return the arguments as the models' templates write them in a call."""
     written = ""
     for key, value in arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

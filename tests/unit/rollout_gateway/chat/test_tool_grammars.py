@@ -88,7 +88,7 @@ class Model:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def takes(self, grammar: str, text: str, *, tokens: list[int] | None = None) -> bool:
-        """Whether a response may be this text and end."""
+        """Return whether a response may be this text and end."""
         matcher, ids = self.matcher(grammar), self.ids(text) if tokens is None else tokens
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 

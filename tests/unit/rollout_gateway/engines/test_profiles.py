@@ -90,7 +90,7 @@ def prepare(engine: EmbeddedEngine, version: int, path: Path) -> None:
 
 
 def set_of(engine: EmbeddedEngine, version: int) -> VersionSet:
-    """Of a policy under the profile that serves."""
+    """Return the version set of a policy under the serving profile."""
     return VersionSet(version, version, 0, engine.versions.profile)
 
 
@@ -161,7 +161,9 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors an update still copies before one of which it copies a half; empty: all."""
+    """Count of tensors that an update copies whole before it copies a half tensor; empty: all
+    tensors.
+    """
     left: list[int] = []
     whole = in_place.overwrite
 

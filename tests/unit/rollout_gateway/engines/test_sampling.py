@@ -1,4 +1,6 @@
-"""One table of ranges: an HTTP body, the gateway and every engine accept and refuse the same."""
+"""One table of ranges: an HTTP body, the gateway and every engine accept and reject the same
+values.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def masked(
     token_ids: torch.Tensor,
     parents: torch.Tensor | None = None,
 ) -> list[list[set[str] | None]]:
-    """By row and node the texts that may follow; None where nothing was masked."""
+    """Return the texts that may follow, by row and node; None where no mask applies."""
     logits = torch.zeros(token_ids.numel(), VOCAB)
     grammars.mask_(rows, logits, firsts, token_ids, parents)
     found: list[set[str] | None] = [

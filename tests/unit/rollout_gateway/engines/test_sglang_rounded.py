@@ -192,7 +192,7 @@ def test_a_version_whose_scale_is_not_finite_is_refused_by_name_and_leaves_what_
 
 
 def test_an_update_to_a_scale_that_is_not_finite_ends_by_its_name() -> None:
-    """Where nothing was tried at Prepare: the weights were released."""
+    """Prepare tested nothing, since the weights were released."""
     with pytest.raises(
         RuntimeError, match=r"layers.1.qkv.weight_scale: 1 are not finite after rounding; seen: inf"
     ):

@@ -109,14 +109,14 @@ class Shop:
         return True
 
     async def end(self) -> None:
-        """As a machine that is lost ends it."""
+        """End the server as the loss of its machine would."""
         if self.process is not None:
             if self.process.returncode is None:
                 self.process.kill()
             await asyncio.wait_for(self.process.wait(), patient(10))
 
     def toolbox(self, **settings: Any) -> Toolbox:
-        """Over the server with these settings."""
+        """Return a toolbox over the server with these settings."""
         here = {
             "streams": {"command": (sys.executable, str(self._file))},
             "http": {"url": f"http://127.0.0.1:{self.port}/mcp"},
@@ -170,7 +170,7 @@ async def asks(environment: ToolUse, *wished: tuple[str, str]) -> list[str]:
 
 
 async def fails(environment: ToolUse, name: str, arguments: str) -> bool:
-    """Whether the sample of a model that calls a tool has failed, for no fault of its own."""
+    """Return whether the sample fails after its model called a tool, without the model's fault."""
     episode = await environment.run(task(), Script(calls((name, arguments)), says("done")))
     return episode.finish == "error"
 

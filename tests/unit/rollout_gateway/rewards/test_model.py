@@ -263,7 +263,7 @@ def deadline_s() -> float:
 
 @pytest.fixture
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> RewardRules:
-    """Over a real process that answers with the size of the batch, in place of the slow start of
+    """Rules over a real process that answers with the batch's size, to avoid the slow start of
     torch.
     """
     (tmp_path / "stand_in.py").write_text(STAND_IN)

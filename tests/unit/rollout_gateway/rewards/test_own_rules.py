@@ -139,7 +139,7 @@ async def rules(path: Path) -> AsyncIterator[RewardRules]:
 async def impatient(
     path: Path, name: str, text: str, deadline_s: float
 ) -> tuple[float | None, list[int]]:
-    """One score under a deadline."""
+    """Return one score under a deadline, and the pids of the rules' processes after it."""
     rules = RewardRules(own(path, deadline_s=deadline_s))
     try:
         return await rules.rule(name).score(episode(text)), rules.pids
@@ -343,7 +343,7 @@ async def test_a_reward_given_by_the_agent_stands(rules: RewardRules) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended or is about to, being a zombie."""
+    """Return whether a process has ended, or is a zombie and about to end."""
     try:
         psutil.Process(pid).wait(timeout=patient(5))
     except psutil.NoSuchProcess:

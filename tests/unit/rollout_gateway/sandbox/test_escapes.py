@@ -88,7 +88,7 @@ def refused(outcome: dict[str, object]) -> bool:
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """A word in the command line of whatever the code begins; nothing that bears it may be left."""
+    """A word in the command line of every process that the code starts; none with it may remain."""
     word = f"survivor-{uuid.uuid4().hex}"
     yield word
     left = [
@@ -224,7 +224,7 @@ async def test_memory_is_counted_over_all_processes(any_kind: Sandbox) -> None:
 
 
 def told_what_is_shared() -> bool:
-    """Whether the launcher can look into a process of the code's own user."""
+    """Return whether the launcher can look into a process of the code's own user."""
     held = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
     return os.geteuid() != 0 or bool(held >> CAP_SYS_PTRACE & 1)
 

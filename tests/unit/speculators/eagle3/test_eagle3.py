@@ -168,7 +168,7 @@ def test_packed_documents_learn_as_separate_ones(monkeypatch: pytest.MonkeyPatch
 
 
 def changed(net: Eagle3Net, row: PackedRow, other: PackedRow) -> list[set[int]]:
-    """Of each step the positions that predict something else in `other`."""
+    """Return for each step the positions with different predictions in `other`."""
     with torch.no_grad():
         pairs = zip(chain_logits(net, row, STEPS), chain_logits(net, other, STEPS), strict=True)
         return [set((a != b).any(-1).nonzero()[:, 0].tolist()) for a, b in pairs]

@@ -74,7 +74,7 @@ class Published:
         self.ratio: float = math.sqrt((1 - kept**2) * (width / 2)) / kept
 
     def logits(self, hidden: Tensor, tokens: list[int]) -> list[Tensor]:
-        """Of h_t [H] and the tokens t + 1, t + 2, ..."""
+        """Return the logits of every head, from h_t [H] and the tokens t + 1, t + 2, ..."""
         state = hidden.double()
         memory = torch.zeros(chain(self.config, "inner_dim")[-1], dtype=torch.float64)
         if self.config["scale_input"]:

@@ -70,7 +70,7 @@ def read_net(config: dict[str, Any]) -> LstmNet:
 
 
 def check_chain(net: LstmNet, config: dict[str, Any]) -> None:
-    """In float64, position by position."""
+    """Compare with the published method in float64, position by position."""
     one, heads = sample(LENGTH, 0), config["n_predict"]
     published = Published(config, rough_tensors(config))
     row = pack([one], window=512)

@@ -1,5 +1,5 @@
-"""Responses that follow a JSON schema: valid to an independent validator, drawn as documented,
-whatever is drafted.
+"""Responses that follow a JSON schema: valid to an independent validator, and drawn as documented
+for any drafts.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def path_of(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[in
 def may_be_said(
     grammars: Grammars, schema: object, said: Sequence[int], path: Sequence[int]
 ) -> bool:
-    """By masks without trees."""
+    """Check the path by masks without trees."""
     steps = (
         (masked(grammars, schema, [*said, *path[:index]])[0], token)
         for index, token in enumerate(path)
@@ -700,7 +700,7 @@ def test_any_text_is_a_schema_or_invalid_input(text: str) -> None:
 
 
 def is_object(text: str) -> bool:
-    """By another parser: a schema that is only an object accepts exactly objects."""
+    """Check by another parser: a schema that is only an object accepts exactly objects."""
     try:
         return bool(jsonschema_rs.is_valid({"type": "object"}, json.loads(text)))
     except ValueError:
