@@ -1,4 +1,4 @@
-"""What every engine does, whatever runs inside: one suite over all that need no GPU."""
+"""Contract of engines: one suite over every engine that needs no GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Case:
     """One engine under test."""
 
     build: Callable[[RowSink | None], Engine]
-    weights: Path  # what a prepared policy version is read from
+    weights: Path  # checkpoint from which a policy version is prepared
     row_bytes: int
     profile: str = ""  # that the engine starts with
     reuses: bool = True  # keys and values of ended requests serve prompts that begin alike
@@ -233,7 +233,7 @@ def test_every_request_ends_once_with_aligned_tokens_logprobs_and_spans(case: Ca
     assert engine.load.running == engine.load.waiting == 0
     assert engine.load.tokens_emitted == sum(5 + number for number in range(9))
     split = engine.load.split
-    if split.rounds:  # an engine may tell nothing of its rounds
+    if split.rounds:  # an engine may record no rounds
         assert split.nodes >= engine.load.speculation.target_steps
         assert split.forward_s > 0
         assert min(split.prefill_s, split.draft_s, split.sample_s, split.keep_s) >= 0
@@ -390,9 +390,8 @@ def test_a_commit_between_rounds_shows_in_the_spans(case: Case, mode: PauseMode)
     before = "" if isinstance(engine, RemoteEngine) else engine.lm_head_hash
     assert engine.commit_weights(VersionSet(1, 1, 0, case.profile), mode) == []
     assert engine.versions == VersionSet(1, 1, 0, case.profile)
-    assert (
-        isinstance(engine, RemoteEngine) or engine.lm_head_hash != before
-    )  # a process tells it by manifest
+    # An engine in another process reports its head by manifest.
+    assert isinstance(engine, RemoteEngine) or engine.lm_head_hash != before
     spans = drain(engine, early)[0][-1].version_spans
     cut = spans[0].end
     assert spans == (VersionSpan(0, cut, 0), VersionSpan(cut, 40, 1))
@@ -430,7 +429,7 @@ def test_a_request_that_was_ended_goes_on_with_the_tokens_that_it_would_have_had
     # one in a process of its own may have finished some by then
     ended = [one for one in whole if said[one.request_id][-1].finish is Finish.ABORT]
     assert ended
-    for one in ended:  # at once: the round before may still hold what was ended
+    for one in ended:  # immediately: the last round may still hold ended requests
         engine.enqueue(replace(one, stream=stream, response=kept[one.request_id]))
     for number, chunks in drain(engine).items():
         before = len(kept[number])
@@ -723,7 +722,7 @@ def test_a_prompt_is_scored_or_that_is_refused_by_capability_and_setting(case: C
         [score.logprob for score in alone.prompt_scores], abs=1e-4
     )
     assert not any(chunk.prompt_scores for chunk in found[2])
-    engine.enqueue(replace(asked, request_id=5))  # what is cached of the prompt is computed anew
+    engine.enqueue(replace(asked, request_id=5))  # scores are computed anew for a cached prompt
     (again,) = drain(engine)[5]
     assert again.prompt_scores == alone.prompt_scores
 
@@ -791,7 +790,7 @@ def test_a_json_schema_is_followed_or_refused_by_capability_and_setting(case: Ca
 
 
 STRUCTURED: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
-    # what is asked, what its text matches, what cannot be followed, the field that is named
+    # sampling fields, pattern of the text, fields that cannot be followed, field named in the error
     ({"regex": "[0-9]{2}-(ab|c)+"}, "[0-9]{2}-(ab|c)+", {"regex": "(["}, "regex"),
     ({"choice": ("ab", "ac.", "7")}, r"ab|ac\.|7", {"choice": ("a", "")}, "choice"),
     (

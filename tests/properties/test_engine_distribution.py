@@ -1,7 +1,7 @@
-"""What the embedded engine says follows the checkpoint exactly, with and without drafts.
+"""The embedded engine's samples follow the checkpoint exactly, with and without drafts.
 
-A random Llama with vocabulary 4: transformers in float64 gives the probability of all 256 sequences
-of 4 tokens.
+A random Llama has vocabulary 4. Transformers in float64 computes the probability of all 256
+sequences of 4 tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,8 @@ from paceline.trajectory import SpeculationStats
 
 VOCAB, LENGTH, REQUESTS, ALPHA = 4, 4, 12_000, 1e-3
 SEQUENCES = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)
-PROMPT = (
-    1,
-    2,
-    0,
-    1,
-    2,
-    3,
-    3,
-    1,
-    2,
-)  # it repeats itself, so that the n-gram drafter has something to say
+# The prompt repeats tokens, so that the n-gram drafter finds drafts.
+PROMPT = (1, 2, 0, 1, 2, 3, 3, 1, 2)
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -79,7 +70,9 @@ def exact(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def said(
     directory: Path, drafter: str, arm: str, temperature: float = 1.0, **options: object
 ) -> tuple[Tensor, SpeculationStats]:
-    """How often the engine says each sequence, [256], and what it drafted."""
+    """Count how often the engine generates each sequence, [256]; return counts and draft
+    statistics.
+    """
     settings = {
         "model_dir": str(directory),
         "drafter": drafter,

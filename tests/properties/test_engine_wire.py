@@ -1,4 +1,4 @@
-"""Every field of what crosses the socket between gateway and worker, there and back."""
+"""Every field of a message between gateway and worker survives the socket unchanged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a type, whatever it is built of."""
+    """Draw values of a type, including nested types."""
     if hint in PLAIN:
         return PLAIN[hint]
     arguments = get_args(hint)

@@ -1,4 +1,4 @@
-"""Whatever happens and in whatever order: one holder a slot, epochs that only grow, and a run that
+"""The machine under any events in any order: one holder a slot, growing epochs, and a run that
 ends.
 """
 
@@ -56,8 +56,8 @@ def outline(state: State) -> State:
 
 
 class World(RuleBasedStateMachine):
-    """Peers that answer every command some time, or die; it knows only the commands it was
-    given.
+    """Peers that answer every command some time later, or die. They see only the commands that they
+    receive.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Every run of three workers and two steps, with every order of events and up to so many faults."""
+"""Every run of three workers and two steps, with every order of events and a bounded number of
+faults.
+"""
 
 from __future__ import annotations
 
@@ -103,14 +105,14 @@ DEEPER = {
         0,
     ),
 }
-"""As SETTINGS, for minutes."""
+"""Like SETTINGS, for runs of minutes."""
 PAUSED = {
     "sync, with probes": (replace(PROBED, workers=2), 0),
     "sync, serial drafter": (replace(SERIAL, workers=2), 0),
     "one_step_off, disaggregated": (replace(APART, **ONE_OFF, workers=1), 0),
     "fully_async, colocated": (replace(THREE, **ASYNC, workers=1), 0),
 }
-"""As SETTINGS, of runs that an operator pauses."""
+"""Like SETTINGS, for runs that an operator pauses."""
 FEWEST_STATES = 30_000
 ANSWERED = (
     commands.RunTasks,
@@ -121,7 +123,7 @@ ANSWERED = (
 
 
 def check_state(state: State) -> None:
-    """What holds at any time."""
+    """Check the invariants of every state."""
     one_holder_a_slot(state)
     lag_is_bounded(state)
     training_starts_when_the_rules_allow(state)
@@ -129,7 +131,7 @@ def check_state(state: State) -> None:
 
 
 def check_change(before: State, after: State) -> None:
-    """What holds of what an event does."""
+    """Check the invariants of a transition."""
     numbers_only_grow(before, after)
     a_trajectory_has_one_version(before, after)
     a_set_is_tried_on_a_slot_of_nobody(before, after)
@@ -167,7 +169,7 @@ def numbers_only_grow(before: State, after: State) -> None:
 
 
 def duplicates_change_nothing(world: World, move: Move, after: World) -> None:
-    """The event itself a second time, and what its call still had to say."""
+    """A repeated event and late messages of its ended calls change nothing."""
     repeated = [] if isinstance(move.event, events.Resumed) else [move.event]
     ended = [one for one in world.calls if one not in move.calls]
     if not isinstance(move.event, events.Resumed | events.ServiceLost):
@@ -195,7 +197,9 @@ def lag_is_bounded(state: State) -> None:
 
 
 def a_trajectory_has_one_version(before: State, after: State) -> None:
-    """A set is committed among rollouts in one schedule alone, and after them in the others."""
+    """Only the fully asynchronous schedule commits a set during rollouts; other schedules commit
+    after.
+    """
     if after.settings.schedule is Schedule.FULLY_ASYNC:
         return
     if after.committing is not None and before.committing is None:
@@ -256,7 +260,7 @@ def training_starts_when_the_rules_allow(state: State) -> None:
 
 
 def groups_are_drawn_again_within_bounds(state: State) -> None:
-    """Nothing is trained that is to be drawn again, and no place is empty at the end."""
+    """No group is trained that must be drawn again, and no place is empty at the end."""
     everything = (1 << state.settings.groups_per_step) - 1
     for draw in state.rollouts.draws:
         assert draw.round <= state.settings.dynamic_sampling_rounds
@@ -270,7 +274,7 @@ CHECKS = Checks(check_state, check_change, duplicates_change_nothing)
 
 
 def leads_on(explored: Explored) -> None:
-    """From every world the run can end, without another fault, and every lease with it."""
+    """From every world the run can end without another fault, and every lease can end."""
     ending = explored.lead_to(lambda state: state.phase is Phase.FINISHED)
     stuck = [world for i, world in enumerate(explored.worlds) if i not in ending]
     assert not stuck, stuck[0]

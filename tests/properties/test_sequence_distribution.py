@@ -1,9 +1,9 @@
-"""Whole sequences follow the target exactly, whatever the rule; a rule biased by 0.02 is caught by
-the same test.
+"""Whole sequences follow the target exactly under every verification rule; the same test detects a
+bias of 0.02.
 
-Vocabulary 4 and length 4, so that all 256 sequences and their probabilities are known. Target and
-drafter are functions of the whole context. Every sequence is played round by round until it has 4
-tokens; a block is cut at the limit.
+Vocabulary 4 and length 4 give 256 sequences with computable probabilities. Target and drafter are
+functions of the whole context. Each sequence is generated round by round until it has 4 tokens; the
+limit truncates a block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TARGET = 1.5 * torch.randn(128, VOCAB, generator=_GENERATOR)
 DRAFTER = 0.7 * TARGET + 0.8 * torch.randn(128, VOCAB, generator=_GENERATOR)
 
 Rule = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(contexts, lengths, seeds: int64 [n]) -> tokens [n, Q], of which accepted [n] + 1 are said."""
+"""(contexts, lengths, seeds: int64 [n]) -> tokens [n, Q], accepted [n]; accepted + 1 are emitted.
+"""
 
 
 def at(table: Tensor, contexts: Tensor) -> Tensor:
@@ -40,8 +41,8 @@ def at(table: Tensor, contexts: Tensor) -> Tensor:
 
 
 def probabilities(table: Tensor) -> Tensor:
-    """Of all sequences, float64 [256], from the next-token probabilities [128, V] of every
-    context.
+    """Return the probability of every sequence, float64 [256], from the next-token probabilities
+    [128, V] of every context.
     """
     total = torch.ones(1, dtype=torch.float64)
     for length in range(LENGTH):
@@ -56,7 +57,7 @@ EXACT = probabilities(TARGET.double().softmax(-1))
 def settings(
     seeds: Tensor, nodes: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> DrawParams:
-    """Of `nodes` draws of each sequence."""
+    """Return the parameters of `nodes` draws of each sequence."""
     rows = len(seeds) * nodes
     return DrawParams(
         seeds.repeat_interleave(nodes),
@@ -70,7 +71,7 @@ def settings(
 
 
 def play(rule: Rule) -> Tensor:
-    """How often each sequence is said, [256]."""
+    """Return the frequency of each sequence, [256]."""
     seeds = torch.arange(SEQUENCES)
     contexts, lengths = torch.ones_like(seeds), torch.zeros_like(seeds)
     while (running := (lengths < LENGTH).nonzero()[:, 0]).numel():
@@ -203,11 +204,11 @@ def test_sequences_follow_the_masked_target_at_another_temperature() -> None:
 
 
 def law(follow: Tensor, stop: Tensor, steps: int = STEPS) -> Tensor:
-    """Of a chain rule, float64 [256]: at a context it follows the draft or stops with a token at
-    these probabilities.
+    """Return the distribution of sequences under a chain rule, float64 [256].
 
-    follow, stop [128, V], together 1 at every context; after `steps` drafts followed comes a draw
-    from the target.
+    At each context the rule follows the draft or stops with a token, at the probabilities follow
+    and stop [128, V]. Both sum to 1 at every context. After `steps` followed drafts the target
+    draws a token.
     """
     target = TARGET.double().softmax(-1)
     followed = {
@@ -229,7 +230,7 @@ def law(follow: Tensor, stop: Tensor, steps: int = STEPS) -> Tensor:
 
 
 def sampled_chain_law(bias: float) -> Tensor:
-    """Of the sampled chain whose drafts are accepted with min(1, p / q + bias)."""
+    """Return the law of the sampled chain that accepts drafts with min(1, p / q + bias)."""
     p, q = TARGET.double().softmax(-1), DRAFTER.double().softmax(-1)
     follow = q * (p / q + bias).clamp(max=1.0)
     rest = (p - q).clamp(min=0)
@@ -237,7 +238,7 @@ def sampled_chain_law(bias: float) -> Tensor:
 
 
 def same_draw_chain_law(bias: float) -> Tensor:
-    """Of the same-draw chain that takes the draft whatever was drawn, with probability `bias`."""
+    """Return the law of the same-draw chain that takes any draft with extra probability `bias`."""
     p = TARGET.double().softmax(-1)
     draft = torch.nn.functional.one_hot(DRAFTER.argmax(-1), VOCAB).double()
     biased = (1 - bias) * p + bias * draft
@@ -260,7 +261,7 @@ def drop_unlikely(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor
 
 
 def accept_likely(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts whatever the target gives at least 0.5: a q of 0 wins every coin."""
+    """Accept every draft with a target of at least 0.5: a q of 0 wins every coin."""
     return drafts, probs.masked_fill(target >= 0.5, 0.0)
 
 
@@ -271,7 +272,7 @@ def sharper(drafts: Tensor, probs: Tensor, target: Tensor) -> tuple[Tensor, Tens
 
 
 def biased_logits(contexts: Tensor, drafts: Tensor) -> Tensor:
-    """Of a draw that is the draft with probability 0.02, whatever the target says."""
+    """Return logits of a draw that takes the draft with probability 0.02 under any target."""
     draft = torch.nn.functional.one_hot(drafts, VOCAB)
     return ((1 - BIAS) * at(TARGET, contexts).softmax(-1) + BIAS * draft).log()
 

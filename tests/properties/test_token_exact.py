@@ -1,8 +1,8 @@
-"""What the promise of agents' sessions comes to: token for token what the model said, with nothing
+"""Agent sessions are exact to the token: samples hold the generated tokens, and nothing is
 tokenised twice.
 
-Random dialogues of random clients go through chat templates of five families. The model says
-anything: text, calls, thoughts, ids that are no UTF-8, with and without its end of turn.
+Random dialogues of random clients use chat templates of five families. The model generates
+anything: text, calls, thoughts, ids that are no UTF-8, with and without an end of turn.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def rendered(model: ChatModel, request: ChatRequest, *, prompt: bool = True) -> 
 
 
 def behind(model: ChatModel, request: ChatRequest, index: int) -> str:
-    """What transformers renders behind the content of a message."""
+    """Return the text that transformers renders after a message's content."""
     messages = list(request.messages)
     messages[index] = Message("assistant", GAP)
     _, after = rendered(model, replace(request, messages=tuple(messages))).split(GAP)
@@ -89,7 +89,7 @@ def behind(model: ChatModel, request: ChatRequest, index: int) -> str:
 
 @st.composite
 def sayings(draw: st.DrawFn, model: ChatModel) -> Saying:
-    """Anything that an engine may say: at least one token."""
+    """Draw any output of an engine: at least one token."""
     kind = draw(
         st.sampled_from(
             ["text", "call", "ids"] + ["thought"] * (3 if model.name == "thinking" else 1)
@@ -116,9 +116,8 @@ class Talk:
 
     messages: list[Message]
     tools: tuple[Any, ...] = ()
-    said: dict[int, Turn] = field(
-        default_factory=dict
-    )  # by message, those that still stand as they were said
+    said: dict[int, Turn] = field(default_factory=dict)
+    """Turns with unchanged messages, by message index."""
 
     @property
     def request(self) -> ChatRequest:
@@ -140,7 +139,7 @@ class World:
     talks: list[Talk] = field(default_factory=list)
 
     def step(self) -> None:
-        """Somebody asks, is answered, and goes on in one way or another."""
+        """A client sends a request, gets an answer, and continues or edits its history."""
         new = not self.talks or (len(self.talks) < 3 and self.data.draw(st.integers(0, 4)) == 0)
         if new:
             self.talks.append(self._beginning())
@@ -183,8 +182,8 @@ class World:
         return plans
 
     def _check_extends(self, talk: Talk, plan: Plan) -> None:
-        """A conversation that goes on extends its own branch by new tokens only; a changed one
-        forks.
+        """A continued conversation extends its own branch by new tokens only; an edited
+        conversation forks.
         """
         codec, deepest = self.model.codec, max(talk.said, default=None)
         if deepest is None:
@@ -203,9 +202,8 @@ class World:
         text = behind(self.model, talk.request, deepest)
         if plan.parent.response_ids[-1] == self.model.end_id:
             text = text.removeprefix(self.model.end)
-        end = (
-            self.model.end_id
-        )  # so that nothing at the beginning of the new tokens depends on what is before them
+        # After the end token, the first new tokens decode independently of the tokens before.
+        end = self.model.end_id
         assert codec.decode_all((end, *plan.new_ids)) == self.model.end + text
 
     def _answered(self, plan: Plan) -> tuple[Turn, Message]:
@@ -233,7 +231,7 @@ class World:
         self._edit(talk, index)
 
     def _edit(self, talk: Talk, index: int) -> None:
-        """What clients do to a history."""
+        """Edit a message of the history as clients do."""
         message = talk.messages[index]
         ways = ["", "", "", "content", "earlier", "again"]
         ways += ["reasoning"] * 4 if message.reasoning else []
@@ -281,8 +279,8 @@ def test_what_was_said_stands_token_for_token_in_everything_that_follows(
 
 
 def check_trained_once(desk: Desk, where: Session) -> None:
-    """Every generated token has loss in exactly one sample, and every sample is what the engine saw
-    and said.
+    """Every generated token has loss in exactly one sample; every sample equals the engine's input
+    and output.
     """
     trained: Counter[float] = Counter()
     for sample in where.trajectories():
@@ -302,7 +300,7 @@ def check_trained_once(desk: Desk, where: Session) -> None:
 
 @st.composite
 def canonical(draw: st.DrawFn, model: ChatModel) -> str:
-    """What a model says just as its template would spell it."""
+    """Draw an output that a model spells exactly as its template would."""
     call = CALLS[model.name] if model.name in ("chatml", "headers") else ""
     kind = draw(st.sampled_from(["text", "call", "both"]))
     if not call or kind == "text":
@@ -371,7 +369,7 @@ def test_a_client_without_a_session_is_found_again_by_its_messages(
 
 
 def following(message: Message, text: str) -> Sequence[Message]:
-    """What a client says next."""
+    """Return the client's next messages."""
     if not message.tool_calls:
         return [Message("user", text)]
     return [Message("tool", text, tool_call_id=call.call_id) for call in message.tool_calls]

@@ -1,4 +1,4 @@
-"""Verification emits exactly what decoding without drafts emits, whatever is drafted."""
+"""Verification emits exactly the tokens of decoding without drafts, for any drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delta between two versions: applied to the old bytes it gives the new ones, whatever they are."""
+"""A delta between two versions turns any old bytes into the new bytes."""
 
 from __future__ import annotations
 

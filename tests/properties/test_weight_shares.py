@@ -1,4 +1,4 @@
-"""Checksums of a version that several senders hold are those that one would compute."""
+"""Several senders of one version compute the same checksums as a single sender."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_range_of_zeros_of_any_length_is_appended(nbytes: int, crc: int) -> No
 
 @st.composite
 def shared(draw: st.DrawFn) -> tuple[Manifest, list[NamedTensor], list[list[HeldTensor]]]:
-    """Tensors, of which each sender holds what lies between two cuts, in any order of senders."""
+    """Draw tensors; each sender holds the part between two cuts, in any order of senders."""
     count = draw(st.integers(1, 5))
     sizes = draw(st.lists(st.sampled_from([0, 1, 7, 300, CHUNK, 9000]), min_size=1, max_size=6))
     tensors = [

@@ -37,7 +37,7 @@ def test_the_page_of_settings_has_every_key_once_with_its_range(tmp_path: Path) 
 
 
 def refused(statement: str, folder: str) -> str:
-    """What ruff says under the project's rules to a statement in a module of that folder."""
+    """Return ruff's findings by the project's rules on a statement in a module of that folder."""
     command = [ROOT / ".venv/bin/ruff", "check", "--quiet", "--output-format=concise"]
     done = subprocess.run(
         [*command, "--select=S,TID251", f"--stdin-filename={folder}/planted.py", "-"],

@@ -1,4 +1,4 @@
-"""Every code block of README and docs is run by a test, or says above it why not."""
+"""A test runs every code block of README and docs, or a note above the block gives a reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.local.services import SERVICES
 from paceline.plugins import import_object
 
 PLAYED = {"README.md", "agents.md", "tutorial.md"}
-"""Pages whose blocks follow from each other; tests/integration/test_pages.py plays them."""
+"""Pages with blocks that follow from each other; tests/integration/test_pages.py plays them."""
 MADE = {"machine": "a drawing in a docstring", "cli": "usage lines"}
-"""Pages of .ci/docs with indented blocks that nobody runs, by their names without .md."""
+"""Pages of .ci/docs with indented blocks that no test runs, by their names without .md."""
 NO_CODE = ("text", "mermaid")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
@@ -27,7 +27,7 @@ def named_file(block: Block) -> str:
 
 
 def run_alone(block: Block, folder: Path) -> None:
-    """Runs a block of a page whose blocks stand for themselves, from the root of the checkout."""
+    """Runs a block of a page with independent blocks, from the root of the checkout."""
     match block.language:
         case "toml":
             settings_are_taken(block, folder)

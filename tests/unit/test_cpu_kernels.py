@@ -1,6 +1,6 @@
-"""The stand-in for sgl_kernel against plain float64 loops.
+"""The CPU substitute for sgl_kernel against plain float64 loops.
 
-Imports it by path, under a name of its own.
+The substitute is imported by path, under its own name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ kernels = load_kernels()
 
 
 class Cache:
-    """A KV pool in which each request's slots are scattered, and the unused ones hold NaN."""
+    """A KV pool that scatters each request's slots; unused slots hold NaN."""
 
     def __init__(self, lens: Sequence[int], dtype: torch.dtype, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -274,8 +274,8 @@ def test_attention_that_is_not_covered_is_refused_by_name(
 
 
 # A tree of topk 2 and 3 steps. Candidates are numbered as the drafter scored them: 0, 1 children of
-# the root; then four per level (two per expanded node). parent_list[g] is the candidate whose
-# children are 2g and 2g + 1.
+# the root; then four per level (two per expanded node). parent_list[g] is the candidate
+# with the children 2g and 2g + 1.
 PARENT_LIST = torch.tensor([[-1, 0, 1, 3, 4], [-1, 0, 1, 2, 3]])
 SELECTED = torch.tensor([[0, 1, 3, 4, 6], [0, 2, 3, 4, 7]])
 # Request 0: nodes 1, 2 under the root; candidate 3 (node 3) under 0; 4 (node 4) under 1; 6 (node 5)

@@ -40,7 +40,7 @@ def stages() -> dict[str, list[Instruction]]:
 
 
 def ignored(path: str) -> bool:
-    """Whether .dockerignore leaves a path out: the last pattern that matches decides."""
+    """Return whether .dockerignore leaves a path out: the last pattern that matches decides."""
     out = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if not line or line.startswith("#"):

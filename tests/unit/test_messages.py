@@ -1,4 +1,4 @@
-"""Every field of a noun comes back from its message; one that the message lacks is an error."""
+"""Every field of a noun survives its message; a missing field is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the distribution says of itself, and what is loaded and needed for what."""
+"""The distribution's metadata, and the modules and packages that each part needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/plugins.md run as they stand there."""
+"""The examples of docs/plugins.md run unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXAMPLE = re.compile(
 
 @pytest.fixture
 def examples(tmp_path: Path) -> dict[str, str]:
-    """By setting: the import path of its example, which is written to a file."""
+    """The import path of each setting's example; the fixture writes the example to a file."""
     found = {}
     for number, one in enumerate(EXAMPLE.finditer(PAGE.read_text())):
         (folder := tmp_path / str(number)).mkdir()
@@ -86,7 +86,7 @@ async def test_the_group_filter_drops_groups_and_what_it_says_is_recorded(
 
 
 class Answers:
-    """A model that says how often it was asked."""
+    """A model that answers with its number of requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Message, ...]] = []

@@ -1,4 +1,4 @@
-"""What /proc/cpuinfo says is read by name."""
+"""Fields of /proc/cpuinfo are read by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tagged JSON: every value comes back as it was, and an object that is none of them is refused."""
+"""Tagged JSON: every value decodes as it was encoded, and any other object is rejected."""
 
 from __future__ import annotations
 

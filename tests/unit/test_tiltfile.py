@@ -1,4 +1,4 @@
-"""The Tiltfile, evaluated with stand-ins for Tilt's functions that record their calls."""
+"""The Tiltfile, evaluated with substitutes for Tilt's functions that record their calls."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_needs_a_redis_waits_until_all_its_roles_answer(services: dict[str,
 
 def test_dependencies_exist_and_have_no_circle(services: dict[str, Resource]) -> None:
     started: set[str] = set()
-    for name, settings in services.items():  # each follows what it needs, so there is no circle
+    for name, settings in services.items():  # each follows its dependencies, so there is no circle
         assert set(settings.get("resource_deps", ())) <= started
         started.add(name)
 

@@ -1,4 +1,4 @@
-"""A file that finds no room is refused by a reason that says so, and what was there stays."""
+"""A write without enough space fails with that reason, and the old file stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench of adaptation says, on lengths made by hand, and how it goes on."""
+"""The adaptation bench: its conclusions on hand-made lengths, and how it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison of algorithms says, on runs made by hand."""
+"""The comparison of algorithms: its conclusions on hand-made runs."""
 
 from __future__ import annotations
 

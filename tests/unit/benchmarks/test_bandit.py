@@ -1,5 +1,5 @@
-"""The bandit bench: equal luck for all, responses of the lengths that the trace says, a table with
-every chooser.
+"""The bandit bench: equal luck for all, response lengths from the trace, a table with every
+chooser.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make(steps: Sequence[Step], max_batch: int = 4, **settings: object) -> Trace
 
 
 class Watcher(Fixed):
-    """A fixed arm that keeps what it is told."""
+    """A fixed arm that records its inputs."""
 
     def __init__(self, arm: str) -> None:
         super().__init__(arm)
@@ -115,7 +115,7 @@ def test_every_response_gets_its_tokens_whoever_plays() -> None:
 
 
 def test_a_longer_chain_is_given_at_least_what_a_shorter_one_is() -> None:
-    """Equal luck: from the same token the first three drafts of five are those of three."""
+    """Equal luck: from the same token, chains of three and five share the first three drafts."""
     drafters = {"eagle": Drafter(positions=(0.7,) * 7)}
     world = World(make([Step(lengths=(100,) * 4, drafters=drafters)]), 0)
     short, long = Watcher("eagle:3_1_4"), Watcher("eagle:5_1_6")

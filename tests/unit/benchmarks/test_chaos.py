@@ -1,5 +1,5 @@
-"""The chaos harness: its faults follow from the seed, its proxy does to bytes what it says, and its
-judge finds what is wrong in a run's remains.
+"""The chaos harness: the seed fixes its faults, its proxy alters bytes as configured, and its judge
+finds errors in a run's remains.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_a_kind_that_is_none_is_refused_by_name() -> None:
         deal(0, 1, only=["kill everybody"])
 
 
-# --- what happens ---------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 
 async def test_what_came_before_somebody_waits_for_it_is_found() -> None:
@@ -115,7 +115,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def echoing(
     on_push: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[Proxy, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A proxy before a server that sends back what it gets, and one client."""
+    """A proxy before an echo server, and one client."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
@@ -238,7 +238,7 @@ def tokens_of(step: int, task: int, number: int) -> bytes:
 
 
 def sample_commands(step: int, task: int, number: int, **changed: Any) -> list[bytes]:
-    """What the log has of one sample that was trained."""
+    """Return the log's commands of one trained sample."""
     tokens = tokens_of(step, task, number)
     branch = f"{step}-{task}-{number}/0"
     record = {
@@ -267,7 +267,7 @@ def entry(event: str, data: dict[str, Any], step: int, record: object = None) ->
 
 
 def made(directory: Path, edit: Callable[[list[bytes]], None] = lambda log: None) -> Remains:
-    """The remains of a run without fault, whose log `edit` may change."""
+    """Return the remains of a run without faults; `edit` may change its log."""
     log = []
     for step in range(STEPS):
         log.append(entry("StepBegan", {"step": step}, step))

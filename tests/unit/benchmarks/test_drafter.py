@@ -1,4 +1,4 @@
-"""What the comparison of drafters says, on runs made by hand."""
+"""The comparison of drafters: its conclusions on hand-made runs."""
 
 from __future__ import annotations
 

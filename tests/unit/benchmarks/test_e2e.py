@@ -1,4 +1,4 @@
-"""What a comparison of runs says, on runs made by hand."""
+"""The comparison of runs: its conclusions on hand-made runs."""
 
 from __future__ import annotations
 
@@ -257,6 +257,4 @@ async def test_unfinished_runs_are_taken_up_and_new_ones_begun(
     await e2e.run(options(tmp_path))
     assert "--no-speculation" in commands[0]
     assert commands[1][-2:] == ["--resume", "demo-0-1"]
-    assert (
-        read_run(started, 0, "cotrained").cpu_s is None
-    )  # the cost of the first part is not known
+    assert read_run(started, 0, "cotrained").cpu_s is None  # the cost of the first part is unknown

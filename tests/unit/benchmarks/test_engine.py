@@ -86,11 +86,11 @@ def options(**changes: object) -> argparse.Namespace:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # two threads on cores that others use are slow
+@pytest.mark.timeout(600)  # two threads on shared cores are slow
 async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of whole gateways are test_engine_gateways.py's."""
+    """test_engine_gateways.py covers the sections with whole gateways."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one_engine = ",".join(name for name in bench.SECTIONS if name not in ("launch", "capture"))
     result = await bench.run(options(quick=True, only=[one_engine]))

@@ -1,4 +1,4 @@
-"""What the sections of the engine's bench that run gateways conclude, and that they run."""
+"""The engine bench's sections with gateways: they run, and their conclusions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The parts of the gateway's bench: texts and pace, what the load reads and counts, and what the
-report compares.
-"""
+"""The gateway bench: texts and pace, the load's reader and counters, the report's comparisons."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def event(text: str) -> bytes:
 
 
 def chunked(body: bytes, sizes: list[int]) -> bytes:
-    """A body in chunks of these sizes, the last one as large as what is left."""
+    """Split a body into chunks with these sizes; the last chunk takes the rest."""
     parts = []
     for size in [*sizes, len(body)]:
         part, body = body[:size], body[size:]
@@ -92,7 +90,7 @@ def test_percentiles_are_numpys() -> None:
 
 @asynccontextmanager
 async def server(answer: Answer) -> AsyncIterator[int]:
-    """A server whose connections `answer` serves; gives its port."""
+    """Serve connections with `answer`; yields the port."""
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     try:
         yield listening.sockets[0].getsockname()[1]

@@ -1,4 +1,4 @@
-"""What the bench of fixed choices runs and says, on runs made by hand."""
+"""The bench of fixed choices: its runs, and its conclusions on hand-made runs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PROMPTS = [(3, 4, 5, 6), (7, 8)]
 
 @pytest.fixture(autouse=True)
 def _once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are not what is tested."""
+    """Measure once: these tests do not check times."""
     monkeypatch.setattr(profile_report, "TIMED", 1)
 
 

@@ -1,4 +1,4 @@
-"""The bench of profiles: a row for each, beside the engine without one; what counts as right."""
+"""The bench of profiles: a row each beside the plain engine, and the rule for correct output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a push to many hosts takes is what sending chunk by chunk comes to."""
+"""The computed time of a push to many hosts equals a simulation chunk by chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sent_chunk_by_chunk(size: int, receivers: int, arity: int, network: Network)
     """Every send of every host, one after the other, from a heap: when the last one arrives."""
     chunks = math.ceil(size / network.chunk_bytes)
     turn_s = size / chunks / network.host_bytes_s
-    free_s = [0.0] * (receivers + 1)  # when a host has sent what it was to send
+    free_s = [0.0] * (receivers + 1)  # when each host has finished its sends
     here = [(0.0, chunk, 0) for chunk in range(chunks)]
     last_s = 0.0
     while here:

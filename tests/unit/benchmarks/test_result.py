@@ -1,4 +1,4 @@
-"""Paired ratios and what a bench writes."""
+"""Paired ratios and the files that a bench writes."""
 
 from __future__ import annotations
 

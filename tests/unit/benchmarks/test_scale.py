@@ -86,7 +86,7 @@ def shuffled(seed: int) -> Iterator[float]:
 
 
 def in_other_orders(schedule: Schedule) -> list[VirtualRun]:
-    """A run as usual, and runs in which what happens at one instant does so in other orders."""
+    """A normal run, and runs that shuffle the order of simultaneous events."""
     fleet = replace(lighter(16), lengths=Equal())
     settings = plan_on(fleet, schedule, Placement.COLOCATED).settings(STEPS)
     times = [VirtualTime(), *(VirtualTime(shuffled(seed)) for seed in range(5))]

@@ -1,4 +1,4 @@
-"""What a comparison of schedules says, on runs made by hand."""
+"""The comparison of schedules: its conclusions on hand-made runs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def ended(tokens: int, first_s: float, after_s: float) -> EndedRequest:
 
 
 def runs(batch: int, per_token_s: float, rate: float) -> list[Served]:
-    """One run of as many requests, of 10 tokens after their first."""
+    """Return one run of `batch` requests, with 10 tokens each after the first."""
     decoded = 10 * batch
     return [Served((0.1,) * batch, (per_token_s,) * batch, decoded, decoded / rate, ())]
 

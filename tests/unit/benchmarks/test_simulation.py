@@ -1,4 +1,4 @@
-"""Simulated runs come to what a calculation by hand gives, and notice a machine that is another."""
+"""Simulated runs match a calculation by hand and detect a changed machine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run_of(plan: SchedulePlan, steps: int, decide: Decide = step, **chosen: obje
 
 
 def deaf_to(kind: type[Command]) -> Decide:
-    """A mutant machine, whose commands of a kind reach nobody."""
+    """A mutant machine that drops its commands of one kind."""
 
     def decide(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
         state, issued = step(state, event)
@@ -173,7 +173,7 @@ def test_commit_modes_cost_what_they_compute_again() -> None:
     in_place, retract, abort = (
         run_of(plan, 8, drafter_enabled=False, commit_mode=mode).wall_s for mode in CommitMode
     )
-    assert in_place < retract == abort  # an ended request goes on from its tokens
+    assert in_place < retract == abort  # an ended request resumes from its tokens
 
 
 def test_requests_share_a_round_and_the_last_one_runs_alone() -> None:

@@ -1,4 +1,4 @@
-"""A slot is measured at the demo's width and at others."""
+"""A slot is measured at the demo's width and at other widths."""
 
 from __future__ import annotations
 

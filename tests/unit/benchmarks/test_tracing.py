@@ -1,4 +1,4 @@
-"""What the tracing bench concludes, and that it runs with its real gateways."""
+"""The tracing bench: it runs with its real gateways, and its conclusions."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from paceline.v1 import coordinator_pb2 as pb
 
 @dataclass
 class Scripted:
-    """A run of so many steps that notes when it goes on."""
+    """A scripted run of some steps that records when it continues."""
 
     plan: DemoPlan
     told: list[str]

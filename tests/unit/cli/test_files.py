@@ -1,4 +1,4 @@
-"""Commands on what a run leaves, and before one."""
+"""Commands on a run's files, and commands before a run."""
 
 from __future__ import annotations
 

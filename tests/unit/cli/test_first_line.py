@@ -1,4 +1,4 @@
-"""A run says at once that it starts: before its models are looked up and its plan is made."""
+"""A run announces its start before it looks up its models and makes its plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEGUN = "starting a run: reading mine.toml"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the settings of a run lie, whose plan fails."""
+    """A folder with run settings that make the plan fail."""
     (tmp_path / "mine.toml").write_text("[gateway]\ntrajectories = false\n")
     return tmp_path
 
@@ -47,7 +47,7 @@ def shown(lines: str, folder: Path) -> list[str]:
 
 
 def _read(terminal: int) -> bytes:
-    """The next of it; nothing once everybody has left it."""
+    """Return the terminal's next bytes; nothing once every process has left it."""
     try:
         return os.read(terminal, 1 << 16)
     except OSError:

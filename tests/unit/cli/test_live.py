@@ -1,4 +1,4 @@
-"""What a terminal and a pipe show of a run."""
+"""The display of a run in a terminal and in a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that comes from elsewhere is shown as it is, whatever it has in brackets."""
+"""Text from outside is shown literally, brackets included."""
 
 from __future__ import annotations
 

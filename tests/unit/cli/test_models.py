@@ -1,4 +1,4 @@
-"""Which models of a run are looked for on the Hub, and what their directories are set to."""
+"""The models that a run looks up on the Hub, and the values that their directories get."""
 
 from __future__ import annotations
 

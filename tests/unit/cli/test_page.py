@@ -1,4 +1,4 @@
-"""The live page: its token, and the state and figures that a browser asks for."""
+"""The live page: its token, and the state and figures that a browser requests."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run's directory; who serves a page about it has its tokens in the environment."""
+    """A run's directory, with the run's tokens in the environment as for the page's server."""
     monkeypatch.setenv("PACELINE_TOKEN", "operators")
     monkeypatch.setenv("PACELINE_AGENT_TOKEN", "agents")
     (tmp_path / "config.toml").write_text('[run]\nid = "demo-0-1"\n')

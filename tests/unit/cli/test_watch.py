@@ -35,7 +35,7 @@ def record(step: int) -> pb.StepRecord:
 
 
 class Finished(CoordinatorServiceServicer):
-    """Knows the steps that a subscriber missed."""
+    """Serves the steps that a subscriber missed."""
 
     def __init__(self) -> None:
         self.records: list[pb.StepRecord] = []

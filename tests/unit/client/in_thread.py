@@ -52,7 +52,7 @@ class InThread:
 
 
 async def in_either(owner: Any, ask: Callable[[Any], Any]) -> Any:
-    """The result of `ask(owner.openai)`, for a client or a session of either kind."""
+    """Return the result of a call on `owner.openai`, for a client or a session of either kind."""
     if isinstance(owner, InThread):
         return await asyncio.to_thread(ask, owner.openai)
     return await ask(owner.openai)

@@ -1,5 +1,5 @@
-"""A real HTTP server on a free port that answers as a script says: well, wrongly, late, in part or
-not at all.
+"""A real HTTP server on a free port with scripted answers: correct, wrong, late, partial or
+missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Step = Callable[[Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Seen:
-    """One request as it came."""
+    """One received request."""
 
     method: str
     path: str
@@ -42,11 +42,10 @@ class Seen:
 
 @dataclass
 class ScriptedGateway:
-    """What is asked is remembered; the n-th request meets the n-th step, those after the script
-    `otherwise`.
+    """Records requests; request n gets step n of the script, later requests get `otherwise`.
 
-    Where several tests share it, each has a path of its own: what a client of an earlier one sent
-    before it gave up may come late, and must neither be seen nor meet a step.
+    Tests that share the server use separate paths. An abandoned request of an earlier test may
+    arrive late; it must neither be recorded nor use up a step.
     """
 
     root: str = ""
@@ -62,7 +61,7 @@ class ScriptedGateway:
 
     @property
     def base_url(self) -> str:
-        """Where this test's client asks; "" while nobody serves."""
+        """Base URL of this test's client; "" while no server runs."""
         return f"{self.root}{self._prefix}" if self.root else ""
 
     @property
@@ -177,9 +176,7 @@ def close_within(*before: bytes) -> Step:
 
 
 async def drip(receive: Receive, send: Send) -> None:
-    """A body that goes on for ever, a byte at a time: every read succeeds, the answer never
-    comes.
-    """
+    """An endless body, a byte at a time: every read succeeds, but the answer never ends."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     gone = asyncio.ensure_future(receive())
     while not gone.done():

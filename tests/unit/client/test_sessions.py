@@ -1,4 +1,4 @@
-"""How sessions begin, what they send, and how leaving their block ends them."""
+"""Sessions: how they begin, the requests they send, and how leaving their block ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may be told, what it shows of it, and what importing it brings along."""
+"""The client's settings: accepted values, displayed values, and the modules that it imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an actor takes from whoever started the run, and what it leaves to Ray."""
+"""An actor takes some settings from the process that started the run; Ray sets the rest."""
 
 from __future__ import annotations
 

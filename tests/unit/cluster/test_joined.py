@@ -1,4 +1,4 @@
-"""Who may be joined, before Ray is asked."""
+"""The addresses that a run may join, checked before it calls Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = "203.0.113.7:6379"
 
 
 async def reached(address: str) -> None:
-    """Whoever is asked answers."""
+    """Every address answers."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What becomes of a service whose keeper says nothing."""
+"""The end of a service after its keeper falls silent."""
 
 from __future__ import annotations
 

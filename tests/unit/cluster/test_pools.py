@@ -1,4 +1,4 @@
-"""What runs ask of a cluster."""
+"""Resources that runs request from a cluster."""
 
 from __future__ import annotations
 

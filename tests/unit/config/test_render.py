@@ -1,4 +1,4 @@
-"""A printed tree loads back to itself and tells no secrets."""
+"""A printed tree loads back to an equal tree and hides secrets."""
 
 import string
 from enum import StrEnum

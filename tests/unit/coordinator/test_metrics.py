@@ -1,4 +1,4 @@
-"""What a step leaves in the coordinator's exported metrics."""
+"""The coordinator's exported metrics of a step."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_samples_count_once_and_not_where_their_call_is_over(
 
 
 class CountedLedger:
-    """A ledger whose counts are known; the first call finds no Redis."""
+    """A ledger with fixed counts; its first call finds no Redis."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Semaphore(0)

@@ -1,4 +1,4 @@
-"""The alarm of a run that stands still names who is waited for; one that rests raises none."""
+"""The alarm of a stalled run names the service that it waits for; a resting run raises no alarm."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Watched:
         )
 
     async def told(self, event: Event, state: State) -> GetProgressResponse:
-        """What it says after a look."""
+        """Return the progress after one look."""
         self._state = state
         self._watch.observe(event, state)
         await self._watch._look()
@@ -87,7 +87,7 @@ async def test_no_progress_is_due_while_a_run_rests_and_it_is_due_again_when_it_
         (TRAINS, (POLICY,), POLICY),
         (TRAINS, (GATEWAY,), GATEWAY),
         (COMMITS, (), GATEWAY),
-        (COMMITS, (POLICY,), GATEWAY),  # whom a commit does without
+        (COMMITS, (POLICY,), GATEWAY),  # a commit proceeds without this service
     ],
 )
 async def test_the_alarm_names_who_is_away_else_who_works(

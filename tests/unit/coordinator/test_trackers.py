@@ -1,4 +1,4 @@
-"""What experiment trackers are told of a run."""
+"""The data that experiment trackers receive about a run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ RECORD = StepRecord(
 
 
 def scalars(directory: Path) -> dict[tuple[str, int], float]:
-    """Those of TensorBoard's event files, read by the format of its records: length, its checksum,
-    a message, its checksum.
+    """Read the scalars of TensorBoard's event files.
+
+    A record is its length, the length's checksum, a message, the message's checksum.
     """
     from tensorboardX.proto.event_pb2 import Event
 
@@ -88,7 +89,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 class Stuck:
-    """Takes nothing until it is let go."""
+    """A tracker that accepts nothing until its release."""
 
     let_go = threading.Event()
 

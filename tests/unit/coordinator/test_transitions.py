@@ -1,4 +1,4 @@
-"""Events that wait are decided, written and told together, as if one by one."""
+"""Waiting events are decided, written and published together, with the result of one by one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def entries(client: redis.asyncio.Redis, run_id: str) -> list[bytes]:
 
 
 def cuts(count: int) -> Iterator[list[list[Event]]]:
-    """HAPPENED in lists of so many, and as one."""
+    """Yield HAPPENED in lists of each size, and as one list."""
     for size in (1, 2, 3, count):
         yield [HAPPENED[first : first + size] for first in range(0, count, size)]
 

@@ -1,4 +1,4 @@
-"""The files of deploy/: what they name exists, and nothing listens beyond this machine."""
+"""The files of deploy/: every name in them exists, and nothing listens beyond this machine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_prometheus_asks_the_gateway_with_its_token_and_the_collector(
 
 
 def relabelled(name: str, job: str) -> str | None:
-    """What Prometheus calls a metric of the collector; None where it is dropped."""
+    """Return Prometheus's name of a collector metric; None if the metric is dropped."""
     (collector,) = [
         one for one in read("prometheus.yml")["scrape_configs"] if one["job_name"] == "collector"
     ]

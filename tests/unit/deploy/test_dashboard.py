@@ -1,6 +1,4 @@
-"""The Grafana dashboard asks for metrics and labels that exist, under the names that Prometheus
-has for them.
-"""
+"""The Grafana dashboard queries existing metrics and labels under their Prometheus names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""examples/ray without a cluster: the manifests against what KubeRay's resources require, the script
-with stand-ins for Slurm's and Ray's commands that note what they are told.
+"""Tests of examples/ray without a cluster.
+
+The manifests are checked against the schemas of KubeRay's resources. The script runs with
+substitutes for the commands of Slurm and Ray, which record their arguments.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ RUN = [
     ROOT / "examples/asynchronous/16gpus_apart.toml",
 ]
 
-# What ray.io/v1 of KubeRay 1.5 to 1.7 says of the fields that the example has: a type, a dict of
-# fields ("!" behind a required one), [of what each is], a set of values, {str: of what}.
+# Schema of the example's fields in ray.io/v1 of KubeRay 1.5 to 1.7: a type, a dict of fields
+# ("!" marks a required field), [schema of each element], a set of values, {str: schema}.
 TEXTS: dict[Any, Any] = {str: str}
 CONTAINER = {
     "name!": str,
@@ -83,7 +85,7 @@ SPECS: Mapping[str, Any] = {
 
 
 def misfits(value: Any, shape: Any, path: str) -> Iterator[str]:
-    """Where a value is not of its shape."""
+    """Yield the places where a value does not fit its shape."""
     if isinstance(shape, type):
         if type(value) is not shape:
             yield f"{path}: {value!r} is no {shape.__name__}"
@@ -119,7 +121,7 @@ def resources() -> dict[str, Any]:
 
 
 def pods(resources: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the head and of the workers."""
+    """Return the pod specs of the head and of the workers."""
     spec = resources["RayCluster"]["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [group["template"]["spec"] for group in groups]
@@ -155,7 +157,7 @@ def test_every_volume_is_there_and_no_secret_is_written_down(resources: dict[str
         both = (*pod["initContainers"], *pod["containers"])
         assert {mount["name"] for one in both for mount in one["volumeMounts"]} == named
         served = [mount["name"] for one in pod["containers"] for mount in one["volumeMounts"]]
-        assert "authority" not in served  # who has its key is everybody
+        assert "authority" not in served  # a holder of the authority's key can pose as anyone
         (main,) = pod["containers"]
         given = {one["name"]: one for one in main["env"]}
         for name in ("PACELINE_TOKEN", "PACELINE_AGENT_TOKEN", "REDIS_URL"):
@@ -197,7 +199,7 @@ def services(files: list[Path], overrides: list[str] | None = None) -> list[Serv
 
 
 def check_beyond_loopback(security: SecurityConfig) -> None:
-    """With the token, TLS and events' key that other machines' services ask for."""
+    """Check for the token, TLS and events' key that services on other machines require."""
     check_security(ELSEWHERE, security)
     assert security.tls_ca
     assert security.curve_key
@@ -273,7 +275,7 @@ esac
 
 
 def submit(folder: Path, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
-    """Run the script with stand-ins of what it calls; they note their arguments in `notes`."""
+    """Run the script with substitutes for its commands; they record their arguments in `notes`."""
     stand_ins = folder / "bin"
     stand_ins.mkdir()
     for name in ("srun", "scontrol", "ray", "paceline"):

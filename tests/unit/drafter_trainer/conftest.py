@@ -1,4 +1,4 @@
-"""A process group of one, which FSDP2 needs."""
+"""A process group of one rank, which FSDP2 needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learners that leave a device that the CPU stands in for, in one process or on two ranks."""
+"""Learners that leave a device, in one process or on two ranks; the CPU acts as the device."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ HEAD = toy_policy().policy_head()
 
 
 def learner(kind: str = "adamw", members: Members | None = None) -> DrafterLearner:
-    """Of an EAGLE drafter of the toy policy, stepped after two rows."""
+    """Return a learner of an EAGLE drafter of the toy policy; it steps after two rows."""
     config = DrafterOptimizerConfig.model_validate({"lr": 1e-2, "warmup_steps": 2, "kind": kind})
     net = EagleNet(TARGET, seed=1)
     return DrafterLearner(net, config, micro_batches=2, members=members or on_cpu(1))
 
 
 def held(one: DrafterLearner) -> list[Tensor]:
-    """What a learner has on its device: shards, moments, averages and a partial gradient."""
+    """Return a learner's tensors on its device: shards, moments, averages, a partial gradient."""
     return list(one.sharded.local().values())
 
 
 @contextmanager
 def elsewhere(one: DrafterLearner) -> Iterator[None]:
-    """Its members compute on a device of another name, where its numbers are said to lie."""
+    """Name the members' devices cuda:0, cuda:1, ..., as if the tensors were there."""
     here = one.members
     away = replace(here, devices=tuple(f"cuda:{slot}" for slot in range(here.size)))
     one.members = one.sharded.members = away

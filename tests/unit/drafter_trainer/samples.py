@@ -1,4 +1,4 @@
-"""A toy policy whose next state is a known function of state and token, and what the engine would
+"""A toy policy that computes its next state from state and token, and the rows that an engine would
 capture from it.
 """
 
@@ -62,12 +62,12 @@ class ToyPolicy:
         return torch.tensor(tokens[:length]), torch.stack(hidden)
 
     def policy_head(self, name: str = HASH, version: int = 0) -> PolicyHead:
-        """What the drafter shares with this policy."""
+        """Return the parameters that the drafter shares with this policy."""
         return PolicyHead(name, version, self.embed, self.head)
 
 
 def toy_policy() -> ToyPolicy:
-    """A fixed one."""
+    """Return a toy policy with fixed weights."""
     generator = torch.Generator().manual_seed(1)
     return ToyPolicy(
         mix=torch.randn(HIDDEN, HIDDEN, generator=generator) * 0.3,

@@ -1,5 +1,5 @@
-"""One rank of the equality test: activations of several numbers of ranks; what came of them is
-written by rank 0.
+"""One rank of the equality test: activations with different numbers of ranks; rank 0 writes the
+results.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def activate(
     pieces: list[tuple[int, list[PackedRow]]],
     head: PolicyHead,
 ) -> float:
-    """Learns rows on so many ranks, then the next rows on the ranks that join these, and leaves;
-    returns the loss summed over this rank's positions.
+    """Learn rows on some ranks, then the next rows on the ranks that join, and leave.
+
+    Returns the loss summed over this rank's positions.
     """
     loss = 0.0
     for place, (ranks, rows) in enumerate(pieces):
@@ -56,7 +57,7 @@ def activate(
 def learn(
     learner: DrafterLearner, ranks: int, rows: list[PackedRow], head: PolicyHead, *, then: str
 ) -> float:
-    """Learns the rows until rank 0 announces what comes `then`; this rank's summed loss."""
+    """Learn the rows until rank 0 announces `then`; return this rank's summed loss."""
     members, loss = learner.members, 0.0
     if dist.get_rank() == 0:
         for first in range(0, len(rows), ranks):
@@ -93,12 +94,12 @@ def figures(learner: DrafterLearner, loss: float, prefix: str) -> dict[str, Tens
 
 
 def part_of(state: dict[str, Any], part: str) -> dict[str, Any]:
-    """The tensors of a state whose names begin with `part`."""
+    """Return the tensors with names that begin with `part`, under the rest of the name."""
     return {key.removeprefix(part): one for key, one in state.items() if key.startswith(part)}
 
 
 def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner) -> None:
-    """Rank 0 begins to write before it trains, the others after: groups must not be mixed up."""
+    """Rank 0 begins to write before it trains, other ranks after: groups must not be mixed up."""
     members, state = learner.members, learner.state()
     assert members.size == 1 or members.writing is not members.group
     if dist.get_rank() != 0:
@@ -120,7 +121,7 @@ def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner)
 
 
 def begins_again(out: Path) -> None:
-    """Two ranks learn, go on from the weights of a drafter that rank 0 has, and learn a step."""
+    """Two ranks learn, continue from the weights of rank 0's drafter, and learn one step."""
     dist.init_process_group("gloo")
     membership, head = Membership("cpu"), toy_policy().policy_head()
     config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
@@ -144,9 +145,9 @@ def begins_again(out: Path) -> None:
 
 
 def main(out: Path, plan: list[list[tuple[int, int]]]) -> None:
-    """`plan`: ranks and rows of each activation, and after those of the ranks that join it.
+    """Run a plan: for each activation its ranks and rows, followed by every join's ranks and rows.
 
-    A checkpoint is written after the first, beside `out`.
+    A checkpoint is written after the first activation, beside `out`.
     """
     dist.init_process_group("gloo")
     membership, head = Membership("cpu"), toy_policy().policy_head()

@@ -1,4 +1,4 @@
-"""One rank of the hand-out test: rank 0 hands rows out, rank 1 writes down what it received."""
+"""One rank of the hand-out test: rank 0 hands rows out, rank 1 writes the received rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drafter trainer's instruments say of a micro-batch, a decision and a lease."""
+"""The drafter trainer's instruments for a micro-batch, a decision and a lease."""
 
 from __future__ import annotations
 

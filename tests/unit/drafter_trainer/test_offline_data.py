@@ -1,4 +1,4 @@
-"""Records on disk into tokens and masks, and what is said of bad ones."""
+"""Records on disk become tokens and masks; bad records give clear errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def words(directory: Path, template: str) -> Callable[[], ModelText]:
 
 
 def told(sample: Example) -> list[str]:
-    """Words, those of the model in capitals."""
+    """Words; the model's words are in capitals."""
     return [
         WORDS[i].upper() if said else WORDS[i]
         for i, said in zip(sample.token_ids, sample.mask, strict=True)

@@ -1,4 +1,4 @@
-"""Rows of steps: every sequence once a pass, nothing lost, the same whatever happened before."""
+"""Rows of steps: every sequence once a pass, nothing lost, the same after any history."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def samples() -> list[Example]:
 
 
 def oracle(model: PreTrainedModel, sample: Example) -> torch.Tensor:
-    """[n, 3 H]: what enters layers 0 and 2, and the state after the final norm."""
+    """Return [n, 3 H]: the input states of layers 0 and 2, and the state after the final norm."""
     with torch.no_grad():
         states = model(
             torch.from_numpy(sample.token_ids)[None], output_hidden_states=True

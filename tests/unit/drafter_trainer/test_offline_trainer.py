@@ -1,4 +1,4 @@
-"""A whole offline run on one rank: what it learns, leaves behind, and goes on from."""
+"""A whole offline run on one rank: its learning, its files, and its resumption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KIND = SpeculatorKind(
 
 
 class CountingNet(EagleNet):
-    """A speculator of one's own: EAGLE that reads an inner layer too and is told token counts."""
+    """A custom speculator: EAGLE that also reads an inner layer and receives token counts."""
 
     kind = KIND
 

@@ -1,4 +1,4 @@
-"""What the service sends holds every field of its messages."""
+"""The service's messages carry every field."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The loop: what a preemption keeps, what ends an activation, which drafter a candidate is measured
-against.
+"""The training loop: preemption, ends of an activation, and the drafter that a candidate is
+measured against.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIG = {
     "buffer": {"judged_every": EVERY},
 }
 CONSTANTS = {"data_wait_s", "micro_batch_ms"}
-"""Of the settings' class, and here of one trainer."""
+"""Constants of the settings' class, set here for one trainer."""
 FRESH, LENGTH = 8, 24  # samples to judge by, and their tokens
 GATE = {"interval_steps": 1_000, "min_positions": FRESH * (LENGTH - PROMPT)}
 
@@ -86,7 +86,7 @@ class Trainer:
         start: DraftNet | None = None,
         **config: object,
     ) -> None:
-        """`start`: what it begins with, fresh weights without one."""
+        """`start`: the first network; without it, fresh weights."""
         self.parent = ScriptedParent()
         wanted = {"data_wait_s": 0.0, **CONFIG, **config, "gate": {**GATE, **(gate or {})}}
         settings = DrafterTrainerConfig.model_validate(
@@ -134,7 +134,7 @@ class Trainer:
         optimizer._config = optimizer._config.model_copy(update={"lr": lr})
 
     def judged(self, *decisions: str) -> list[m.Judged]:
-        """What the gate said, of those decisions only if some are named."""
+        """Return the gate's judgements, limited to these decisions if any are named."""
         said = [message for message in self.parent.sent if isinstance(message, m.Judged)]
         return [one for one in said if not decisions or one.decision in decisions]
 
@@ -375,8 +375,8 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(
     assert (again := trainer.run(5, drafter=2)).reason == "frozen"
     assert again.micro_batches == 0, "the slots stay free"
 
-    # The next policy's rows are the same: nothing drifted. Then come rows whose embedding it never
-    # saw.
+    # The next policy's rows are the same: no drift. The rows after them have an embedding that it
+    # never saw.
     trainer.rows.add_head(toy_policy().policy_head("ab" * 8, 1))
     trainer.feed(fresh_rows(version=1, head="ab" * 8))
     assert trainer.run(6, drafter=2).reason == "frozen"
@@ -391,9 +391,11 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(
 
 
 def forgetful(tmp_path: Path) -> tuple[Trainer, DraftNet, int]:
-    """A trainer whose serving drafter has forgotten the tasks that come again, the run's first
-    drafter, which knows them, and the version that serves. The first has learned rows whose
-    embedding is the policy's, its successors rows of another embedding.
+    """Return a trainer, the run's first drafter and the serving version.
+
+    The serving drafter has forgotten the tasks that return; the first drafter has not. The first
+    drafter has learned rows with the policy's embedding, its successors rows with another
+    embedding.
     """
     before = Trainer(tmp_path / "before", max_epochs=1e6)
     before.feed(trained_rows())

@@ -38,7 +38,7 @@ def publisher(address: str) -> Iterator[FactPublisher]:
 
 
 async def _connected(publisher: FactPublisher, subscriber: FactSubscriber) -> Fact:
-    """Publish until the subscription has reached the publisher; returns the first fact heard."""
+    """Publish until the subscription has reached the publisher; return the first received fact."""
     for _ in range(100):
         await publisher.publish(Fact(step_began=StepBegan(samples=1)))
         try:
@@ -129,7 +129,7 @@ async def test_who_reads_too_seldom_sees_each_gap_and_hears_all_the_rest(
         gaps.clear()
         for _ in range(200):
             dropped = await publisher.publish(large, Fact())
-        while heard[-1] <= dropped:  # until one comes through that is told after them
+        while heard[-1] <= dropped:  # until a fact published after the drops arrives
             with suppress(DeadlineExceeded):
                 heard.append((await subscriber.next(0.05)).sequence)
                 continue
@@ -230,7 +230,7 @@ async def test_facts_under_a_key_reach_its_holders_and_nobody_else(
             open_sockets.enter_context(FactSubscriber(address, "run-a", Gaps().note, curve_key=key))
             for key in (ours, foreign, "")
         ]
-        # Knows whom to talk to, and is not let in.
+        # This socket has the publisher's key, but the publisher does not admit it.
         knowing = zmq.auth.load_certificate(public)[0]
         stranger._socket.disconnect(address)
         stranger._socket.curve_serverkey = knowing

@@ -1,4 +1,4 @@
-"""Arithmetic, what is none, and what would take for ever."""
+"""Arithmetic, invalid expressions, and expressions that would take for ever."""
 
 from __future__ import annotations
 

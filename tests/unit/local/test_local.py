@@ -1,4 +1,4 @@
-"""The service table, ports, and where Redis comes from."""
+"""The service table, its ports, and the Redis that a run uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's memory, slots and ranks are known before anything starts."""
+"""A run's memory, slots and ranks are planned before anything starts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_parameters_follow_from_the_shape() -> None:
 
 
 def check(gib: int, *, ranks: int, saver: bool) -> str:
-    """What the plan of an engine, a policy and a drafter on the same GPUs says."""
+    """Return the plan of an engine, a policy and a drafter on the same GPUs."""
     engine = memory_plan.sglang_plan(
         QWEN_7B, workers=4, tensor_parallel=2, item=2, pool=32 * GIB, saver=saver
     )
@@ -119,7 +119,7 @@ def test_critic_reference_adapters_and_small_moments_are_counted() -> None:
 def test_activations_are_what_autograd_keeps_of_a_layer(
     tmp_path: Path, family: str, *, recompute: bool
 ) -> None:
-    """Of 200 tokens in three layers less in two, so that embedding and final norm fall out."""
+    """Measure 200 tokens in three layers minus two, which cancels embedding and final norm."""
     kept = []
     for layers in (2, 3):
         save_random(tmp_path / str(layers), family, hidden_size=64, num_hidden_layers=layers)
@@ -317,7 +317,7 @@ def test_the_memory_of_the_demo_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     assert re.fullmatch(rf"memory: [\d,]+ MiB of [\d,]+ MiB {services}", line)
     assert checked.overrides == ["policy_trainer.ranks=2"]
     assert planned("gateway.engine.workers=1").overrides == ["policy_trainer.ranks=1"]
-    assert planned("policy_trainer.ranks=1").overrides == []  # the file may say another next time
+    assert planned("policy_trainer.ranks=1").overrides == []  # the file may change it next time
 
 
 def test_memory_that_a_cpu_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +405,7 @@ def test_the_slowest_services_own_deadline_is_waited_for() -> None:
 
 
 def test_the_plan_of_an_embedded_worker_is_what_its_slots_hold(tmp_path: Path) -> None:
-    """All of it is allocated once: 3 sequences and 2 kept ones of 20 tokens, each with 3 states."""
+    """The store allocates once: 3 running and 2 kept sequences of 20 tokens with 3 states each."""
     save_random(tmp_path, "llama")
     config = read_config(tmp_path)
     model = ServedModel(config, torch.float32, 20)
@@ -461,7 +461,7 @@ def test_a_plan_counts_experts_and_divides_them_over_a_workers_gpus(tmp_path: Pa
     plan = memory_plan.sglang_plan(
         config, workers=3, tensor_parallel=4, item=2, pool=GIB, saver=True
     )
-    # what chooses among the experts is whole on each
+    # each device holds the whole router of the experts
     assert (plan.devices, plan.parts["weights"]) == (12, 2 * ((matrices - gates) // 4 + gates))
 
 

@@ -28,7 +28,7 @@ Start = Callable[[], subprocess.Popen[str]]
 
 
 def own(child: subprocess.Popen[str]) -> Path:
-    """The directory that a child has said is its own."""
+    """Return the directory that a child printed as its own."""
     assert child.stdout is not None
     return Path(child.stdout.readline().strip())
 

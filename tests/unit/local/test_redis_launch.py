@@ -1,4 +1,4 @@
-"""A Redis that is being started is waited for; one that others run is there or it is not."""
+"""A starting Redis is waited for; an external Redis is there or missing, without a wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of a run: who makes them, who reads them, where they are found."""
+"""A run's tokens: their creation, their readers and their place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIABLES = ("PACELINE_TOKEN", "PACELINE_AGENT_TOKEN")
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceConfig:
     for name in VARIABLES:
-        # set first, so that what a test leaves in the environment is taken back
+        # set first, so that monkeypatch restores the variables after the test
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return ServiceConfig(run=RunConfig(dir=str(tmp_path / "run")))

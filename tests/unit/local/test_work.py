@@ -1,4 +1,4 @@
-"""What counts against a deadline of processes: what they use while they work, else all time."""
+"""A deadline of processes counts the time that they use while they work, otherwise all time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def waited_s(clock: WorkClock, deadline_s: float) -> float:
 async def test_a_process_that_gets_a_part_of_a_core_has_as_much_longer(
     process: subprocess.Popen[bytes],
 ) -> None:
-    """It runs for a fifth of the time, as beside four others."""
+    """The process runs for a fifth of the time, as beside four other processes."""
 
     async def starve() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""What config.json leaves out is what transformers takes; what is not implemented is refused."""
+"""Fields missing in config.json take transformers' defaults; unimplemented values are rejected."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TOKENS = 120
 
 @pytest.fixture(params=[True, False], ids=["onednn", "torch"])
 def _asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever multiplies: with oneDNN rows of no token stand behind those of a block."""
+    """Select the product: with oneDNN, rows without a token follow the rows of a block."""
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch was built without oneDNN")
     monkeypatch.setattr(products, "ONEDNN", request.param)

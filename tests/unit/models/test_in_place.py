@@ -1,4 +1,4 @@
-"""Later versions in the storages of the first: bits, addresses, memory, and what is refused."""
+"""Later versions in the storages of the first: bits, addresses, memory, and rejected versions."""
 
 from __future__ import annotations
 
@@ -142,9 +142,7 @@ def test_only_what_all_parts_are_given_of_is_updated(versions: list[Path]) -> No
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Most bytes that torch's allocator had handed out at once during the call, beyond what it had
-    at its beginning.
-    """
+    """Return the peak of torch's allocated bytes during the call, above the bytes at its start."""
     with recorded(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         kept = call()
     events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -159,7 +157,7 @@ def peak_of(call: Callable[[], object]) -> int:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two versions of a model whose layers are a small part of it: folders 0 and 1."""
+    """Save two versions of a model with small layers in folders 0 and 1."""
     shape = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 64}
     directory = tmp_path_factory.mktemp("deep")
     for seed in range(2):
@@ -181,7 +179,7 @@ def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
     # The mapped checkpoint counts as if it were in memory.
     mapped = peak_of(lambda: read_tensors(deep / "1"))
     assert mapped >= served / 4, "nothing is measured"
-    rounding = 6 * (4 << 14) if profile else 0  # what a few rows are rounded in
+    rounding = 6 * (4 << 14) if profile else 0  # buffers for rounding a few rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.models.quantised.ROUNDED_AT_ONCE", 1 << 14)
         staging = peak_of(lambda: model.staged(deep / "1")) - mapped

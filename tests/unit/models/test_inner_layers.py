@@ -1,4 +1,4 @@
-"""Which inner states EAGLE-3 reads: the rule, and what checkpoints name."""
+"""The inner states that EAGLE-3 reads: the default rule, and the layers that checkpoints name."""
 
 from __future__ import annotations
 

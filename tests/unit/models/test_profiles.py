@@ -1,4 +1,4 @@
-"""The table of profiles, and which of them a setting chooses for a model."""
+"""The table of profiles, and the profile that a setting selects for a model."""
 
 from __future__ import annotations
 

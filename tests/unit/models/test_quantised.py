@@ -1,4 +1,6 @@
-"""Matrices in eight bits, of every profile: how far a weight may move, and what that does to products and logits."""
+"""Eight-bit matrices of every profile: the largest move of a weight, and its effect on products and
+logits.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,8 @@ def test_no_weight_moves_by_more_than_half_a_step_of_its_row(
     moved = np.abs(served(matrix) - weight.double().numpy())
     # float32 divides weight by scale: the quotient, up to 127.5, is off by its last bit.
     assert (moved <= step * (0.5 + 128 * 2**-23)).all()
-    # No step is wider than it has to be: 255 of them span a row's weights, but for what bfloat16
-    # scales round up.
+    # No step is wider than necessary: 255 steps span a row's weights, except that bfloat16 scales
+    # round up.
     widest = 2 * np.abs(weight.double().numpy()).max(axis=1, keepdims=True) / 255
     assert (
         step
@@ -271,7 +273,7 @@ def test_every_number_of_e4m3_is_multiplied_as_it_is() -> None:
 def test_rounded_activations_are_multiplied_as_whole_numbers(
     dtype: torch.dtype, width: int, rows: int
 ) -> None:
-    """Beside int64: sums of up to 2500 products of eight bits do not fit into float32."""
+    """Compare with int64: sums of up to 2500 products of eight bits do not fit into float32."""
     kept = stored(5, 70, width, dtype)
     matrix = RoundedMatrix(kept.values, kept.scales)
     x = (3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(6))).to(dtype)

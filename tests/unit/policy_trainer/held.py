@@ -1,4 +1,4 @@
-"""Counts what tensors hold."""
+"""Counts the bytes that tensors hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of all storages that operators have made and nobody has let go."""
+    """Counts the bytes of all storages that operators have made and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Held(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func.is_view or func._schema.is_mutable:
-            return made  # of what was there before
+            return made  # views and in-place results use counted storage
         for one in tree_iter(made):
             if isinstance(one, torch.Tensor):
                 self._count(one.untyped_storage())

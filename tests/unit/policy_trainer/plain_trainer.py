@@ -1,5 +1,5 @@
-"""A trainer without packing, ranks or chunks: float64, one sequence a forward, every formula written
-out. What the learner is compared with.
+"""A reference trainer without packing, ranks or chunks: float64, one sequence a forward, every
+formula written out. Tests compare the learner with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class PlainTrainer:
         self.updates = 0
 
     def logprobs(self, lm: LlamaForCausalLM, one: Trajectory) -> tuple[Tensor, Tensor]:
-        """Of the trained tokens of a trajectory, and the entropies where they were drawn."""
+        """Return log-probs of a trajectory's trained tokens, and the entropies where they were
+        drawn.
+        """
         ids = torch.tensor([one.token_ids])
         whole = (lm(ids).logits[0] / one.temperature).log_softmax(-1)
         at = [t for t in range(1, len(one.token_ids)) if one.loss_mask[t]]

@@ -1,4 +1,4 @@
-"""One rank of the tests of publication and export: what each publishes, and what it held."""
+"""One rank of the tests of publication and export: its publications and its peak memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from paceline.v1.trajectory_pb2 import CommandContext
 
 PIECE = 2 << 10
 MOVED = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight")
-"""Few tensors: those of this model are so small that a record of each would be a large delta."""
+"""Few tensors: this model's tensors are so small that a record for each would make a large delta.
+"""
 
 
 def stepped(model: Path, out: Path, given: Mapping[str, object]) -> Learner:
-    """After a step, so that shards are no copies of the start's."""
+    """Return a learner after a step, so that its shards differ from the start's."""
     run = {"model": str(model), "device": "cpu", "run": {"dir": str(out / "run")}}
     config = PolicyTrainerConfig.model_validate({**run, "optimizer": {"lr": 1e-2}, **given})
     learner = build_learner(config, form_mesh(config))
@@ -44,8 +45,8 @@ def stepped(model: Path, out: Path, given: Mapping[str, object]) -> Learner:
 
 
 def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
-    """Publishes and exports; each rank writes what it holds, rank 0 the export, the whole state as
-    torch gathers it, and bytes.
+    """Publish and export. Each rank writes its published bytes; rank 0 writes the export, the
+    whole state as torch gathers it, and the most bytes held by each rank.
     """
     shards.PIECE_BYTES = PIECE
     learner = stepped(model, out, given)
@@ -78,8 +79,10 @@ def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
 
 @torch.no_grad()
 def pushing(model: Path, out: Path, given: Mapping[str, object], spoil: Mapping[str, int]) -> None:
-    """Pushes the start's weights, and again when a few of two tensors have moved; rank 0 writes the reports.
-    `spoil`: numbers of one rank become NaN before the third version, whose error is written.
+    """Push the start's weights, and again after a few numbers of two tensors have moved; rank 0
+    writes the reports.
+
+    `spoil`: numbers of one rank become NaN before the third version; its error is written.
     """
     shards.PIECE_BYTES = PIECE
     run = {"model": str(model), "device": "cpu", "run": {"dir": str(out / "run")}}
@@ -112,8 +115,8 @@ def pushing(model: Path, out: Path, given: Mapping[str, object], spoil: Mapping[
 
 
 def adapted(model: Path, out: Path, dtype: str) -> None:
-    """Publishes adapters alone; each rank writes what it holds, rank 0 what is announced and the
-    whole weights.
+    """Publish adapters alone; each rank writes its published bytes, rank 0 the manifests and
+    the whole weights.
     """
     adapters = {"rank": 4, "publish": "adapters"}
     learner = stepped(model, out, {"adapters": adapters, "publish_dtype": dtype})
@@ -134,7 +137,7 @@ def adapted(model: Path, out: Path, dtype: str) -> None:
 
 
 def taking(model: Path, out: Path, dtype: str) -> None:
-    """Takes what serves where its bits differ; rank 0 writes own weights, those, and the taken."""
+    """Take served weights where their bits differ; rank 0 writes own, served and taken weights."""
     shards.PIECE_BYTES = PIECE
     learner = stepped(model, out, {"publish_dtype": dtype})
     own = {name: one.clone() for name, one in whole(learner.weights.published()).items()}

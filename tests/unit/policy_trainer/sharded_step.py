@@ -71,7 +71,7 @@ def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
 
 
 def whole(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copies of what is sharded, as torch gathers it, on every rank."""
+    """Return copies of sharded tensors, gathered by torch on every rank."""
     return {
         name: (one.full_tensor() if isinstance(one, DTensor) else one)
         .detach()
@@ -143,7 +143,9 @@ def five_steps(
     saving: bool = False,
     rank: int = 0,
 ) -> None:
-    """Five steps in these modes on batches that all ranks know; rank 0 writes weights and losses."""
+    """Run five steps in these modes on batches that all ranks have; rank 0 writes weights and
+    losses.
+    """
     everything: dict[str, torch.Tensor] = {}
     mesh = None
     for name in modes:
@@ -177,7 +179,9 @@ def five_steps(
 
 
 def loading(model: Path, out: Path) -> None:
-    """Loads the policy; rank 0 writes the numbers that it held at most, and those of its shards."""
+    """Load the policy; rank 0 writes the numbers that it held at most and the numbers of its
+    shards.
+    """
     mesh = form_mesh(PolicyTrainerConfig(device="cpu"))
     config = PolicyTrainerConfig(model=str(model), device="cpu")
     policy = policy_on_meta(model)

@@ -60,17 +60,17 @@ FINE, WRONG = 1e-5, 0.5
         (cell("off", "int8"), [], ["numbers=int8"]),
         (cell("off", "float32", "stale"), [cell()], ["swapped"]),
         (cell(), [], ["plain"]),
-        # Both suspects are cleared by others: it is the two together.
+        # Other cells clear each suspect: the combination is wrong.
         (
             cell(EAGLE, "float32", "reused"),
             [cell(EAGLE), cell("off", "float32", "reused")],
             [f"arm={EAGLE}", "reused"],
         ),
-        # What another arm left in the cache is not this one's fault.
+        # Another arm's cached values are not this arm's fault.
         (cell(f"{EAGLE}+{NGRAM}"), [cell(NGRAM)], [f"arm={EAGLE}"]),
         # Rounding is meant to be inexact: it goes first.
         (cell(EAGLE, "int8"), [], ["numbers=int8"]),
-        # One of them is.
+        # Another cell clears one suspect.
         (cell(EAGLE, "float32", "reused"), [cell(NGRAM, "float32", "reused")], [f"arm={EAGLE}"]),
     ],
 )
@@ -93,7 +93,7 @@ def test_what_a_named_path_accounts_for_names_nothing_more() -> None:
     state, verdicts = judged(AuditState(), cells, SETTINGS, "float32")
     assert (verdicts[0].tokens, verdicts[0].mean_bound) == (250, SETTINGS.float32.mean)
     assert verdicts[0].mean == pytest.approx(WRONG, rel=0.3)
-    assert named(cells, state) == []  # said once
+    assert named(cells, state) == []  # named only once
 
 
 def test_few_tokens_that_are_well_clear_a_suspect_and_fewer_do_not() -> None:

@@ -1,6 +1,6 @@
-"""What the policy trainer holds on its device: `offload` and `reshard_after_forward` free bytes.
+"""The policy trainer's device memory: `offload` and `reshard_after_forward` free bytes.
 
-Each test fails where the setting has no effect.
+Each test fails if the setting has no effect.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def measure(model: Path, out: Path, ranks: int, **settings: Any) -> list[dict[st
 def test_a_trainer_with_offload_holds_no_weight_and_no_moment_between_steps(
     model_dir: Path, tmp_path: Path, ranks: int
 ) -> None:
-    """Of the policy, its reference and the critic; nothing else grows meanwhile."""
+    """Policy, reference and critic leave the device; nothing else grows meanwhile."""
     algorithm = {"name": "ppo", "kl": {"coefficient": 0.1}}
     for rank in measure(model_dir, tmp_path / "out", ranks, offload=True, algorithm=algorithm):
         assert rank["kept"] > 7 * SHAPE["num_hidden_layers"] * rank["layer"] / ranks
         assert rank["kept in step 1"] == rank["kept in step 2"] == rank["kept"]
         for moment in ("at the start", "after step 1", "after step 2"):
             assert rank[f"kept {moment}"] == 0, moment
-        # The copies on the CPU take the place of what has left: no gradient, nothing gathered.
+        # The CPU copies replace the tensors that left: no gradient, nothing gathered.
         assert rank["live after step 1"] < rank["live"] + COUNTERS
         assert rank["live after step 2"] < rank["live"] + COUNTERS
 

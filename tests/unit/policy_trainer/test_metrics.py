@@ -1,4 +1,4 @@
-"""What a step leaves in the exported metrics."""
+"""The exported metrics of a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the ranks publish of the weights and push, and what a restarted trainer takes of those that
-serve.
-"""
+"""The weights that ranks publish and push, and served weights that a restarted trainer takes."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_mor
         assert published == bits(one.to(getattr(torch, dtype))), name
         assert bits(exported[name]) == bits(one), name
     held = json.loads((tmp_path / "held.json").read_text())
-    assert max(publishing for publishing, _ in held) <= 2 * PIECE  # fp32 rows and those that travel
+    assert max(publishing for publishing, _ in held) <= 2 * PIECE  # fp32 rows and rows in transit
     largest = max(one.nbytes for one in full.values())
     assert held[0][1] <= 2 * largest  # one tensor, and the next while it is let go
     assert sum(one.nbytes for one in full.values()) > 4 * largest
@@ -114,7 +112,7 @@ def test_adapters_published_alone_are_over_their_start_what_is_trained(
     assert all("lora" in name for name in tensors)
     found, full = read_version(version, start), load_file(tmp_path / "full.safetensors")
     assert found.keys() == full.keys()
-    close = 1e-6 if dtype == "float32" else 1e-3  # of what steps of 0.01 have moved
+    close = 1e-6 if dtype == "float32" else 1e-3  # weights have moved by steps of 0.01
     for name, one in full.items():
         assert torch.allclose(found[name].float(), one, atol=close), name
 
@@ -155,8 +153,8 @@ def test_a_disk_without_room_is_told_on_all_ranks(model_dir: Path, tmp_path: Pat
 
 @pytest.fixture
 def spools(tmp_path: Path) -> Iterator[dict[int, tuple[Spool, str]]]:
-    """Of the gateway and of the drafter trainer, each behind gRPC in a thread of its own; with
-    their addresses.
+    """The spools of the gateway and of the drafter trainer with their addresses; each is behind
+    gRPC in its own thread.
     """
     held: dict[int, tuple[Spool, str]] = {}
     listening, ended = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The parent: it starts without torch, and refuses what cannot be trained."""
+"""The parent process: it starts without torch, and rejects configurations it cannot train."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_one_nan_on_one_rank_moves_no_weight_of_any(model_dir: Path, tmp_path: P
 def test_five_steps_are_the_same_on_one_two_and_three_ranks(
     model_dir: Path, tmp_path: Path, rank: int, modes: tuple[str, ...]
 ) -> None:
-    """Of all weights in every mode."""
+    """All weights are compared in every mode."""
     made = []
     steps = partial(sharded_step.five_steps, rank=rank, modes=modes)
     for size in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Acceptance by arm over the steps, and by drafter version beside what its gate had projected."""
+"""Acceptance by arm over the steps, and by drafter version beside its gate's projection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAIN, NGRAM = "eagle:3_1_4", "ngram:4_1_5"
 
 
 def record(step: int, drafter: int, **by_arm: tuple[int, int]) -> StepRecord:
-    """(rounds, tokens) of the arms, whose names are words here."""
+    """Return a step with (rounds, tokens) of its arms, under short names."""
     names = {"eagle": CHAIN, "ngram": NGRAM}
     return StepRecord(
         step=step,
@@ -27,7 +27,7 @@ def record(step: int, drafter: int, **by_arm: tuple[int, int]) -> StepRecord:
 
 
 def run_of(history: RunHistory, *records: StepRecord, **more: Any) -> RunHistory:
-    """A history of these steps alone."""
+    """A history with these steps alone."""
     return replace(history, records=records, evaluations={}, **more)
 
 
@@ -85,7 +85,7 @@ def test_a_run_without_drafts_has_no_rows_and_no_chart(history: RunHistory) -> N
 
 
 def test_a_run_of_many_steps_reads_its_arms_out_of_the_journal(history: RunHistory) -> None:
-    # The chain drafts 60 to 69 rounds in the last ten steps, n-grams 8 in three of them.
+    # The chain drafts 60 to 69 rounds in the last ten steps, n-grams draft 8 in three steps.
     assert rows_of(history)[:2] == [
         ("d2", CHAIN, "3.00", "645", "1,935", 10),
         ("d2", NGRAM, "1.25", "24", "30", 10),

@@ -1,4 +1,4 @@
-"""Work on a slot that another holds is counted, by whoever does it."""
+"""Work on a slot that another service holds is counted, for every service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critical path of steps whose path is known."""
+"""The critical path of steps with an expected path."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_server_that_notes_its_end_after_its_caller_is_still_what_was_waited_f
 
 
 def test_a_gap_in_which_another_span_ran_was_waited_for_it() -> None:
-    spans = [  # a stream whose last answer was acted on before it was closed
+    spans = [  # the last answer of the stream was used before the stream closed
         root(200),
         one("stream", "2", 0, 120, "1"),
         one("next", "3", 90, 200, "1"),

@@ -1,4 +1,4 @@
-"""What the pages show of the audit."""
+"""The pages' display of the audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The charts of what the policy learns, and what a reader sees of a point."""
+"""The charts of the policy's learning, and the details of a point."""
 
 from __future__ import annotations
 

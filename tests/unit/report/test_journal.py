@@ -1,4 +1,4 @@
-"""A run as its journal tells it."""
+"""A run read from its journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the samples of an evaluation are worth, against counting every choice of them."""
+"""Estimates from an evaluation's samples, against counting every choice of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of summary.json against those the made-up run was made with."""
+"""The figures of summary.json equal the figures of the made-up run."""
 
 from __future__ import annotations
 

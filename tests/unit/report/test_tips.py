@@ -1,4 +1,4 @@
-"""What a reader sees of a value under the pointer and the finger, in a real browser."""
+"""The tips of a value under the pointer and the finger, in a real browser."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def middle(tab: Tab, element: str) -> list[float]:
 
 
 def told(tab: Tab, place: list[float], by: str) -> str:
-    """What is shown when a finger or a pointer is there; nothing is empty."""
+    """Return the tip at a place under finger or pointer; it must not be empty."""
     at = dict(zip("xy", place, strict=True))
     if by == "finger":
         tab.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[at])
@@ -64,7 +64,7 @@ def test_a_value_of_a_chart_a_bar_of_the_slots_and_a_token_are_told(tab: Tab, by
     title = tab.value(f"{REWARD}.querySelector('title').textContent")
     assert re.match(r"RL step \d+\nreward", title)
     assert told(tab, middle(tab, REWARD), by) == title
-    # The browser has nothing left to say beside it.
+    # The browser shows no tooltip of its own.
     assert tab.value(f"{REWARD}.querySelector('title')") is None
     assert told(tab, middle(tab, REWARD), by) == title
     bar = told(tab, middle(tab, BAR), by)

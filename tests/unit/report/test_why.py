@@ -1,4 +1,4 @@
-"""Why a step took as long as it did: runs of synthetic spans with a culprit that is known."""
+"""Reasons for a step's duration: synthetic spans with one planted culprit."""
 
 from __future__ import annotations
 

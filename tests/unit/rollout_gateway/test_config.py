@@ -1,4 +1,4 @@
-"""The gateway's settings: which exist, and what wrong ones say."""
+"""The gateway's settings: their names, and the errors of wrong values."""
 
 from __future__ import annotations
 

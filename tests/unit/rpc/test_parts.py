@@ -251,7 +251,7 @@ def test_with_tokens_a_new_epoch_needs_the_proof_that_the_coordinator_alone_can_
     assert lease == CommandContext(run_id="r", step=3, epoch=7, lease_proof=expected)
 
     guard.check(lease, Track.ROLLOUTS)
-    guard.check(context(7), Track.ROLLOUTS)  # known by now
+    guard.check(context(7), Track.ROLLOUTS)  # cached by now
     for forged in (
         context(2**64 - 1),
         context(1, run="other"),

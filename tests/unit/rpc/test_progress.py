@@ -1,4 +1,4 @@
-"""Who waits for whom, followed and put into words."""
+"""Waits between services, followed and put into words."""
 
 from __future__ import annotations
 

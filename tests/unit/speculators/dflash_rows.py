@@ -18,7 +18,7 @@ BLOCK, MASK, GAMMA = 5, 11, 3.0
 
 
 def rough_net(target: ModelConfig = TARGET, seed: int = 5, **options: object) -> DflashNet:
-    """A net whose every weight matters, bound to a random target."""
+    """A net in which every weight matters, bound to a random target."""
     generator = torch.Generator().manual_seed(seed)
     given = {"block_size": BLOCK, "mask_token_id": MASK, "gamma": GAMMA, "layers": 2, **options}
     net = DflashNet.fresh(target, DflashOptions.model_validate(given), 3)
@@ -68,7 +68,9 @@ def decoder_layer(
     block: list[Array],
     block_at: list[int],
 ) -> list[Array]:
-    """Pre-norm Qwen3 layer over the block alone; the context gives keys and values as it is."""
+    """Compute a pre-norm Qwen3 layer over the block alone; context keys and values have no
+    pre-norm.
+    """
     heads, group = TARGET.num_heads, TARGET.num_heads // TARGET.num_kv_heads
     dim, a = TARGET.head_dim, p + "self_attn."
     inputs = [rms_normed(one, w[p + "input_layernorm.weight"]) for one in block]

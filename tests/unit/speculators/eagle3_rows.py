@@ -37,7 +37,7 @@ LAYERS = "1,2,4,5,last"
 
 
 def rough_net(target: ModelConfig = TARGET, **options: object) -> Eagle3Net:
-    """A net whose every weight matters, bound to a random target."""
+    """A net in which every weight matters, bound to a random target."""
     generator = torch.Generator().manual_seed(5)
     net = Eagle3Net.fresh(target, Eagle3Options.model_validate(options), 3)
     if net.options.draft_vocab_size:
@@ -116,7 +116,7 @@ def inner_of(row: PackedRow) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    """Of a vector."""
+    """Return the softmax of a vector."""
     e: Array = np.exp(x - x.max())
     return np.asarray(e / e.sum())
 

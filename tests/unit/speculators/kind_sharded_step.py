@@ -23,14 +23,14 @@ CONFIG = DrafterOptimizerConfig(kind="adamw", average=0, lr=1e-2, warmup_steps=0
 
 
 def drafter(kind: str) -> DraftNet:
-    """What is trained."""
+    """Return the net to train."""
     if kind == "dflash":
         return dflash_rows.rough_net()
     return eagle3_rows.rough_net(draft_vocab_size=21, ttt_steps=3)
 
 
 def step_rows() -> list[PackedRow]:
-    """What is learned from in one step, over all ranks."""
+    """Return the training rows of one step, over all ranks."""
     return [
         packed([document(4 + row + part, 7 * row + part) for part in range(3)])
         for row in range(ROWS)

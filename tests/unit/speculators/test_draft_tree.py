@@ -1,4 +1,4 @@
-"""The dynamic tree: what a naive search over whole paths finds."""
+"""The dynamic tree equals the result of a naive search over whole paths."""
 
 from __future__ import annotations
 

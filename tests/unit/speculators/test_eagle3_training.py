@@ -1,6 +1,4 @@
-"""EAGLE-3 learns a target whose next state is a known function of state and token, if its rows are
-aligned.
-"""
+"""EAGLE-3 learns a target with a deterministic next state, if its rows are aligned."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ LENGTH = 6
 
 
 def random_text(policy: ToyPolicy, seed: int) -> PackedRow:
-    """A document of random tokens, so that no state tells the next one; inner states are rotations
-    of the last.
+    """A document of random tokens, so that no state predicts the next token; inner states are
+    rotations of the last state.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (LENGTH + 2,), generator=generator)

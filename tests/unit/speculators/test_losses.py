@@ -12,7 +12,7 @@ from paceline.speculators.losses import draft_losses, eagle_loss, teacher_of
 def formula(
     f: np.ndarray, h: np.ndarray, w: np.ndarray, valid: np.ndarray, a: float, b: float
 ) -> float:
-    """One position and one number at a time, float64."""
+    """Return the EAGLE loss in float64, one position and one number at a time."""
     total = 0.0
     for t in np.flatnonzero(valid):
         smooth = [0.5 * d * d if abs(d) < 1 else abs(d) - 0.5 for d in f[t] - h[t]]
@@ -33,7 +33,7 @@ def test_loss_and_gradient_are_those_of_the_formula(
     weights = {"feature_weight": feature_weight, "token_weight": token_weight}
     sums = eagle_loss(predicted, torch.tensor(h), head.detach(), torch.tensor(valid), **weights)
     expected = formula(f, h, w, valid, feature_weight, token_weight)
-    # The token loss is taken in fp32, whatever comes in.
+    # The token loss is computed in fp32 for any input type.
     assert float(sums.loss.detach()) == pytest.approx(expected, rel=2e-6)
     assert int(sums.positions) == 6
     assert int(sums.terms["correct"]) == sum(
@@ -61,8 +61,10 @@ def test_a_micro_batch_without_valid_positions_costs_nothing() -> None:
 
 
 def draft_formula(x: np.ndarray, p: np.ndarray) -> float:
-    """One position, float64: p the target's probabilities of the draftable tokens, x the drafter's
-    logits of them.
+    """Return the loss of one position in float64.
+
+    p: the target's probabilities of the draftable tokens; x: the drafter's logits of the same
+    tokens.
     """
     q = np.exp(x) / np.exp(x).sum()
     taught = p / p.sum()
@@ -97,7 +99,7 @@ def test_draft_losses_and_their_gradients_are_those_of_the_formulas() -> None:
 
 
 def test_mass_outside_the_draft_vocabulary_is_rejected_but_not_taught() -> None:
-    """A drafter that has learned p' exactly still loses what p gives to other tokens."""
+    """A drafter that has learned p' exactly still loses the mass that p gives to other tokens."""
     p = torch.tensor([[0.5, 0.2, 0.2, 0.1]])
     log_p, _ = teacher_of(p.log(), torch.eye(4), torch.tensor([True, True, False, False]))
     perfect = torch.tensor([[5.0, 2.0]]).log()

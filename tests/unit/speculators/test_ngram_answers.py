@@ -1,5 +1,7 @@
-"""The n-gram speculator proposes what followed in the answers to the same prompt, as a search through
-all that was said finds it; what it keeps is bounded and grows old.
+"""The n-gram speculator proposes continuations from answers to the same prompt, as a search through
+all outputs finds them.
+
+Its kept answers are bounded and age.
 """
 
 from __future__ import annotations
@@ -155,11 +157,11 @@ def test_the_tokens_and_scores_are_those_that_a_search_of_all_answers_finds(
     torch.testing.assert_close(drafts.scores[0], torch.tensor([score for _, score in expected]))
 
 
-# ---- whose answers count
+# ---- answers that count
 
 
 def test_an_answer_says_how_its_prompts_next_one_begins_and_a_longer_match_is_surer() -> None:
-    """After a whole match of 16 tokens an eighth of "something else" is expected, not one."""
+    """After a whole match of 16 tokens, "something else" has an expected count of 1/8, not of 1."""
     speculator, prompt = fresh(), list(range(20))
     say(speculator, prompt, [31, 32, 33])
     first = drafts_of(speculator.propose(batch_of({0: (prompt, [])}), DraftShape(3)))
@@ -236,7 +238,7 @@ def test_prompts_that_are_not_those_of_the_rows_are_refused() -> None:
 
 
 def own_count(speculator: NgramSpeculator, prompt: list[int], version: int) -> float:
-    """How often its answers' first token was counted, by the score of the only one there was."""
+    """Return the count of the answers' first token, from the score of the only first token."""
     ((_, share),) = drafts_of(
         speculator.propose(batch_of({0: (prompt, [])}, version), DraftShape(1))
     )
@@ -306,7 +308,7 @@ def test_of_a_prompts_answers_the_newest_are_kept_and_of_one_too_long_its_front(
 
 
 def store_with(answers: dict[int, list[int]], tokens: int) -> AnswerStore:
-    """A store that has kept answers of these lengths to each prompt; nothing runs."""
+    """A store with kept answers for each prompt, with the given lengths; nothing runs."""
     kept = KeptAnswers(0)
     for number, lengths in answers.items():
         for length in lengths:
@@ -368,7 +370,7 @@ OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size
 def test_what_is_counted_stays_within_its_tokens_whoever_runs(
     operations: list[tuple[int, int]],
 ) -> None:
-    """Up to three sequences of a prompt run; the oldest ends when a fourth comes."""
+    """At most three sequences of a prompt run; a fourth ends the oldest."""
     store = AnswerStore(KeptAnswers(1, prompt_tokens=30), tokens=40)
     running: dict[bytes, list[list[int]]] = {}
     for version, (number, length) in enumerate(operations):

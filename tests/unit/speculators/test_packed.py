@@ -1,4 +1,4 @@
-"""What a position of a packed row sees and where it is some tokens on."""
+"""The tokens that a packed position sees, and its place some tokens later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.speculators.packed import PackedRow, _edges, packed_attention
 
 
 def row(lengths: list[int]) -> PackedRow:
-    """Documents of these lengths."""
+    """Documents with the given lengths."""
     count = sum(lengths)
     zeros = torch.zeros(count, dtype=torch.int64)
     return PackedRow(

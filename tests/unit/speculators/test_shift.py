@@ -1,4 +1,4 @@
-"""What of a drafter is accepted beside its predecessor: read, checked, computed by hand."""
+"""A drafter's acceptance beside its predecessor's: read, checked, computed by hand."""
 
 from __future__ import annotations
 

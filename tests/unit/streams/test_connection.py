@@ -1,4 +1,4 @@
-"""Who waits for Redis can be cancelled, also in the moment in which its command has just left."""
+"""A task that waits for Redis can be cancelled, also at the moment its command was sent."""
 
 from __future__ import annotations
 

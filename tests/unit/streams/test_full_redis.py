@@ -40,9 +40,7 @@ async def _no_disk(client: redis.asyncio.Redis, url: str) -> None:
 
 
 async def _told(client: redis.asyncio.Redis) -> AsyncIterator[dict[str, str]]:
-    """What the server says of its snapshots, again and again: it tells nobody when one has
-    failed.
-    """
+    """Yield the server's snapshot state repeatedly; the server announces no failed snapshot."""
     while True:
         yield await client.info("persistence")
 

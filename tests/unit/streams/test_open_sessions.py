@@ -47,7 +47,7 @@ Process = Callable[..., OpenSessions]
 
 @pytest.fixture
 async def process(redis_client: redis.asyncio.Redis, run_id: str) -> AsyncIterator[Process]:
-    """Each call is the life of another gateway; none of them is stopped in order."""
+    """Each call begins the life of another gateway; no gateway is stopped in order."""
     lives: list[OpenSessions] = []
 
     def begin(writer: str = "", *, alone: bool = True) -> OpenSessions:
@@ -336,7 +336,9 @@ OPERATIONS = st.lists(
 def test_every_session_is_lost_once_or_ended(
     redis_server: RedisServer, operations: list[tuple[str, int]]
 ) -> None:
-    """Against a model of what Redis knew at each kill; ids are used once, as the gateway's are."""
+    """Checks against a model of Redis's state at each kill; ids are used once, as the gateway's
+    are.
+    """
     asyncio.run(_run_model(redis_server.url, operations))
 
 

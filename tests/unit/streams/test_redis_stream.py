@@ -1,6 +1,4 @@
-"""What is particular to Redis: both server generations, lost answers, lost groups, a server that
-went away.
-"""
+"""Cases specific to Redis: both server generations, lost answers, lost groups, a lost server."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from paceline.streams.redis_stream import flat
 async def test_a_repeated_call_is_known_as_the_same(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    """The client repeats a script whose answer was lost; the second run must not append and must
-    answer alike.
+    """The client repeats a script after its answer was lost. The second run must not append and
+    must give the same answer.
     """
     name = run_key(run_id, "s")
     script = redis_client.register_script(scripts.APPEND)
@@ -64,8 +62,7 @@ async def test_what_was_delivered_into_a_lost_connection_is_read_next(
     for n in range(4):
         await stream.append({"n": str(n)}, b"x")
     (seen,) = await stream.read("g", "c", 1, 0)
-    # Another connection takes two entries as the same consumer, as a read does whose answer never
-    # arrives.
+    # Another connection takes two entries as the same consumer, like a read with a lost answer.
     await redis_client.xreadgroup("g", "c", {stream.name: ">"}, count=2)
     stream._doubtful.add(("g", "c"))
     numbers = [entry.fields["n"] for _ in range(3) for entry in await stream.read("g", "c", 1, 0)]

@@ -1,4 +1,4 @@
-"""What a URL of a Redis says, and what is said of one that is none."""
+"""The parts of a Redis URL, and the errors of invalid URLs."""
 
 from __future__ import annotations
 

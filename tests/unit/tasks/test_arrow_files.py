@@ -18,7 +18,7 @@ TASKS = [Task(f"t{i}", f"{i}=", str(i), {"level": str(i)}) for i in range(2500)]
 
 
 def dataset(directory: Path, rows: list[dict[str, Any]], files: int = 1) -> Path:
-    """As datasets.Dataset.save_to_disk writes one."""
+    """Write a dataset as datasets.Dataset.save_to_disk does."""
     directory.mkdir()
     names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
     for i, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""What a record of a task file may not hold: refused at the start, with file, line and field."""
+"""Invalid records of a task file are rejected at the start, with file, line and field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(tmp_path: Path, *lines: str) -> Path:
 
 
 def refused(tmp_path: Path, line: str) -> str:
-    """What is said of a second line that cannot be used."""
+    """Return the error about an unusable second line."""
     with pytest.raises(TaskFileError) as caught:
         read_tasks(written(tmp_path, json.dumps(GOOD), line))
     said = str(caught.value)
@@ -148,7 +148,7 @@ def test_what_json_cannot_say_and_no_later_step_reads_is_refused(
 
 
 def test_a_whole_number_of_any_size_is_an_answer(tmp_path: Path) -> None:
-    number = "9" * 400  # beyond what a float holds
+    number = "9" * 400  # beyond a float's range
     assert read_tasks(written(tmp_path, f'{{"prompt": "1=", "answer": {number}}}'))[0].answer == (
         number
     )

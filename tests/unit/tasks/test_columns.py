@@ -1,4 +1,4 @@
-"""What becomes of a record by its columns."""
+"""Reading a record by its columns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The files of examples/demo: the tokenizer keeps every text, the task files hold what the family
-says.
-"""
+"""The files of examples/demo: the tokenizer keeps every text; task files match the family."""
 
 import json
 from pathlib import Path

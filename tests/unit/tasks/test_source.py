@@ -1,4 +1,4 @@
-"""Task files and the cursor: bad records are refused where they stand, and a cursor resumes
+"""Task files and the cursor: bad records are rejected with their place, and a cursor resumes
 exactly.
 """
 

@@ -1,4 +1,4 @@
-"""Spans and their attributes are named in one module, and those names are spelled as agreed."""
+"""Spans and their attributes are named in one module, with the agreed spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group of one, which sharded tensors need."""
+"""A process group of one rank, which sharded tensors need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that takes what the others tell, for test_process.py."""
+"""A rank that receives the other ranks' messages, for test_process.py."""
 
 from __future__ import annotations
 

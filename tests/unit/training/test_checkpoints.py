@@ -96,7 +96,7 @@ SHARD = f"{SHARDS}/rank-0.safetensors"
 
 
 def sign(checkpoint: Path) -> None:
-    """Makes the hashes those of the files, as who wants to deceive would."""
+    """Set the hashes to the files' hashes, as a forger would."""
     (checkpoint / MANIFEST).unlink()
     write_hashes(checkpoint)
 
@@ -141,7 +141,7 @@ def test_no_flipped_byte_of_a_checkpoint_goes_unseen(tmp_path: Path, place: str)
             check_hashes(tmp_path / "checkpoint-1")
         except DataLoss:
             continue
-        # Between the words of the manifest: it says the same.
+        # White space between the manifest's words changes nothing.
         assert place == MANIFEST
         assert json.loads(file.read_text()) == json.loads(data)
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_holds_safetensors_and_json_alone(tmp_path: Path) -> None:
 
 
 class Planted:
-    """Makes a file when it is unpickled."""
+    """Makes a file when unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -185,7 +185,7 @@ def test_a_planted_pickle_is_never_executed(tmp_path: Path, place: str) -> None:
     known = file.exists()
     file.write_bytes(planted)
     if known and place != MANIFEST:
-        sign(tmp_path / "checkpoint-1")  # what refuses the file is what is in it
+        sign(tmp_path / "checkpoint-1")  # the file's content alone causes the rejection
     if needed:
         with pytest.raises(DataLoss):
             read_checkpoint(tmp_path / "checkpoint-1", state(0.0))

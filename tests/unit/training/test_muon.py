@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.training.optimizer import COEFFICIENTS, RMS, Muon, orthogonalised
 
 LARGER = RMS / 0.2
-"""How much larger an update is than one of torch, at the same rate."""
+"""Ratio of an update to torch's update at the same rate."""
 SHAPES = [(64, 64), (48, 96), (96, 32), (7, 5), (1, 9)]
 
 

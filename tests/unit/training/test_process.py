@@ -1,4 +1,4 @@
-"""What ranks share crosses as it was, and nothing is unpickled on its way."""
+"""Values that ranks share arrive unchanged, and nothing is unpickled on the way."""
 
 from __future__ import annotations
 

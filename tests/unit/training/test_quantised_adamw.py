@@ -82,7 +82,7 @@ def test_steps_are_those_of_moments_rounded_to_the_dynamic_data_type() -> None:
     wanted = torch.tensor(steps_by_hand(start.flatten().tolist(), start, 4)).view_as(start)
     exact = torch.nn.Parameter(start.clone())
     trained(exact, NamedOptimizer({"w": exact}, CONFIG), 1, 4)
-    # A number that lies in the middle between two levels may be rounded to either.
+    # A number in the middle between two levels may be rounded to either.
     close = (weights.detach() - wanted).abs() < 1e-6
     assert close.float().mean() > 0.999
     assert ((exact.detach() - wanted).abs() < 1e-6).float().mean() < 0.5, "rounding must be seen"

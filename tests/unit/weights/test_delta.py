@@ -1,4 +1,4 @@
-"""Deltas that nobody should send, and what a delta costs."""
+"""Deltas that no sender should send, and the cost of a delta."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_a_delta_written_by_hand_changes_the_elements_that_it_names() -> None:
 
 
 def bomb() -> bytes:
-    """A few KiB that say, and are, 256 MiB."""
+    """Return a few KiB that declare, and decompress to, 256 MiB."""
     zeros = bytes(1 << 20)
     compressor = zstandard.ZstdCompressor(level=1).compressobj(size=1 << 28)
     return b"".join(compressor.compress(zeros) for _ in range(1 << 8)) + compressor.flush()
 
 
 def unsized_bomb() -> bytes:
-    """As long, and says nothing of its size."""
+    """Return 64 MiB of zeros, compressed, without a declared size."""
     compressor = zstandard.ZstdCompressor(level=1).compressobj()
     return b"".join(compressor.compress(bytes(1 << 20)) for _ in range(64)) + compressor.flush()
 

@@ -1,4 +1,4 @@
-"""Manifests: what is refused, and how the stream is cut."""
+"""Manifests: rejected content, and the cuts of the stream."""
 
 from __future__ import annotations
 

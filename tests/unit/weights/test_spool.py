@@ -1,4 +1,4 @@
-"""The spool: whole or absent, whatever happens in between."""
+"""The spool: whole or absent after any interruption."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ for number in range(1, 10_000):
 
 @pytest.mark.parametrize("lines", [1, 2, 5, 8])
 def test_kill_at_any_point_leaves_a_whole_serving_set(tmp_path: Path, lines: int) -> None:
-    """The child is killed while it is about the step that follows its n-th line."""
+    """The child is killed during the step that follows its n-th line."""
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as child:
@@ -272,7 +272,7 @@ def test_damaged_parts_are_listed_while_another_thread_checks_parts(tmp_path: Pa
 
     def check_parts() -> None:
         while not over.is_set():
-            for number in range(1, 20):  # 3 and later ones are not named by a set
+            for number in range(1, 20):  # no set names version 3 or later
                 with suppress(DataLoss):
                     spool.check(P, number)
             spool._damaged.clear()

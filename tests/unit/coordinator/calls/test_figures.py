@@ -193,7 +193,7 @@ def test_where_no_round_went_without_drafts_the_nearest_group_says_what_one_cost
         arm("eagle:3_1_4", 5, 10, 500.0, 2.5),  # 25 ms: twice as long
         arm("eagle:3_1_4", 21, 10, 400.0, 2.5),
         arm("ngram:4_1_5", 21, 10, 800.0, 2.0),
-        arm("eagle:5_1_6", 34, 10, 900.0, 3.0),  # which no other group knows
+        arm("eagle:5_1_6", 34, 10, 900.0, 3.0),  # absent from the other groups
     ]
     one, five, last = round_costs(arms)
     (*_, drafts_alone) = round_costs([*arms[:4], arms[4]])

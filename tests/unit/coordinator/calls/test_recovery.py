@@ -1,4 +1,4 @@
-"""A service that kept failing: the run ends with what went wrong, not only with how long it did."""
+"""A service that kept failing: the run ends with the cause, not only with the time spent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Trainer:
         self._calls.peers = peers
 
     async def awaited(self) -> Event:
-        """What waiting for it comes to."""
+        """Return the event that the wait emits."""
         await await_service(self._calls, commands.AwaitService(Service.POLICY_TRAINER))
         return self.emitted[-1]
 
@@ -67,7 +67,7 @@ class Trainer:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
-    """Lines that the supervisor was told."""
+    """Lines that the supervisor received."""
     reading, writing = news_pipe()
     monkeypatch.setenv(VARIABLE, str(writing))
     yield lambda: os.read(reading, 1 << 16).decode().splitlines()

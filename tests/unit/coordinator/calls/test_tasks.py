@@ -1,4 +1,4 @@
-"""Which tasks a step and an evaluation ask for."""
+"""The tasks that a step and an evaluation request."""
 
 from __future__ import annotations
 

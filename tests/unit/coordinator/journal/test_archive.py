@@ -1,5 +1,5 @@
-"""Entries behind a snapshot leave the journal's stream for its archive, and every reader finds all
-of them.
+"""Entries behind a snapshot move from the journal's stream to its archive; every reader still finds
+all entries.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def _numbers(client: redis.asyncio.Redis, run_id: str, after: int = 0) -> 
 
 
 async def _written(client: redis.asyncio.Redis, run_id: str, entries: int) -> Journal:
-    """A journal of entries that are told by their numbers."""
+    """Write a journal of numbered entries."""
     journal = Journal(client, run_id)
     await journal.append(*(_entry(number) for number in range(1, entries + 1)))
     return journal

@@ -1,4 +1,4 @@
-"""Entries of the journal: every event comes back as it was, and what is no entry is refused."""
+"""Journal entries: every event decodes as it was encoded, and invalid entries are rejected."""
 
 from __future__ import annotations
 

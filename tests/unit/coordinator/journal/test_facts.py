@@ -1,4 +1,4 @@
-"""What subscribers are told of a transition."""
+"""The facts that subscribers receive about a transition."""
 
 from __future__ import annotations
 

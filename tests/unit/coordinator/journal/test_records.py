@@ -1,4 +1,4 @@
-"""The records of finished steps as they are told."""
+"""The published records of finished steps."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def test_every_idle_second_has_its_cause() -> None:
 
 
 def test_what_is_idle_beside_a_drafter_that_trains_says_why() -> None:
-    """Of four workers 0 trains the drafter from 2 on; 1 is free from 3, 2 from 4; the last is done
-    at 6, when the drafter is asked for its slot, which it leaves at 8.
+    """Worker 0 of four trains the drafter from 2 on; worker 1 is free from 3, worker 2 from 4.
+
+    The last worker ends at 6. The coordinator then requests the drafter's slot, which is free at 8.
     """
     settings = RunSettings(workers=4, total_steps=1, max_drafter_slots=1)
     found = idle(

@@ -1,4 +1,4 @@
-"""What paths beyond their bounds lead to: each is quarantined once, and the run goes on."""
+"""Paths beyond their bounds: each is quarantined once, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator's choice of a drafter does, event by event."""
+"""An operator's choice of a drafter, event by event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator's pause does, event by event."""
+"""An operator's pause, event by event."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def begun(settings: RunSettings = TWO) -> State:
 
 
 def answer(command: Command) -> events.Event | None:
-    """What a peer says of a command at last."""
+    """Return a peer's final answer to a command."""
     match command:
         case commands.BeginStep(number):
             return events.StepBegan(5, number)
@@ -58,7 +58,7 @@ def answer(command: Command) -> events.Event | None:
 
 
 def until_quiet(state: State, *issued: Command) -> tuple[State, list[Command]]:
-    """The state when every command has been answered, and all commands that came of it."""
+    """Answer commands until none is left; return the final state and all commands."""
     waiting, seen = list(issued), list[Command]()
     if not issued:
         draws = [draw for draw in state.rollouts.running if draw.called]

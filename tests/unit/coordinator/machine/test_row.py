@@ -1,4 +1,4 @@
-"""A row is a list that shares what did not change."""
+"""A row is a list that shares its unchanged elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the learner may take of the groups that have closed, by hand."""
+"""The closed groups that the learner may take, computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def state(version: int, *draws: DrawnStep) -> State:
 @pytest.mark.parametrize(
     ("version", "draws", "batch"),
     [
-        # Drawn at 0, so trained at 1 at the latest: what is late may wait for the next batch, ...
+        # Drawn at 0, so trained at 1 at the latest: late groups may wait for the next batch, ...
         (
             0,
             [DrawnStep(0, 0, closed=FIRST), DrawnStep(1, 0, closed=FIRST)],
@@ -52,8 +52,8 @@ def state(version: int, *draws: DrawnStep) -> State:
             [DrawnStep(0, 0, closed=BOTH, taken=FIRST), DrawnStep(1, 0, closed=BOTH, taken=FIRST)],
             [(0, SECOND), (1, SECOND)],
         ),
-        # Both of step 1 have closed; then those of step 0 and one of step 2 would not fit into the
-        # batch at version 2.
+        # Both groups of step 1 have closed. The groups of step 0 and one group of step 2 would then
+        # not fit into the batch at version 2.
         (
             1,
             [
@@ -63,7 +63,7 @@ def state(version: int, *draws: DrawnStep) -> State:
             ],
             [],
         ),
-        # Groups of step 1 that are drawn at version 1 may be late while those of step 2 are taken.
+        # Groups of step 1 drawn at version 1 may be late while the batch takes groups of step 2.
         (1, [DrawnStep(1, 1, closed=NONE), DrawnStep(2, 1, closed=BOTH)], [(2, BOTH)]),
     ],
 )

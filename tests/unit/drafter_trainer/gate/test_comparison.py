@@ -1,5 +1,5 @@
-"""Acceptance length is what counting gives; noise is that of whole groups of siblings; nothing is promoted
-inside it.
+"""Acceptance length equals a direct count. Noise is measured over whole groups of siblings; a gain
+within the noise promotes nothing.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_is_better_a
 
 
 def test_one_that_is_faster_by_itself_is_not_better_where_it_makes_the_engine_slower() -> None:
-    """Alone it is faster on the mean of both batch sizes; of one the other arm serves either."""
+    """Alone it is faster on the mean of both batch sizes; at one size a rival arm serves instead."""
     groups = np.arange(50) // 5
     few, many = (
         [SizeGroup(0.5, one, 1.0), SizeGroup(0.5, two, 3.0)]

@@ -122,7 +122,7 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
 
 
 class TimedNet(EagleNet):
-    """Whose logits take a time for each position, on a clock of its own."""
+    """A net that takes a fixed time per position, on its own clock."""
 
     def __init__(self, seconds_per_position: float) -> None:
         super().__init__(TARGET, seed=3)
@@ -244,7 +244,7 @@ class TableNet:
         self.table = table
 
     def bind(self, embed: torch.Tensor, head: torch.Tensor) -> None:
-        """Nothing is shared."""
+        """Shares nothing with the target."""
 
     def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, torch.Tensor]]:
         tokens = row.next_tokens

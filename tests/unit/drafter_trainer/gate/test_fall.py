@@ -1,4 +1,6 @@
-"""When the serving drafter has fallen, by judgements and by rollouts, and what that hurries."""
+"""Falls of the serving drafter, by judgements and by rollouts, and the earlier judgements that
+follow.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def test_a_length_falls_by_more_than_the_noise_of_both_judgements() -> None:
 def test_a_fall_in_the_rollouts_has_each_policy_versions_rows_judged_for_a_while() -> None:
     hurry = Hurry()
     hurry.rolled_out({"eagle:5_1_6": 5.0, "eagle:3_1_4": 3.5})
-    hurry.rolled_out({"eagle:5_1_6": 4.3, "eagle:7_1_8": 1.0})  # nothing is known of seven
+    hurry.rolled_out({"eagle:5_1_6": 4.3, "eagle:7_1_8": 1.0})  # eagle:7 has no earlier figure
     assert not hurry.due(7)
     hurry.rolled_out({"eagle:5_1_6": 2.2, "eagle:3_1_4": 2.0})
     for policy in range(7, 7 + HURRIED):

@@ -32,7 +32,7 @@ def judgement(
 
 
 def froze(freeze: Freeze, gains: list[float], gain_noise: float = 0.0) -> list[bool]:
-    """What each of these judgements has done."""
+    """Return for each judgement whether it froze the drafter."""
     return [
         freeze.judged(judgement(gain, gain_noise=gain_noise), 4, promoted=False) for gain in gains
     ]

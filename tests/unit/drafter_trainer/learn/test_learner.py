@@ -1,4 +1,4 @@
-"""What a learner keeps when it leaves its device and when its process ends."""
+"""The state that a learner keeps when it leaves its device and when its process ends."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_state_that_went_over_the_disk_goes_on_exactly(tmp_path: Path) -> None
     learn(first, 0, 4)
     writer = CheckpointWriter(tmp_path, lambda state, directory: None)
     writer.write(first.state(), 1, first.members.writing)
-    learn(first, 4, 6)  # training goes on while it is written
+    learn(first, 4, 6)  # training continues during the write
     writer.wait()
     second.load_state(read_checkpoint(tmp_path / "checkpoint-1", second.state()))
     assert second.total_steps == 2

@@ -1,7 +1,8 @@
-"""What the drafter trainer holds between activations: bytes leave the device, and old shards die.
+"""The drafter trainer's memory between activations: bytes leave the device, and old shards are
+freed.
 
-The numbers lie on the CPU here, under members whose device has another name: what leaves is the
-same. Each test fails where a move off the device has no effect.
+The tensors are on the CPU here, under members with another device name; the same tensors leave.
+Each test fails if a move off the device has no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.services.drafter_trainer.rank import Rank
 
 
 def weak(tensors: list[Tensor]) -> list[weakref.ref[object]]:
-    """References to the storages that keep none of them alive."""
+    """Return weak references to the storages."""
     return [weakref.ref(one.untyped_storage()) for one in tensors]
 
 

@@ -1,4 +1,4 @@
-"""What is kept, what is dropped and counted, what is drawn, and what is never trained on."""
+"""The row buffer: rows kept, rows dropped and counted, rows drawn, and rows never trained on."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def buffer(
 
 
 def steps_of(lengths: dict[int, Sequence[int]]) -> list[FeatureSample]:
-    """Training samples of these lengths in tokens by RL step, each step with a policy version and
-    head of its own.
+    """Return training samples with lengths in tokens by RL step; each step has its own policy
+    version and head.
     """
     names = iter(sessions(sum(map(len, lengths.values())), heldout=False, every=EVERY))
     return [
@@ -134,9 +134,8 @@ def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_
     late, made[5:7] = made[5:7], []
     held = buffer(long_share=1.0, samples=8)
     for one in (*made, *late):
-        held.add(
-            dataclasses.replace(one, lm_head_hash="one")
-        )  # nothing but their step tells them apart
+        # the samples differ in their step only
+        held.add(dataclasses.replace(one, lm_head_hash="one"))
     drawn = [one for _ in range(50) for one in held.draw(60, known=["one"])]
     assert {one.positions + 2 for one in drawn} == {40, 12, 50}
     held.forget(lambda one: one.step == 1, "other")
@@ -148,9 +147,8 @@ def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_
 def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_seed() -> None:
     length, window = 120, 16
     (name,) = sessions(1, heldout=False, every=EVERY)
-    rows = torch.arange(length - 1.0)[:, None].expand(
-        -1, TARGET.hidden_size
-    )  # a row says where it stands
+    # each row holds its position
+    rows = torch.arange(length - 1.0)[:, None].expand(-1, TARGET.hidden_size)
     tokens = torch.arange(length)
     long = dataclasses.replace(
         sample(length, 3, session=name), hidden=rows, token_ids=tokens, generated=tokens >= 50
@@ -167,7 +165,7 @@ def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_see
             assert torch.equal(one.hidden[:, 0], torch.arange(found[-1], found[-1] + window + 1.0))
             assert torch.equal(one.token_ids, torch.arange(found[-1], found[-1] + window + 2))
     assert starts[1] == starts[2] != starts[0]
-    # Targets stand at positions 48 .. 117; the first window that reaches one starts at 33, the last
+    # Targets are at positions 48 .. 117; the first window with a target starts at 33, the last
     # window at 102.
     assert 33 <= min(starts[0]) < 40
     assert max(starts[0]) == 102

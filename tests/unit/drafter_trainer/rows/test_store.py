@@ -1,4 +1,4 @@
-"""What a lease begins with is packed before it, and how long a row may be."""
+"""Batches packed before a lease begins, and the largest length of a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.services.drafter_trainer.config import BufferConfig
 from paceline.services.drafter_trainer.rows.store import READY, PackedBatch, RowStore
 
 LENGTH, COUNT = 24, 40
-POSITION_BYTES = 4 * 2 * HIDDEN  # the state that is read and the one that is learned, in float32
+POSITION_BYTES = 4 * 2 * HIDDEN  # input state and target state, in float32
 
 
 def store(ranks: int = 1, tokens: int = 64, *, batch_bytes: int = 1 << 20) -> RowStore:

@@ -1,4 +1,4 @@
-"""Advantages against plain floats and against what must not change them."""
+"""Advantages against plain floats, and against changes that must not affect them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def in_float64(values: list[float]) -> torch.Tensor:
         (1.5, -2.0, 0.0, 3.0, False),
         (9.0, -2.0, 3.0, 6.0, True),  # bounded by the dual clip
         (2.5, -2.0, 3.0, 5.0, False),
-        (9.0, 2.0, 3.0, -2.6, True),  # which does not touch what is good
+        (9.0, 2.0, 3.0, -2.6, True),  # the dual clip leaves positive advantages alone
     ],
 )
 def test_the_surrogate_is_clipped_on_the_side_that_gains(

@@ -1,4 +1,4 @@
-"""Groups out of a memory stream: what a step trains, what it drops and why, what it leaves."""
+"""Batches from a memory stream: groups that a step trains, drops (and why), or leaves."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def trajectory(
 
 
 def session(group: str, sample: int, branches: int, **more: Any) -> list[Trajectory]:
-    """All branches of one session."""
+    """Return all branches of one session."""
     return [
         trajectory(group, sample, branch=branch, of=branches, **more) for branch in range(branches)
     ]
@@ -94,7 +94,7 @@ class Bench:
             await self.stream.append(*encode_trajectory(made))
 
     async def begin(self, *trajectories: Trajectory) -> None:
-        """Open the batcher with all that will come: no deadline is too short to read it."""
+        """Open the batcher with all its input: no deadline is too short to read it."""
         await self.stream.create_group(GROUP)
         await self.append(*trajectories)
         await self.stream.read(GROUP, CONSUMER, len(trajectories), 0)

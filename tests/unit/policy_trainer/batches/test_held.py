@@ -1,4 +1,4 @@
-"""The index of what waits for a step says what a search through all of it would."""
+"""The index of waiting trajectories gives the results of a full search."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_waits_for_other_steps_is_not_looked_at() -> None:
     touched = 0
 
     class Watched(HeldTrajectory):
-        """Notes who reads its trajectory."""
+        """Counts reads of its trajectory."""
 
         def __getattribute__(self, name: str) -> object:
             nonlocal touched

@@ -36,7 +36,7 @@ def arrays(sequences: list[list[int]]) -> list[np.ndarray]:
 
 
 def nodes(sequences: list[list[int]]) -> int:
-    """Of the tree of these sequences: their different beginnings."""
+    """Count the nodes of the sequences' prefix tree: their different beginnings."""
     return len({tuple(one[:end]) for one in sequences for end in range(1, len(one) + 1)})
 
 
@@ -76,7 +76,7 @@ def test_a_token_attends_to_its_own_trajectory_up_to_itself_and_to_nothing_else(
 
 
 def alike() -> TrainBatch:
-    """Two groups whose samples share a prompt, one of them more, and one sample twice."""
+    """Two groups with a shared prompt each; one pair shares more, and one sample occurs twice."""
     draw = torch.Generator().manual_seed(3)
     made = [trajectory(i, n, draw) for i, n in enumerate([9, 12, 9, 7, 11, 11])]
     prompt, other = made[0].token_ids[:4], made[3].token_ids[:3]

@@ -31,7 +31,7 @@ DEAR = 1.0
 
 
 def group(samples: int, shared: int, own: int) -> list[np.ndarray]:
-    """So many samples that begin alike."""
+    """Return samples with a shared beginning."""
     return [
         np.array([*range(shared), *([1000 + number] * own)], np.int64) for number in range(samples)
     ]

@@ -1,4 +1,4 @@
-"""Low-rank adapters are trained alone, and what is published is the weights with them."""
+"""Low-rank adapters are trained alone; published weights include them."""
 
 from __future__ import annotations
 

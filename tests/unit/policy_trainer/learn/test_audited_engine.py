@@ -33,7 +33,7 @@ SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A policy, and one that a long training could have made of it."""
+    """A policy, and a policy as a long training could have left it."""
     before, after = (tmp_path_factory.mktemp(name) for name in ("before", "after"))
     for directory, seed in ((before, 0), (after, 1)):
         save_random(directory, "llama", seed=seed, sharpness=6.0, **SHAPE)
@@ -58,8 +58,8 @@ def engine(model: Path, fault: str = "", **options: object) -> Engine:
 
 
 def sample(one: Engine, first: int = 0) -> list[Trajectory]:
-    """Tasks of a single sample, and tasks whose siblings share their beginning; without drafts and
-    with them.
+    """Sample single-sample tasks and tasks of siblings with a shared beginning, with and without
+    drafts.
     """
     sampled = []
     for number, (arm, samples) in enumerate([("off", 1), ("", 1), ("off", 2), ("", 2)]):

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of the head, and their gradients, beside those that autograd derives."""
+"""Log-probs and entropies of the head, and their gradients, against autograd's."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(
 def test_a_kernel_that_gives_losses_is_read_as_logprobs_and_what_they_say_of_entropy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernel itself runs on CUDA (tests/gpu): torch's loss stands in its place."""
+    """Replace the kernel, which runs on CUDA only (tests/gpu), by torch's loss."""
     kernel = ModuleType("cut_cross_entropy")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a step of a model with a large vocabulary holds at most."""
+"""Peak memory of a step of a model with a large vocabulary."""
 
 from __future__ import annotations
 

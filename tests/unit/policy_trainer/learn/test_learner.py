@@ -81,7 +81,7 @@ def learner(model: Path, mesh: DeviceMesh, **settings: object) -> Learner:
 
 
 def trainer(one: Learner, model: Path, run: Path) -> PolicyTrainer:
-    """Without what only rank 0 does: no Redis, no pushes."""
+    """Return a trainer without the duties of rank 0: no Redis, no pushes."""
     config = PolicyTrainerConfig(model=str(model), run=RunConfig(dir=str(run)))
     return PolicyTrainer(config, one, None)
 
@@ -131,7 +131,7 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
 def test_each_layer_of_a_step_is_reported_forwards_and_backwards(
     model_dir: Path, mesh: DeviceMesh
 ) -> None:
-    """So a micro-batch that takes minutes is no silence."""
+    """A micro-batch that takes minutes therefore counts as progress."""
     one, layers, micro_batches = learner(model_dir, mesh), list[int](), list[int]()
     one.on_layer = lambda: layers.append(len(micro_batches))
     one.on_micro_batch = lambda number, of: micro_batches.append(number)

@@ -90,7 +90,7 @@ def learned(
     lag: int = 0,
     lr: float = 1e-2,
 ) -> float:
-    """Mean reward of the last five steps; each trains on what weights `lag` versions old drew."""
+    """Return the mean reward of the last five steps on samples from weights `lag` versions old."""
     config = PolicyTrainerConfig.model_validate(
         {
             "model": str(model),

@@ -1,4 +1,4 @@
-"""The start policy as it is read, and what attention it is run with."""
+"""Reading the start policy, and the attention that it runs with."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_start_policy_that_is_not_what_its_config_says_is_named(model_dir: Pat
 
 @pytest.mark.slow
 def test_flex_attention_keeps_the_documents_of_a_row_apart(model_dir: Path) -> None:
-    """Without gradient, which flex has on CUDA alone."""
+    """The comparison runs without gradients, which flex supports on CUDA alone."""
     batch = make_batch(trajectories(), 4)
     micro = make_micro_batch(batch, [[0, 1], [2, 3, 4]])
     with torch.no_grad():

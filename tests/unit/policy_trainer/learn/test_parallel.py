@@ -1,4 +1,4 @@
-"""Where ranks compute: never two of them on one GPU."""
+"""Placement of ranks: never two ranks on one GPU."""
 
 from __future__ import annotations
 

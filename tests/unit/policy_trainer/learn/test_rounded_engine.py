@@ -1,5 +1,5 @@
-"""What an engine in eight bits does to a policy gradient: over all that it could draw, so that no
-noise of sampling hides it.
+"""The effect of an eight-bit engine on a policy gradient, over all possible draws, so that no
+sampling noise hides it.
 """
 
 from __future__ import annotations

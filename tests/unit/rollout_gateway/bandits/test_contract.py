@@ -1,4 +1,4 @@
-"""What holds for every kind of bandit: legal choices, groups apart, forgetting, bounded regret, the
+"""Properties of every bandit: legal choices, separate groups, forgetting, bounded regret, the
 watchdog.
 """
 
@@ -31,12 +31,12 @@ in group 5.
 """
 STEPS = {"off": 0, "a:7_1_8": 7, "b:7_1_8": 7, "a:3_1_4": 3, "b:3_1_4": 3}
 CHANCES = {"a": 0.9, "b": 0.4}
-"""That all drafts of a row are accepted; otherwise none is."""
+"""The chance that all drafts of a row are accepted; otherwise no draft is."""
 POOR_A = {"a": 0.05, "b": 0.4}
 RATES = {"off": 0.3, "a:7_1_8": 0.9, "b:7_1_8": 0.5, "a:3_1_4": 0.3, "b:3_1_4": 0.4}
 """Tokens per second and row at CHANCES, on average over rounds; no round gives more than 1.06."""
 BETTER_A = AcceptanceShift(1, (0.05,) * 7, (0.9,) * 7)
-"""What a trainer says of an `a` that has become from POOR_A what it is at CHANCES."""
+"""A trainer's report that `a` has improved from POOR_A to its rates in CHANCES."""
 KINDS = tuple(BANDITS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -47,7 +47,7 @@ def make(kind: str, arms: tuple[str, ...] = ARMS, seed: int = 1, **settings: obj
 
 
 def expected_tokens(arm: str, chances: Mapping[str, float]) -> float:
-    """Of one row in a round."""
+    """Return the expected tokens of one row in a round."""
     return 1 + STEPS[arm] * chances.get(speculator_of(arm), 0.0)
 
 
@@ -192,8 +192,8 @@ def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best(ki
 def test_a_drafter_that_is_said_to_accept_more_is_taken_without_a_trial_of_its_other_arms(
     kind: str,
 ) -> None:
-    """What was learned of `a` in 1,000 rounds is worth 64 at most: what its trainer says,
-    nine tenths accepted and not one twentieth, then makes it the best arm.
+    """1,000 rounds of `a` are worth 64 at most. A report of 0.9 accepted instead of 0.05 then makes
+    `a` the best arm.
     """
     bandit = make(kind, window=1000, epsilon=0.0)
     play(bandit, 1000, POOR_A)

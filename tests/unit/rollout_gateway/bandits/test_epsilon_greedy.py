@@ -98,7 +98,7 @@ def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best() 
 
 
 def test_a_promotion_every_few_rounds_costs_no_trial_where_its_gain_is_said() -> None:
-    """Each drafter accepts 2 % more than the one before; what is known of the arm follows."""
+    """Each drafter accepts 2 % more than its predecessor; the estimate of the arm follows."""
     bandit = make(epsilon=0.0)
     rates = {"off": 100.0, "a:3_1_4": 120.0, "b:3_1_4": 90.0}
     play(bandit, 50, rates)

@@ -1,5 +1,5 @@
-"""A drafter that nothing is accepted of rests within 20 rounds; one that works, or works seldom,
-does not.
+"""A drafter without accepted drafts rests within 20 rounds; a drafter that works, even seldom, does
+not.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def test_chance_hits_of_a_large_batch_are_no_life(row_share: float) -> None:
 
 
 def test_one_lucky_round_of_one_row_is_noise_and_two_are_not() -> None:
-    """One of v: mean v / 20, standard error v / 20.
+    """One round of v: mean v / 20, standard error v / 20.
 
-    Two: mean v / 10, error .0688 v, 1.45 of them.
+    Two rounds: mean v / 10, error .0688 v; the mean is 1.45 errors.
     """
     assert death([4.0, *[1.0] * 40]) == 20
     assert death([4.0, 4.0, *[1.0] * 40]) is None
@@ -109,7 +109,7 @@ def test_a_living_drafter_is_not_called_dead_in_ten_thousand_rounds(
     assert death(1.0 + source.binomial(1, share, size=10_000) * 2) is None
 
 
-# ---- what follows from it
+# ---- consequences
 
 
 def test_all_arms_of_a_dead_drafter_rest_and_the_others_go_on() -> None:

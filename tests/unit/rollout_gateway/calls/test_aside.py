@@ -1,6 +1,4 @@
-"""Large requests are worked on in turn beside the loop, and no more of them wait than there is room
-for.
-"""
+"""Large requests are processed in turn beside the loop; the number of waiters is bounded."""
 
 from __future__ import annotations
 

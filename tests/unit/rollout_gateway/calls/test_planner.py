@@ -1,6 +1,4 @@
-"""A request becomes plans: which session and turn it extends, what its answers may be, and with
-which seeds.
-"""
+"""A request becomes plans: its session and turn, the form of its answers, and its seeds."""
 
 from __future__ import annotations
 
@@ -227,7 +225,7 @@ def test_a_prefill_and_a_forced_call_exclude_each_other(desk: Desk) -> None:
 
 @pytest.fixture
 def thinking() -> Desk:
-    """Of a model whose prompts open its thoughts."""
+    """Return a desk for a model with prompts that open its thoughts."""
     last = "<|im_start|>assistant\\n' }}{%- endif %}"
     source = CHATML.replace(last, last.replace("\\n'", "\\n<think>\\n'"))
     codec = codec_of(byte_level(["<|im_start|>", "<|im_end|>"]), chat_template=source)

@@ -24,7 +24,7 @@ KEYS = ("a", "b", "c")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock moves when told to."""
+    """A loop with a manual clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,9 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class World:
-    """Requests over one queue: each waits in a task of its own and stays inside until it is let
-    go.
-    """
+    """Requests over one queue: each waits in its own task and stays inside until its release."""
 
     def __init__(self, config: QueueConfig, running: int = 1) -> None:
         self.loop = VirtualLoop()
@@ -316,7 +314,7 @@ def test_quiet_hours_do_not_count_as_slow_turns(worlds: list[World]) -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Against a model: lists of who waits for each key, keys in the order of their turns."""
+    """Checks against a model: lists of waiters by key, with keys in the order of their turns."""
 
     places, limit, per_key, wait_s = 2, 6, 4, 100.0
 
@@ -381,7 +379,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.lines)
     @rule(data=st.data(), cancel_first=st.booleans())
     def leave_and_cancel(self, data: st.DataObject, cancel_first: bool) -> None:
-        """The race of the two; whom the place was granted first has had its key's turn."""
+        """Leaving races with cancelling; the first waiter with the place has had its key's turn."""
         leaving = data.draw(st.sampled_from(sorted(self.inside)))
         cancelled = data.draw(st.sampled_from(self.queued()))
         self.world.leave_and_cancel(leaving, cancelled, cancel_first=cancel_first)

@@ -33,5 +33,5 @@ def test_stages_of_so_many_requests_a_second_become_spans_and_no_more() -> None:
     assert [shown() for _ in range(4)] == [2, 2, 0, 0]
     now = 0.5  # half a second gives one more
     assert [shown() for _ in range(2)] == [2, 0]
-    now = 1000.0  # never more than those of a second
+    now = 1000.0  # never more than the allowance of one second
     assert [shown() for _ in range(4)] == [2, 2, 0, 0]

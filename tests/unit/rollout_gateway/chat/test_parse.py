@@ -104,7 +104,7 @@ def deltas(reader: ChatParser, pieces: Sequence[str]) -> list[Delta]:
 
 
 def cut(text: str, sizes: Sequence[int]) -> list[str]:
-    """The text in pieces of these sizes, the last one with the rest."""
+    """Split the text into pieces with these sizes; the last piece takes the rest."""
     bounds = [0, *itertools.accumulate(sizes)]
     return [text[start:end] for start, end in zip(bounds, [*bounds[1:], None], strict=True)]
 
@@ -133,12 +133,12 @@ def test_every_cut_of_a_text_gives_the_same_message(
 
 
 IN_JSON = ["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2"]
-"""Formats whose arguments are JSON, with text around calls."""
+"""Formats with arguments in JSON and text around calls."""
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, str, Message]:
-    """A format, a response spelled in it by hand, and the message it is."""
+    """Draw a format, a response spelled in it by hand, and the response's message."""
     name = draw(st.sampled_from(IN_JSON))
     words = st.text('abc .,!é\n>")', max_size=12).map(str.strip)
     thoughts = draw(st.none() | words)
@@ -225,7 +225,7 @@ def solid(text: str) -> str:
     return text.translate({ord(blank): None for blank in " \t\r\n"})
 
 
-OBJECTS = {  # by name, so that a message tells how its calls were spelled
+OBJECTS = {  # by name, so that failure messages show the spelling of calls
     "f": '{"name": "f"}',
     "g": '{"name": "g", "arguments": {"a": "<tool_call>"}}',
     "h": '{"arguments": [1, 2], "name": "h", "why": 3}',

@@ -18,7 +18,7 @@ FORMATS = list(TOOL_FORMATS)
 LONGEST = max(len(text) for make in TOOL_FORMATS.values() for text in make("").special_tokens)
 CALL = '{"name": "f", "arguments": '
 
-ENDLESS = {  # a beginning, and what follows it again and again
+ENDLESS = {  # a beginning, and the text repeated after it
     "angle brackets": ("", "<"),
     "square brackets": ("", "["),
     "braces": ("", "{"),
@@ -61,7 +61,7 @@ ENDLESS = {  # a beginning, and what follows it again and again
 
 
 def meant(name: str, text: str) -> bool:
-    """Whether a format reads anything but plain text there; every format is tried on brackets."""
+    """Return whether a format reads more than plain text; every format is tried on brackets."""
     made = TOOL_FORMATS[name]("")
     return len(text) < 4 or any(mark in text for mark in ("<think>", *made.markers, *made.at_start))
 

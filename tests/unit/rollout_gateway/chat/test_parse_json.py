@@ -1,6 +1,4 @@
-"""JSON is recognised exactly where the standard library recognises it, and comes out as it was
-written.
-"""
+"""JSON is recognised exactly where the standard library does so, and is emitted as written."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def no_constant(name: str) -> None:
 
 
 def taken(reading: Reading[Any], text: GrowingText, whole: str) -> Any:
-    """What a reader returns for a whole text; None when the text deviates or goes on."""
+    """Return a reader's result for a whole text; None when the text deviates or is incomplete."""
     text.push(whole)
     text.ended = True
     try:

@@ -1,6 +1,4 @@
-"""Reasoning is what stands between the markers at the start; its tokens are counted with few
-decodes.
-"""
+"""Reasoning is the text between the markers at the start; few decodes count its tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Nothing of a conversation with tools is dropped: what a template does not show is refused by
-name, or shown by the default tool prompt.
+"""Conversations with tools lose no content.
+
+A message that a template omits is rejected by name, or shown by the default tool prompt.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def test_a_dialogue_under_the_default_tool_prompt_keeps_its_tokens(
     assert after.prompt[: len(plan.prompt) + len(ids)] == (*plan.prompt, *ids)
     turn = "\n<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
     assert codec.decode_all(after.new_ids) == turn
-    # A client whose history is new gets the same text.
+    # A client with a new history gets the same text.
     assert codec.decode_all(desk.planner.prompts.encode(request)) == codec.decode_all(after.prompt)
 
 

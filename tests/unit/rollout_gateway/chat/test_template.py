@@ -1,6 +1,4 @@
-"""Templates are other people's code: what they hide, repeat, refuse or break is no harm to a
-conversation.
-"""
+"""Templates are foreign code: they may hide, repeat, reject or fail without harm to a dialogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streamed text equals the text decoded at once, whatever the cuts; stop strings never show."""
+"""Streamed text equals the text decoded at once, for any cuts; stop strings never show."""
 
 from __future__ import annotations
 

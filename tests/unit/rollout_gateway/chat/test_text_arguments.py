@@ -1,4 +1,4 @@
-"""Arguments that stand as text between tags are read as the JSON that the tool's schema asks for."""
+"""Arguments written as text between tags are read as the JSON that the tool's schema requires."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPENINGS = {"qwen3_coder": "<tool_call>\n<function=f>\n", "glm45": "<tool_call>f
 
 
 def spelled(name: str, arguments: dict[str, Any], python: bool) -> str:
-    """As the models' templates write a call."""
+    """Return the arguments as the models' templates write them in a call."""
     written = ""
     for key, value in arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -73,7 +73,7 @@ def test_what_a_template_wrote_is_read_back_with_its_types_however_it_is_cut(
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
-        ({}, "42", 42),  # nothing says otherwise
+        ({}, "42", 42),  # no schema contradicts
         ({}, "four", "four"),
         ({}, "{'a': 1}", "{'a': 1}"),
         ({"type": "integer"}, "4.0", 4.0),

@@ -1,5 +1,5 @@
-"""Every format reads what its models write and refuses what they do not; examples follow the
-published formats.
+"""Every format reads its models' output and rejects other text; examples follow the published
+formats.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ ONE_CALL = {
     "<|tool_call_argument_begin|>%s<|tool_call_end|><|tool_calls_section_end|>",
     "harmony": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s<|call|>",
 }
-"""A call of f by what is read as JSON; the other formats write each argument apart."""
+"""A call of f with arguments read as JSON; the other formats write each argument separately."""
 OBJECTS = {
     '{"a": 1}': '{"a": 1}',
     r'"{\"a\": 1}"': '{"a": 1}',
@@ -329,7 +329,7 @@ NO_OBJECTS = [
 
 
 def in_pieces(name: str, response: str) -> list[Message]:
-    """What a response says that comes whole, and character by character."""
+    """Parse a response whole, and character by character."""
     found = []
     for pieces in ([response], response):
         parser = ChatParser(

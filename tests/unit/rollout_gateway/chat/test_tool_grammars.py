@@ -27,7 +27,7 @@ TOKENIZER = Path(__file__).parents[4] / "examples" / "demo" / "policy_start" / "
 EOS = 1
 LIMIT = 400
 """Tokens of a walk at most."""
-STYLES = {  # format -> pieces of templates that tell how it is spelled
+STYLES = {  # format -> pieces of templates that decide its spelling
     "mistral": ["", "[TOOL_CALLS] [", "[TOOL_CALLS]x[ARGS]"],
     "glm45": ["", "</arg_key><arg_value>"],
     "deepseek_v3": ["", "```json"],
@@ -60,7 +60,7 @@ TOOLS = {"get_weather": WEATHER, "look": LOOK, "now": NOW}
 
 @dataclass
 class Model:
-    """A tokenizer, and a model that says anything it may."""
+    """A tokenizer, and a model that generates any allowed token."""
 
     chosen: ToolFormat
     marked: bool  # markers are tokens of their own, every other one special
@@ -88,7 +88,7 @@ class Model:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def takes(self, grammar: str, text: str, *, tokens: list[int] | None = None) -> bool:
-        """Whether a response may be this text and end."""
+        """Return whether a response may be this text and end."""
         matcher, ids = self.matcher(grammar), self.ids(text) if tokens is None else tokens
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 

@@ -1,8 +1,8 @@
-"""The log-probs of tokens on both sides of a commit, recomputed by transformers with the weights that
-the version spans name.
+"""Log-probs on both sides of a commit, recomputed by transformers with the weights that the version
+spans name.
 
-Under in_place the keys and values of what was known stay those of the old weights; under retract
-and abort all of them are the new weights'.
+in_place keeps the old weights' keys and values of earlier tokens. retract and abort recompute all
+keys and values with the new weights.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def draws(logits: torch.Tensor, first: int, sampling: Sampling) -> tuple[list[in
 def logits_of(
     old: PreTrainedModel, new: PreTrainedModel, ids: list[int], cut: int, *, keeps_cache: bool
 ) -> torch.Tensor:
-    """[T, V] by position: the old weights' before the last of `cut` known tokens, then the new
-    ones'.
+    """Return logits [T, V] by position: old weights before the last of `cut` tokens, then new
+    weights.
     """
     cache = DynamicCache()
     before = old(torch.tensor([ids[: cut - 1]]), past_key_values=cache).logits[0]
@@ -52,7 +52,9 @@ def logits_of(
 
 
 def run(directory: Path, requests: list[Request], mode: PauseMode, arm: str) -> dict[int, Chunk]:
-    """What each request said in all, with a commit in the middle; those that it ended go on."""
+    """Return each request's whole output, with a commit in the middle; requests that it ended
+    resume.
+    """
     spec = EmbeddedSpec(
         model_dir=str(directory / "old"), drafter="eagle", max_batch=3, max_sequence_tokens=96
     )
@@ -95,7 +97,7 @@ def test_every_token_has_the_logprob_of_the_version_that_its_span_names(
     sampling = Sampling(seed=0, max_tokens=TOKENS, temperature=0.8, ignore_eos=True)
     requests = [
         Request(number, tuple(range(5, 8 + number)), replace(sampling, seed=number))
-        for number in range(4)  # the last one waits while the commit comes
+        for number in range(4)  # the last request waits during the commit
     ]
     said = run(tmp_path, requests, mode, arm)
     other = 0.0  # how far the log-probs would lie from the other rule's

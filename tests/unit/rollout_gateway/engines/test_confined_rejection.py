@@ -1,5 +1,5 @@
-"""Confined draws where drafts are drawn from the drafter: what may not be said is not, whatever is
-drafted, and the first token has the distribution that is left.
+"""Confined draws with sampled drafts: forbidden tokens never appear for any drafts, and the first
+token has the remaining distribution.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ def test_trees_of_a_block_and_what_the_budget_leaves_of_it_change_no_token(tmp_p
 
 
 def lengths_by_arm(engine: Engine) -> dict[str, float]:
-    """In the group of full batches."""
+    """Return mean acceptance lengths by arm, in the group of full batches."""
     arms = engine.load.arms
     group = max(one.batch_group for one in arms)
     return {one.arm: one.mean_accept_length for one in arms if one.batch_group == group}

@@ -1,5 +1,5 @@
-"""The embedded engine in bfloat16, with matrices in eight bits, and compiled: what it says, what it
-refuses.
+"""The embedded engine in bfloat16, with eight-bit matrices, and compiled: its output and its
+refusals.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 SEQUENCES, LONGEST = 100, 16
 BFLOAT16_GAP = 2 * 2**-4
-"""Two logits between 8 and 16, the largest of these models, may each move by one step of bfloat16.
-"""
+"""Two logits between 8 and 16, the largest in these models, may each move by one bfloat16 step."""
 
 
 @pytest.fixture
@@ -92,8 +91,8 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def round_trip(source: Path, target: Path) -> None:
-    """A checkpoint whose layers hold what eight bits keep of another's; a step is the row's largest
-    weight / 127.5.
+    """Save a checkpoint with layers rounded to eight bits; a step is the row's largest weight /
+    127.5.
     """
     kept = {}
     for name, tensor in read_tensors(source).items():

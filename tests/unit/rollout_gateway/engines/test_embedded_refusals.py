@@ -1,5 +1,5 @@
-"""What the embedded engine refuses before any request: errors name the fault, what was seen and
-what is allowed.
+"""Errors of the embedded engine before any request: they name the fault, the value seen and the
+values allowed.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def measured(costs: dict[int, float]) -> Budget:
 
 
 def best_count(chances: list[float], rows: int, fixed: float, per_token: float) -> int:
-    """By trying every number of the likeliest nodes."""
+    """Return the best number of the likeliest nodes by trying every number."""
     ordered = sorted(chances, reverse=True)
     rates = [
         (rows + sum(ordered[:k])) / (fixed + per_token * (rows + k))
@@ -261,7 +261,7 @@ def test_drafts_that_seemed_worthless_are_tried_again_and_a_new_drafter_at_once(
 
 
 def test_a_drafter_drafts_without_a_floor_in_just_the_rounds_that_verify_everything() -> None:
-    """A floor in such a round would hide the deep nodes that it is made to look at."""
+    """A floor in such a round would hide the deep nodes that the round must look at."""
     budget, arm = measured({1: 0.011, 100: 0.110}), "eagle:2_1_3"
     drafts = Drafts(torch.tensor([[5, 6]]), torch.tensor([[0.85, 0.85 * 0.03]]))
     rounds = [
@@ -295,7 +295,7 @@ def test_only_drafts_whose_parents_were_drawn_teach() -> None:
     for _ in range(200):
         # the root, then its second child
         budget.learn("eagle", zip(row_drafts(drafts), [{0, 3}], strict=True))
-    # Node 0 never, node 2 always drawn; node 1 hangs under node 0, so that nothing is known of it.
+    # Node 0 is never drawn, node 2 always; node 1 is a child of node 0, so it has no data.
     assert [budget._calibrations["eagle"].chance(share) < 0.05 for share in (0.85, 0.45)] == [
         True,
         False,

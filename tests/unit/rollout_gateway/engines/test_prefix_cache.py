@@ -44,7 +44,7 @@ class Store:
 
 
 def sequence(tokens: Tokens, said: int = 0, *, stale: bool = False) -> RunningSequence:
-    """A request that has cached all tokens but the last; the last `said` are its response."""
+    """A request with all tokens cached except the last; the last `said` tokens are its response."""
     made = RunningSequence(
         Request(0, tokens[: len(tokens) - said], Sampling(1, 8)), frozenset(), 8, stale=stale
     )
@@ -195,7 +195,7 @@ def test_a_longer_sequence_of_the_same_conversation_takes_the_place_of_the_short
     store = Store()
     cache = PrefixCache(RUNNING, RETAINED, CAPACITY, store)
     conversation = numbers(100)
-    for length in (30, 47, 90, 60):  # the last is known already
+    for length in (30, 47, 90, 60):  # the cache already holds the last
         store.slots[0] = list(conversation[: length - 1])
         cache.retain(0, sequence(conversation[:length]))
     assert store.copies == [(0, RUNNING)] * 3

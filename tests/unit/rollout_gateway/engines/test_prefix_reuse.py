@@ -1,5 +1,5 @@
-"""The embedded engine with reuse of prefixes says what it says without, and captures the same
-rows.
+"""The embedded engine generates the same output and captures the same rows with and without prefix
+reuse.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def test_a_retracted_request_is_no_source_until_it_is_cached_again(models: Path)
     engine.enqueue(plain(ask(1, PROMPT)))
     engine.step()
     engine.enqueue(plain(ask(2, PROMPT)))
-    engine.step()  # 2 has copied what 1 had
+    engine.step()  # request 2 has copied the prefix of request 1
     engine.pause(PauseMode.RETRACT)
     engine.resume()
     one = ask(3, PROMPT)

@@ -1,5 +1,5 @@
-"""The embedded engine under every profile: what it says, by which numbers, and what an update that
-is interrupted leaves behind.
+"""The embedded engine under every profile: its output, its arithmetic, and its state after an
+interrupted update.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def prepare(engine: EmbeddedEngine, version: int, path: Path) -> None:
 
 
 def set_of(engine: EmbeddedEngine, version: int) -> VersionSet:
-    """Of a policy under the profile that serves."""
+    """Return the version set of a policy under the serving profile."""
     return VersionSet(version, version, 0, engine.versions.profile)
 
 
@@ -156,12 +156,14 @@ def test_twenty_commits_keep_every_address_and_say_what_a_fresh_engine_says(
 
 
 class Interrupted(Exception):
-    """What a test puts between two tensors."""
+    """Raised between two tensors of an update."""
 
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors an update still copies before one of which it copies a half; empty: all."""
+    """Count of tensors that an update copies whole before it copies a half tensor; empty: all
+    tensors.
+    """
     left: list[int] = []
     whole = in_place.overwrite
 

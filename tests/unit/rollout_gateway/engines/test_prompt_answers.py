@@ -1,5 +1,7 @@
-"""The engine drafts from the answers to a request's own prompt, and verifies more of the rows that
-will last; tokens stay what they are without drafts.
+"""The engine drafts from the answers to a request's own prompt, and verifies more nodes of rows
+that will last.
+
+Tokens stay equal to decoding without drafts.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def requests(temperature: float, count: int = 6, siblings: int = 1) -> list[Requ
 
 
 def say(engine: EmbeddedEngine, batch: Sequence[Request], arm: str = ARM) -> tuple[Said, float]:
-    """Tokens by request, and the acceptance length of these requests alone."""
+    """Return tokens by request, and the acceptance length of the given requests alone."""
     engine.force_arm(arm)
     before, tokens, gap = engine.load.speculation, Said(), 1.0
     for one in batch:
@@ -91,7 +93,9 @@ def test_an_answer_that_is_given_again_is_drafted_whole_and_none_changes(
 
 
 def test_siblings_of_one_batch_save_rounds(models: Path) -> None:
-    """At temperature 0 they say the same; the last slot's begins when the others have begun."""
+    """At temperature 0 the outputs are equal; the last slot's request begins after the other
+    requests.
+    """
     batch, engine = requests(0.0, count=1, siblings=5), build(models / "old", max_batch=4)
     expected, _ = say(engine, batch, "off")
     engine.flush_cache()
@@ -129,7 +133,7 @@ def test_the_speculator_hears_where_prompts_end_and_which_policy_draws(
 def test_answers_grow_old_with_the_policy_however_it_was_changed(
     mode: PauseMode, models: Path
 ) -> None:
-    """With none kept beyond its version the second policy says what a fresh engine says."""
+    """Without answers of older versions, the second policy's output equals a fresh engine's."""
     engine = build(models / "old", answer_versions=0)
     batch = requests(0.0, count=2, siblings=3)
     engine.force_arm(ARM)

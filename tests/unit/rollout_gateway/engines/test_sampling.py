@@ -1,4 +1,6 @@
-"""One table of ranges: an HTTP body, the gateway and every engine accept and refuse the same."""
+"""One table of ranges: an HTTP body, the gateway and every engine accept and reject the same
+values.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from paceline.v1 import trajectory_pb2 as tpb
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
 READY = pb.WorkerReady(vocab_size=320, max_sequence_tokens=64, capabilities=["penalties"])
-# What the documents of the wire and of the APIs promise; not read from the table.
+# Documented bounds of the wire and of the APIs; not read from the table.
 PROMISED = {
     "max_tokens": ([1, 2**31 - 1], [0, 2**31]),
     "temperature": (
@@ -97,7 +99,7 @@ def test_every_door_accepts_and_refuses_the_same(
 ) -> None:
     good, bad = PROMISED[name]
     if door is over_grpc and name in ("max_tokens", "top_k", "top_logprobs", "min_tokens"):
-        bad = [value for value in bad if 0 <= value < 2**31]  # the wire holds no others
+        bad = [value for value in bad if 0 <= value < 2**31]  # the wire holds no other values
     assert [value for value in good if not accepts(door, name, value)] == []
     assert [value for value in bad if accepts(door, name, value)] == []
 

@@ -1,6 +1,4 @@
-"""Arms of SGLang: which can be served, which one a round uses, and what the bandit is told of
-it.
-"""
+"""Arms of SGLang: the arms it can serve, the arm of a round, and the bandit's inputs."""
 
 from __future__ import annotations
 
@@ -91,10 +89,8 @@ def test_what_sglang_cannot_run_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("steps", "topk"), [(1, 1), (4, 1), (1, 4), (2, 3), (4, 2), (5, 4)])
 def test_a_shape_holds_as_many_nodes_as_drafting_can_propose(steps: int, topk: int) -> None:
-    proposed, kept = (
-        0,
-        1,
-    )  # every step proposes topk children of each kept node and keeps topk of them
+    # every step proposes topk children of each kept node and keeps topk
+    proposed, kept = 0, 1
     for _ in range(steps):
         proposed += kept * topk
         kept = topk
@@ -167,7 +163,7 @@ def test_the_bandit_tries_every_arm_and_keeps_the_fastest() -> None:
     assert set(chosen[-30:]) == {"eagle:3_1_4"}
 
 
-# ---- what the bandit is told
+# ---- the bandit's inputs
 
 
 def test_the_first_round_of_an_arm_in_a_group_teaches_nothing() -> None:

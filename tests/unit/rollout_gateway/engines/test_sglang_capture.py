@@ -1,4 +1,6 @@
-"""Hidden rows by KV slot, with hand-made stand-ins for what SGLang hands to the hooks."""
+"""Hidden rows by KV slot, with hand-made substitutes for the objects that SGLang passes to the
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SLOTS = 40
 
 
 class FakePlugin:
-    """What the hooks need of the plugin, with one request per rid."""
+    """The plugin's attributes that the hooks need, with one request per rid."""
 
     def __init__(self, *, width: int = WIDTH, layers: str = "last") -> None:
         self.rows: RowLayout | None = RowLayout(width, layers, "post_norm")
@@ -133,7 +135,7 @@ def request_with(
     finished: bool = True,
     committed: int | None = None,
 ) -> tuple[Any, Any]:
-    """A request as SGLang releases it, and the cache that knows its slots."""
+    """A request as SGLang releases it, and the cache that maps its slots."""
     row = torch.zeros(2, 16, dtype=torch.int32)
     row[1, : len(slots)] = ints(*slots)
     cache = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=row))

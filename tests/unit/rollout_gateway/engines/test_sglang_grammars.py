@@ -1,4 +1,4 @@
-"""Masks over the trees that SGLang verifies: by what was drawn ahead, where a draw counts."""
+"""Masks over the trees that SGLang verifies: by tokens drawn ahead, where a draw counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def grammars() -> Iterator[TreeGrammars]:
 
 
 def tracked(said: Sequence[int] = (), ahead: Sequence[int] = (), **sampling: Any) -> Tracked:
-    """A request that holds `said`; `ahead` was drawn behind it."""
+    """A request with the response `said`; `ahead` was drawn behind it."""
     settings = {"seed": 1, "max_tokens": 50, "regex": "(ab|ac|b)[0-9]{2}", **sampling}
     request = Request(1, PROMPT, Sampling(**settings))
     one = Tracked(RunningSequence(request, frozenset({EOS}), 50, tokens=list(said)), 0)
@@ -53,7 +53,7 @@ def masked(
     token_ids: torch.Tensor,
     parents: torch.Tensor | None = None,
 ) -> list[list[set[str] | None]]:
-    """By row and node the texts that may follow; None where nothing was masked."""
+    """Return the texts that may follow, by row and node; None where no mask applies."""
     logits = torch.zeros(token_ids.numel(), VOCAB)
     grammars.mask_(rows, logits, firsts, token_ids, parents)
     found: list[set[str] | None] = [
@@ -139,7 +139,7 @@ def test_drafts_that_a_fault_keeps_from_being_masked_are_not_followed(
 
 
 def test_ranks_are_told_what_the_first_of_them_judged() -> None:
-    """A group of one: what leaves rank 0 comes back by the same way."""
+    """A group of one rank: the broadcast of rank 0 returns to rank 0."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     group = SimpleNamespace(first_rank=0, cpu_group=distributed.group.WORLD)
     ranked = TreeGrammars(read_config(POLICY), POLICY, 0, group)

@@ -1,6 +1,4 @@
-"""How SGLang is started: its drafter, its arguments, and what is refused before anything is
-launched.
-"""
+"""Starting SGLang: its drafter, its arguments, and settings that are rejected before the launch."""
 
 from __future__ import annotations
 
@@ -117,7 +115,7 @@ def test_a_fresh_eagle3_has_rows_and_a_checkpoint_of_the_same_layers(tmp_path: P
     assert (complete.speculator, complete.drafter_dir) == ("eagle3", str(tmp_path))
     assert row_layout(fresh).inner == row_layout(complete).inner == (2, 6, 9)
     tensors = load_file(tmp_path / "model.safetensors")
-    assert tensors["t2d"].all()  # every token, until a checkpoint says otherwise
+    assert tensors["t2d"].all()  # every token, unless a checkpoint restricts them
     assert not tensors["d2t"].any()
 
 

@@ -1,5 +1,7 @@
-"""What the profile int8_w8a8 makes of a checkpoint before SGLang loads it, and the product on a CPU
-for which SGLang has no kernel: both as in the embedded engine.
+"""The profile int8_w8a8 in SGLang: its conversion of a checkpoint, and the CPU product that SGLang
+lacks.
+
+Both equal the embedded engine's.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def test_the_product_is_that_of_the_embedded_engines_profile(bias: bool) -> None
     loaded = layer.weight
     method = WholeNumbers()
     method.process_weights_after_loading(layer)
-    assert layer.weight is not loaded  # by which an update knows what to load into
+    assert layer.weight is not loaded  # an update loads into the kept parameter
     x, shift = torch.randn(2, 3, 32).bfloat16(), torch.randn(48).bfloat16()
     expected = matrix.product(x.view(6, 32)).view(2, 3, 48)
     said = method.apply(layer, x, shift if bias else None)

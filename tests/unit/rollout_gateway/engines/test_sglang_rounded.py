@@ -35,13 +35,13 @@ class Rounding:
 
 
 class Plain:
-    """What leaves a layer as it was loaded."""
+    """A method that leaves a layer as loaded."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None: ...
 
 
 class Linear(nn.Module):
-    """One whose rows come from `parts` tensors of a checkpoint."""
+    """A layer with rows from `parts` tensors of a checkpoint."""
 
     def __init__(self, parts: int, method: object) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Model(nn.Module):
         )
         self.lm_head = Linear(1, Plain())
         self.open = 0
-        """Rounded layers that had memory to load into when weights came last."""
+        """Rounded layers that had memory to load into at the last load."""
 
     def load_weights(self, pairs: Pairs) -> None:
         self.open = sum(
@@ -100,7 +100,7 @@ def numbers(seed: int) -> dict[str, Tensor]:
 
 
 def process(model: nn.Module, device: torch.device) -> None:
-    """What SGLang does to its layers."""
+    """Process the layers after loading, as SGLang does."""
     for module in model.modules():
         if hasattr(module, "quant_method"):
             module.quant_method.process_weights_after_loading(module)
@@ -192,7 +192,7 @@ def test_a_version_whose_scale_is_not_finite_is_refused_by_name_and_leaves_what_
 
 
 def test_an_update_to_a_scale_that_is_not_finite_ends_by_its_name() -> None:
-    """Where nothing was tried at Prepare: the weights were released."""
+    """Prepare tested nothing, since the weights were released."""
     with pytest.raises(
         RuntimeError, match=r"layers.1.qkv.weight_scale: 1 are not finite after rounding; seen: inf"
     ):

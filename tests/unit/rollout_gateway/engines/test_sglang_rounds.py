@@ -1,5 +1,5 @@
-"""Hooks on SGLang's workers and results, with stand-ins for its objects: what they switch, restore
-and count.
+"""Hooks on SGLang's workers and results, with substitutes for its objects: they switch, restore and
+count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = ("off", "eagle:3_1_4", "eagle:3_2_8")
 
 
 class Mode:
-    """SGLang's ForwardMode, as far as the hooks ask."""
+    """SGLang's ForwardMode, as far as the hooks use it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,7 +58,7 @@ def make_request(forced_arm: str = "") -> Tracked:
 
 
 def make_worker(plugin: Any) -> Any:
-    """A worker whose one switched attribute is its topk."""
+    """A worker with its topk as the only switched attribute."""
     maximum = plugin.arms.maximum
     worker = SimpleNamespace(device="cpu", topk=maximum.topk, draft_token_num=maximum.draft_tokens)
     slots = ((worker, "topk"), (worker, "draft_token_num"))
@@ -216,7 +216,7 @@ def test_the_corpus_reads_rows_of_launch_width() -> None:
     assert (seen, worker.draft_token_num) == ([4], 1)
 
 
-# ---- what a result tells
+# ---- contents of a result
 
 
 def done_round(plugin: Any, arm: str) -> Any:

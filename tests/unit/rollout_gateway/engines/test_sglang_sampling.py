@@ -1,5 +1,5 @@
-"""Following draws through draft trees: equal to a walk by hand on any tree, and what SGLang is told
-of it.
+"""Following draws through draft trees: equal to a walk by hand on any tree, and the results that
+SGLang receives.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_a_response_that_goes_on_is_confirmed_behind_what_it_had() -> None:
     going = Request(3, (1, 2, 3, 4), Sampling(seed=5, max_tokens=10), response=(6, 7))
     sequence = Admission(99, (9,), Path(), 64).sequence(going)
     one = Tracked(sequence, 0)
-    for position, token in ((6, 8), (7, 9)):  # the first of them is the third of the response
+    for position, token in ((6, 8), (7, 9)):  # token 8 is the third of the response
         one.record(position, Drawn(token, -1.0, 0.5, DrawnBy(4, "off", "float32")))
     assert one.ahead(7) == [8]
     one.confirm([8], strict=True)  # SGLang counts from where the request went on

@@ -35,7 +35,7 @@ def test_readings_read_every_token_in_order_and_end_all_rows_together(
         read = [at for one in found for at in range(one.begins[row], one.ends[row])]
         assert sorted(set(read)) == list(range(first, length))
         assert read == sorted(read)
-        assert set(read[length - first :]) <= {length - 1}  # what is read again is the last one
+        assert set(read[length - first :]) <= {length - 1}  # only the last token is read again
     for one in found:
         sizes = [end - begin for begin, end in zip(one.begins, one.ends, strict=True)]
         assert min(sizes) >= 1

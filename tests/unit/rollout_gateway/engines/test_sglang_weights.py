@@ -1,4 +1,4 @@
-"""New weights for SGLang are compared with the served checkpoint before SGLang sees any of them."""
+"""New weights for SGLang are compared with the served checkpoint before SGLang sees any tensor."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_adapters_alone_are_handed_over_as_whole_weights(
 
 
 def read_bytes(path: Path) -> int:
-    """Of a file that this process has mapped, what it has looked at."""
+    """Return the resident bytes of a mapped file."""
     found, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -111,9 +111,9 @@ def test_a_rank_reads_its_rows_and_a_share_of_the_whole_that_it_looks_at(
     one.prepare(Target.POLICY, 1, new)
     file, size = new / "model.safetensors", (new / "model.safetensors").stat().st_size
     looked = read_bytes(file)
-    assert size / ranks * 0.9 < looked < size / ranks * 1.5  # what surrounds a page comes with it
+    assert size / ranks * 0.9 < looked < size / ranks * 1.5  # a read also maps the pages around it
     for tensor in one.prepared.changes(VersionSet(1, 1, 0))[Target.POLICY].tensors.values():
-        tensor[: rows // ranks].clone()  # what SGLang's loaders narrow and copy
+        tensor[: rows // ranks].clone()  # SGLang's loaders narrow and copy such a part
     assert read_bytes(file) <= looked + 1.5 * size / ranks
 
 

@@ -1,4 +1,4 @@
-"""The stages of a request inside an engine: what they add up to, and how many there may be."""
+"""The stages of a request in an engine: their sum, and their largest number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the environment of one turn asks: by text, or by the conversation of a task."""
+"""The single-turn environment sends a task's text or its conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.services.rollout_gateway.environments.kinds import SingleTurn
 
 
 class Says:
-    """A model that answers 42 and keeps what it was asked."""
+    """A model that answers 42 and records its requests."""
 
     asked: list[Message]
 

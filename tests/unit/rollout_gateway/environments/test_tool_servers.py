@@ -87,10 +87,10 @@ class Shop:
         self._opened: list[Toolbox] = []
 
     async def begin(self, *token: str) -> None:
-        """Serve over HTTP, at the same place each time, whoever has the token."""
+        """Serve over HTTP at the same address each time; a `token` restricts the clients."""
         if self.transport == "streams":
             return
-        await self.end()  # one that is about to end would still listen
+        await self.end()  # an ending server would still listen
         command = (sys.executable, str(self._file), str(self.port), *token)
         self.process = await asyncio.create_subprocess_exec(
             *command, stdout=DEVNULL, stderr=DEVNULL
@@ -109,14 +109,14 @@ class Shop:
         return True
 
     async def end(self) -> None:
-        """As a machine that is lost ends it."""
+        """End the server as the loss of its machine would."""
         if self.process is not None:
             if self.process.returncode is None:
                 self.process.kill()
             await asyncio.wait_for(self.process.wait(), patient(10))
 
     def toolbox(self, **settings: Any) -> Toolbox:
-        """Over the server with these settings."""
+        """Return a toolbox over the server with these settings."""
         here = {
             "streams": {"command": (sys.executable, str(self._file))},
             "http": {"url": f"http://127.0.0.1:{self.port}/mcp"},
@@ -163,14 +163,14 @@ async def far(place: Callable[[str], Shop]) -> Shop:
 
 
 async def asks(environment: ToolUse, *wished: tuple[str, str]) -> list[str]:
-    """What a model that calls these tools is told; its sample has not failed."""
+    """Return the tool answers that a model with these calls receives; its sample has not failed."""
     episode = await environment.run(task(), Script(calls(*wished), says("done")))
     assert episode.finish == "stop"
     return answers(episode)
 
 
 async def fails(environment: ToolUse, name: str, arguments: str) -> bool:
-    """Whether the sample of a model that calls a tool has failed, for no fault of its own."""
+    """Return whether the sample fails after its model called a tool, without the model's fault."""
     episode = await environment.run(task(), Script(calls((name, arguments)), says("done")))
     return episode.finish == "error"
 

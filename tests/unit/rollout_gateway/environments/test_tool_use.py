@@ -1,6 +1,4 @@
-"""Conversations with tools, led by a model that says what the test wrote for it; the sandbox is the
-real one.
-"""
+"""Conversations with tools by a scripted model; the sandbox is real."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def equipped(sandbox: Sandbox | None) -> Toolbox:
 
 
 class Script:
-    """Says the turns in order and notes what it was shown."""
+    """Returns the scripted turns in order and records its inputs."""
 
     def __init__(self, *turns: ChatTurn) -> None:
         self._turns = list(turns)
@@ -93,7 +91,7 @@ def task(**metadata: str) -> EpisodeTask:
 
 
 async def told(sandbox: Sandbox, *wished: tuple[str, str], **metadata: str) -> list[str]:
-    """What the tools answered to one message with these calls."""
+    """Return the tools' answers to one message with these calls."""
     episode = await ToolUse(equipped(sandbox)).run(
         task(**metadata), Script(calls(*wished), says("done"))
     )
@@ -227,9 +225,8 @@ async def test_turns_used_up_end_the_episode_as_cut(sandbox: Sandbox) -> None:
         model = Script(*[again] * (turns + 1))
         episode = await ToolUse(equipped(sandbox)).run(task(**metadata), model)
         assert (episode.finish, episode.text, len(model.seen)) == ("length", "once more", turns)
-        assert (
-            episode.messages[-1].role == "assistant"
-        )  # nobody reads what the tools would have said
+        # no turn is left to read the tools' answers
+        assert episode.messages[-1].role == "assistant"
 
 
 @pytest.mark.parametrize("finish", ["length", "abort", "error"])

@@ -1,4 +1,4 @@
-"""What the publisher keeps, drops and counts."""
+"""Rows that the publisher keeps, drops and counts."""
 
 from __future__ import annotations
 

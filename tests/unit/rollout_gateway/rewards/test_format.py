@@ -1,4 +1,4 @@
-"""Does a response have the form that was asked for."""
+"""The format reward: whether a response has the required form."""
 
 from __future__ import annotations
 

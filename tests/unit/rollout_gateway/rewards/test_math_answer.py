@@ -30,7 +30,7 @@ def episode(text: str, *, answer: str = "6", finish: str = "stop") -> Episode:
 
 
 class Asked:
-    """Counts what would have gone to a child."""
+    """Counts the texts that a child process would score."""
 
     def __init__(self) -> None:
         self.given: list[str] = []
@@ -99,7 +99,7 @@ def test_an_answer_over_the_length_is_right_only_as_the_same_text() -> None:
     assert same_answer(long, long) is True
     assert same_answer(long, "x") is False
     assert same_answer("(" * 1_000_000, "1/2") is False
-    assert same_answer("9" * 5000, "9" * 5001) is False  # beyond what int() reads
+    assert same_answer("9" * 5000, "9" * 5001) is False  # too many digits for int()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Mixtures of reward rules: the weighted sum, each part, and what cannot be mixed."""
+"""Mixtures of reward rules: the weighted sum, each part, and invalid mixtures."""
 
 from __future__ import annotations
 

@@ -101,13 +101,13 @@ def logits(kind: type[Any], directory: Path, ids: list[int]) -> list[float]:
 
 
 def scores(directory: Path, *texts: str, max_tokens: int = 2048) -> list[float]:
-    """What the process would answer, without the process."""
+    """Return the process's answer, without the process."""
     model = RewardModel(str(directory), threads=1, max_tokens=max_tokens)
     return [float(value) for value in answers(model, *map(said, texts))]
 
 
 def said(text: str, *messages: Message) -> Episode:
-    """An episode whose prompt is empty."""
+    """An episode with an empty prompt."""
     return Episode(EpisodeTask("t", "", "6"), text, "stop", messages)
 
 
@@ -257,13 +257,13 @@ class StandIn(BatchRule):
 
 @pytest.fixture
 def deadline_s() -> float:
-    """Of a batch. What is scored in a moment never takes so long."""
+    """Deadline of a batch; a fast score never takes so long."""
     return 60.0
 
 
 @pytest.fixture
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> RewardRules:
-    """Over a real process that answers with the size of the batch, in place of the slow start of
+    """Rules over a real process that answers with the batch's size, to avoid the slow start of
     torch.
     """
     (tmp_path / "stand_in.py").write_text(STAND_IN)

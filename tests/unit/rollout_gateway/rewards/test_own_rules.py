@@ -1,4 +1,4 @@
-"""Users' rules in real child processes: what they print, raise, return, and how they end."""
+"""Users' rules in real child processes: their output, errors, return values and ends."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def rules(path: Path) -> AsyncIterator[RewardRules]:
 async def impatient(
     path: Path, name: str, text: str, deadline_s: float
 ) -> tuple[float | None, list[int]]:
-    """One score under a deadline."""
+    """Return one score under a deadline, and the pids of the rules' processes after it."""
     rules = RewardRules(own(path, deadline_s=deadline_s))
     try:
         return await rules.rule(name).score(episode(text)), rules.pids
@@ -193,12 +193,12 @@ async def test_a_rule_that_raises_leaves_the_sample_unscored_and_says_why(
     assert await rules.rule(name).score(episode()) is None
     shown = capfd.readouterr()
     assert why in shown.out + shown.err
-    assert await rules.rule("Pid").score(episode()) == pid  # the same child goes on
+    assert await rules.rule("Pid").score(episode()) == pid  # the same child still serves
 
 
 async def test_a_rule_that_hangs_is_ended_with_what_it_started(path: Path, tmp_path: Path) -> None:
     told = tmp_path / "pid"
-    for deadline_s in (0.5, 5.0, 50.0):  # on a busy machine it may be ended before it has said so
+    for deadline_s in (0.5, 5.0, 50.0):  # a busy machine may end it before it writes its pid
         value, pids = await impatient(path, "Hangs", str(told), deadline_s)
         assert value is None
         assert pids == []
@@ -343,7 +343,7 @@ async def test_a_reward_given_by_the_agent_stands(rules: RewardRules) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended or is about to, being a zombie."""
+    """Return whether a process has ended, or is a zombie and about to end."""
     try:
         psutil.Process(pid).wait(timeout=patient(5))
     except psutil.NoSuchProcess:

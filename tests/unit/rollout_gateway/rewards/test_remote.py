@@ -29,7 +29,9 @@ from paceline.telemetry import setup, shutdown, span
 
 @dataclass
 class Answer:
-    """One scripted answer; `gate` keeps it back until it is set, None as body hangs up."""
+    """One scripted answer; `gate` delays it until it is set, and the body None closes the
+    connection.
+    """
 
     body: bytes | None
     status: int = 200

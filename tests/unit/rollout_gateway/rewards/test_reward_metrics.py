@@ -1,4 +1,4 @@
-"""What the metrics say of scores, and of those that were none."""
+"""Metrics of scores and of missing scores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What code may do, and what it tries in vain, under each kind of isolation that this machine
-has.
-"""
+"""Permitted actions and failed attempts of code under each kind of isolation on this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ LIMITS = SandboxConfig(
 WALLS = ("auto", pytest.param("namespaces", marks=pytest.mark.slow), "landlock")
 """On most machines "auto" has namespaces too."""
 CAP_SYS_PTRACE = 19
-SLACK_BYTES = 128 << 20  # what processes take between two looks at them
+SLACK_BYTES = 128 << 20  # growth of the processes between two checks
 
 
 @pytest.fixture(scope="module", params=[*WALLS, "limits"])
@@ -63,8 +61,8 @@ def available(kind: str) -> Sandbox:
 
 
 async def told(sandbox: Sandbox, code: str) -> dict[str, object]:
-    """What each attempt came to: `attempt(name, f)` in the code notes f's value, or its error's
-    type.
+    """Return each attempt's outcome: `attempt(name, f)` in the code records f's value, or its
+    error's type.
     """
     head = """
         import json, os
@@ -90,7 +88,7 @@ def refused(outcome: dict[str, object]) -> bool:
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """A word in the command line of whatever the code begins; nothing that bears it may be left."""
+    """A word in the command line of every process that the code starts; none with it may remain."""
     word = f"survivor-{uuid.uuid4().hex}"
     yield word
     left = [
@@ -226,7 +224,7 @@ async def test_memory_is_counted_over_all_processes(any_kind: Sandbox) -> None:
 
 
 def told_what_is_shared() -> bool:
-    """Whether the launcher can look into a process of the code's own user."""
+    """Return whether the launcher can look into a process of the code's own user."""
     held = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
     return os.geteuid() != 0 or bool(held >> CAP_SYS_PTRACE & 1)
 
@@ -407,7 +405,7 @@ async def test_files_of_the_host_cannot_be_read(walled: Sandbox, tmp_path: Path)
 
 
 def _anybodys_file(folder: Path) -> Path:
-    """A file that every user of the machine may write, where every user may make others."""
+    """A file that every user may write, in a directory that every user may write."""
     for above in folder.parents[:2]:
         above.chmod(0o755)
     folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Runs side by side, cancelled runs, lost launchers and gateways, and what cannot be asked."""
+"""Runs side by side, cancelled runs, lost launchers and gateways, and invalid requests."""
 
 from __future__ import annotations
 
@@ -159,9 +159,8 @@ def test_code_inherits_no_descriptor_even_when_the_gateway_leaks_one(tmp_path: P
             ).stderr
 
     for run in (asyncio.run, uvloop.run):
-        assert (
-            run(listed()) == "0 0o10\n1 0o1\n2 0o1\n"
-        )  # stdin is a file in memory, the others are pipes
+        # stdin is a file in memory, stdout and stderr are pipes
+        assert run(listed()) == "0 0o10\n1 0o1\n2 0o1\n"
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "", ".", "main.py", "a/../../x", "a\0b"])

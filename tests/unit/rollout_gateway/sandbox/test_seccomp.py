@@ -26,7 +26,7 @@ READ = {"x86_64": 0, "aarch64": 63}
 def decide(
     program: list[linux.Instruction], number: int, architecture: int, *arguments: int
 ) -> int:
-    """What the filter returns for a call: classic BPF, the five instructions it uses."""
+    """Return the filter's verdict on a call: classic BPF, the five instructions it uses."""
     passed = [*arguments, *[0] * (6 - len(arguments))]
     data = {0: number, 4: architecture}
     data |= {16 + 8 * index: value & 0xFFFFFFFF for index, value in enumerate(passed)}

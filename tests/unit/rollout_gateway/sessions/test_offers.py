@@ -96,7 +96,7 @@ async def test_a_completed_session_stays_the_offers_until_it_is_closed() -> None
     session, _ = await desk.claim()
     desk.offers.record_completion(session)
     await lead
-    assert desk.offers.has_offer(session)  # an agent that asks again must not close it unscored
+    assert desk.offers.has_offer(session)  # an agent's second call must not close it unscored
     desk.offers.record_completion(session)
     desk.end(session)
     assert not desk.offers.has_offer(session)

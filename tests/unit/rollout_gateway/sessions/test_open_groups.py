@@ -22,7 +22,7 @@ LONG_S = 3600.0
 def sibling(
     name: str, group: str = "g", size: int = 2, *, reward: float | None = 1.0, tokens: int = 2
 ) -> Session:
-    """One that has ended."""
+    """Return an ended session."""
     one = session(name, Assignment("run", group_id=group, group_size=size, open_group=True))
     said(one, None, range(tokens - 1), [9])
     if reward is not None:

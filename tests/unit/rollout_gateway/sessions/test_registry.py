@@ -1,4 +1,6 @@
-"""Sessions are found by every name they have; bounded in number, and the silent ones end first."""
+"""Sessions are found by each of their names; their number is bounded, and silent sessions end
+first.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ IMPLICIT = Assignment("run", implicit=True)
 
 
 class Clock:
-    """Stands still unless told."""
+    """Moves only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,7 +62,7 @@ def conversation(*texts: str) -> ChatRequest:
 
 
 def spoken(sessions: Sessions, session: Session, *texts: str) -> None:
-    """The model said the last of these texts."""
+    """Record a turn with the last text as the model's output."""
     new = said(session, None)
     new.digest = conversation(*texts).digests()[-1]
     sessions.record_turn(session, new)

@@ -1,5 +1,5 @@
-"""A session's tokens are those of its turns, every generated one trained exactly once; rewards
-reach the right ones.
+"""A session's tokens are its turns' tokens, and every generated token is trained exactly once.
+Rewards reach the right samples.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def test_accepted_drafts_of_trained_turns_are_marked_at_their_tokens() -> None:
     where.score(Grant(1.0))
     assert [sample.accepted_drafts for sample in where.trajectories()] == [
         (0, 1, 1, 0),
-        (0, 0, 0, 0, 0, 0, 1, 0),  # what the first turn said belongs to the first sample
+        (0, 0, 0, 0, 0, 0, 1, 0),  # the first turn's output belongs to the first sample
     ]
     root.accepted_drafts = child.accepted_drafts = ()
     assert {sample.accepted_drafts for sample in where.trajectories()} == {()}

@@ -1,4 +1,4 @@
-"""What extends what: by messages, by text, by tokens; and which lines of turns there are."""
+"""Extending turns by messages, by text and by tokens, and the lines of turns in a tree."""
 
 from __future__ import annotations
 

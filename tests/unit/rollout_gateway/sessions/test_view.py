@@ -1,4 +1,4 @@
-"""What leaves the gateway of a session: JSON that every reader takes, and samples on the wire."""
+"""A session's data outside the gateway: JSON that every reader accepts, and samples on the wire."""
 
 from __future__ import annotations
 

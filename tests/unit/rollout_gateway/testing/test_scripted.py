@@ -1,4 +1,4 @@
-"""The scripted engine answers by script whatever the arm, and its costs move the bandit."""
+"""The scripted engine answers by script for every arm, and its costs move the bandit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripted engine answers by what a prompt's text holds, so that dialogues can be scripted."""
+"""The scripted engine answers by the content of a prompt, so that dialogues can be scripted."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_only_the_end_of_a_prompt_is_searched(text: str, window: int, distance: 
 
 
 class CountingTokenizer:
-    """The real tokenizer, with the tokens it was asked to decode."""
+    """The real tokenizer; records the tokens that it decodes."""
 
     def __init__(self) -> None:
         self.decoded = 0

@@ -34,7 +34,7 @@ WHEN_A_REQUEST_ENDS = {
 
 
 def numbers_of(message: Descriptor, above: str = "") -> Iterator[tuple[str, FieldDescriptor]]:
-    """Paths of all numbers in a message, those without figures apart."""
+    """Yield the paths of all numbers in a message, except NO_FIGURES."""
     for field in message.fields:
         path = f"{above}{field.name}"
         if path in NO_FIGURES or field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
@@ -115,6 +115,6 @@ def test_no_attribute_is_counted_that_nobody_reads() -> None:
                     read.add(name)
                 case ast.Constant(value=str(name)):
                     read.add(name)
-    read |= {field.name for field in StepRecord.DESCRIPTOR.fields}  # steps.jsonl has all of them
+    read |= {field.name for field in StepRecord.DESCRIPTOR.fields}  # steps.jsonl has every field
     assert {name: where for name, where in counted.items() if name not in read} == {}
     assert {"rows_invalid", "rows_dropped"} <= set(counted) & fields

@@ -1,4 +1,4 @@
-"""A reader gets every token once, also when the request goes on on another worker."""
+"""A reader gets every token once, also when another worker continues the request."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def cut(tokens: list[int], sizes: list[int]) -> list[pb.TokenChunk]:
     return [*chunks, chunk(start, tokens[start:], last=True)]
 
 
-# what becomes of a try: told pieces of these sizes, then it is lost with what it had not told, or
-# suspended, and then it tells all that it has
+# outcomes of a try: it sends pieces of the given sizes; then it is lost with its unsent tokens,
+# or it is suspended and sends all its tokens
 tries = st.lists(st.tuples(st.lists(st.integers(1, 4), max_size=3), st.booleans()), max_size=4)
 
 
@@ -150,7 +150,7 @@ async def test_news_are_told_at_once_while_the_reader_waits_and_the_last_ones_to
         takes = False
         generation.accept(middle[2])
         takes = True
-        generation.accept(middle[3])  # the reader has been woken and comes first
+        generation.accept(middle[3])  # the woken reader reads first
         read.append(list((await waiting).token_ids))
         generation.accept(last)
         read += [list(one.token_ids) async for one in news]

@@ -86,7 +86,7 @@ def test_a_request_of_one_token_has_no_time_per_output_token(
 def look(
     seen: EngineMetrics, pid: int = 1, *, worker: int = 0, tflops: float = 0.0, **facts: Any
 ) -> None:
-    """What a worker says at one look, as it comes over the wire."""
+    """Record a worker's figures at one look, as they arrive over the wire."""
     ready = pb.WorkerReady(worker_index=worker, pid=pid, device_tflops=tflops)
     seen.record_health(ready, pb.WorkerHealth(**facts))
 

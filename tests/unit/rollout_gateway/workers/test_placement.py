@@ -1,4 +1,4 @@
-"""Which worker gets a request, and when one has had nothing to do, without processes."""
+"""The worker that gets a request, and the idle time of a worker, without processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 
 
 def seats(*loads: int, gone: tuple[int, ...] = (), released: tuple[int, ...] = ()) -> list[Seat]:
-    """Places that serve with so many requests each."""
+    """Return serving seats with these numbers of requests."""
     made = []
     for index, load in enumerate(loads):
         process = None if index in gone else cast(WorkerProcess, object())

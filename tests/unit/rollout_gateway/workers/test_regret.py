@@ -1,4 +1,4 @@
-"""The regret estimate, by hand."""
+"""The regret estimate against calculations by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who listens hears of callers that wait for lent workers, and of nobody once the workers are back."""
+"""Listeners get notices of callers that wait for lent workers; the workers' return ends them."""
 
 from __future__ import annotations
 

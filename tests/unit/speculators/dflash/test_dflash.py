@@ -189,7 +189,7 @@ def test_a_fresh_drafter_that_cannot_be_is_refused() -> None:
 
 
 def test_a_block_learns_a_repeating_pattern() -> None:
-    """Tokens repeat with a period of six; all states are noise but for the token they stand at."""
+    """Tokens repeat with a period of six; every state is noise plus its own token."""
     period, generator = 6, torch.Generator().manual_seed(0)
     net = DflashNet.fresh(TARGET, DflashOptions(mask_token_id=36, targets="drawn"), 1)
     embed = torch.randn(TARGET.vocab_size, TARGET.hidden_size, generator=generator)

@@ -59,7 +59,7 @@ def test_names_and_keys_are_those_of_published_checkpoints(tmp_path: Path) -> No
         "num_hidden_layers": 2,
         "num_target_layers": 8,
         "block_size": BLOCK,
-        # The layers whose outputs enter 2, 4 and 5.
+        # The layers with outputs that enter layers 2, 4 and 5.
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3, 4]},
     }
     assert expected.items() <= raw.items()

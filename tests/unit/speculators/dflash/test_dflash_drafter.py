@@ -1,5 +1,6 @@
-"""The engine's DFlash drafter drafts what the trainer's network predicts; the oracle is
-`chain_logits` of the whole sequence, computed from scratch.
+"""The engine's DFlash drafter drafts as the trainer's network predicts.
+
+The oracle is `chain_logits` of the whole sequence, computed from scratch.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ LENGTHS = [TOKENS, TOKENS - 7]
 
 
 def target_of(directory: Path, family: str = "llama") -> DecoderWeights:
-    """A target of 8 layers; the drafter reads those entered by states 2, 4 and 5."""
+    """A target of 8 layers; the drafter reads the inputs of layers 2, 4 and 5."""
     save_random(directory, family, num_hidden_layers=8)
     return load_model(directory, dtype=torch.float32)
 
 
 def rough_net(weights: DecoderWeights, seed: int = 5, **options: object) -> DflashNet:
-    """A net whose every weight matters."""
+    """A net in which every weight matters."""
     generator = torch.Generator().manual_seed(seed)
     given = DflashOptions.model_validate({"block_size": BLOCK, "layers": 2, **options})
     net = DflashNet.fresh(weights.config, given, 3)
@@ -68,7 +69,7 @@ def predicted(net: DflashNet, batch: DraftBatch, row: int) -> Tensor:
     """Logits [B - 1, V] of the drafts of one sequence, from its tokens and true states alone."""
     slot, n = batch.slots[row], batch.lengths[row]
     tokens = torch.cat((batch.token_ids[slot, :n], torch.zeros(1, dtype=torch.int64)))
-    # The state of token n - 1 is not known to the drafter: no prediction may depend on it.
+    # The drafter lacks the state of token n - 1: no prediction may depend on it.
     states = torch.cat((batch.hidden[slot, : n - 1], torch.full((1, 5 * H), 7.0)))
     one = row_of(states, tokens, hidden=H)
     return torch.stack([logits[n - 2] for logits in chain_logits(net, one, BLOCK - 1)])

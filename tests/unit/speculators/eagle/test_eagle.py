@@ -22,7 +22,7 @@ TOKENS = 30
 
 
 def rough_net(weights: DecoderWeights, **options: object) -> EagleNet:
-    """A net whose every weight matters."""
+    """A net in which every weight matters."""
     net = EagleNet(weights.config, EagleOptions(**options), seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -168,7 +168,7 @@ def test_packed_documents_learn_as_separate_ones(monkeypatch: pytest.MonkeyPatch
 
 
 def changed(net: Eagle3Net, row: PackedRow, other: PackedRow) -> list[set[int]]:
-    """Of each step the positions that predict something else in `other`."""
+    """Return for each step the positions with different predictions in `other`."""
     with torch.no_grad():
         pairs = zip(chain_logits(net, row, STEPS), chain_logits(net, other, STEPS), strict=True)
         return [set((a != b).any(-1).nonzero()[:, 0].tolist()) for a, b in pairs]
@@ -186,7 +186,7 @@ def test_a_token_or_state_changes_no_earlier_prediction_and_no_neighbour() -> No
     states[at] += 1.0
     of_state = changed(net, row, replace(row, states=states))
     for step in range(STEPS):
-        # Rows whose chain leaves the document mean nothing, but must not touch others either.
+        # Rows with a chain that leaves the document mean nothing, but must not affect other rows.
         reads_token = {t for t in range(first, last + 1) if t + step >= at}
         reads_state = set(range(at, last + 1))
         inside = set(range(first, last + 1 - step))

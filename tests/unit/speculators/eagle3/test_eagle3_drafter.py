@@ -1,4 +1,4 @@
-"""The engine's EAGLE-3 drafter drafts what the trainer's network predicts; the oracle is
+"""The engine's EAGLE-3 drafter drafts as the trainer's network predicts; the oracle is
 `chain_logits`.
 """
 
@@ -28,13 +28,13 @@ LENGTHS = [TOKENS, TOKENS - 7]
 
 
 def target_of(directory: Path, family: str = "llama") -> DecoderWeights:
-    """A target of 8 layers; the drafter reads those entered by states 2, 4 and 5."""
+    """A target of 8 layers; the drafter reads the inputs of layers 2, 4 and 5."""
     save_random(directory, family, num_hidden_layers=8)
     return load_model(directory, dtype=torch.float32)
 
 
 def rough_net(weights: DecoderWeights, seed: int = 5, **options: object) -> Eagle3Net:
-    """A net whose every weight matters."""
+    """A net in which every weight matters."""
     generator = torch.Generator().manual_seed(seed)
     net = Eagle3Net.fresh(weights.config, Eagle3Options.model_validate(options), 3)
     if net.options.draft_vocab_size:
@@ -63,10 +63,10 @@ def known_batch() -> DraftBatch:
 def predicted(
     net: Eagle3Net, batch: DraftBatch, row: int, drafts: list[int], steps: int
 ) -> list[Tensor]:
-    """Logits [V] of drafts 1 .. steps of one sequence, whose true continuation `drafts` is."""
+    """Return logits [V] of drafts 1 .. steps of one sequence; `drafts` is its true continuation."""
     slot, n = batch.slots[row], batch.lengths[row]
     tokens = torch.cat((batch.token_ids[slot, :n], torch.tensor([*drafts, 0])))
-    # States behind row n - 2 are not known to the drafter: no prediction may depend on them.
+    # The drafter lacks the states behind row n - 2: no prediction may depend on them.
     states = torch.cat((batch.hidden[slot, : n - 1], torch.full((len(drafts) + 1, 5 * H), 7.0)))
     one = row_of(states[: len(tokens) - 1], tokens, hidden=H)
     return [logits[n - 2] for logits in chain_logits(net, one, steps)]

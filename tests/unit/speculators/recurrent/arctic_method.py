@@ -1,7 +1,9 @@
-"""The published LSTM speculator, written from its method alone: what its loader declares for a
-config.json, and what it computes, in float64 and on one position.
+"""The published LSTM speculator, written from its method alone.
 
-Widths that it cannot compute end in torch's RuntimeError.
+The module holds its loader's tensors for a config.json, and its computation in float64 on one
+position.
+
+Widths that it cannot compute raise torch's RuntimeError.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Published:
         self.ratio: float = math.sqrt((1 - kept**2) * (width / 2)) / kept
 
     def logits(self, hidden: Tensor, tokens: list[int]) -> list[Tensor]:
-        """Of h_t [H] and the tokens t + 1, t + 2, ..."""
+        """Return the logits of every head, from h_t [H] and the tokens t + 1, t + 2, ..."""
         state = hidden.double()
         memory = torch.zeros(chain(self.config, "inner_dim")[-1], dtype=torch.float64)
         if self.config["scale_input"]:

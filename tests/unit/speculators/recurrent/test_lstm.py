@@ -1,5 +1,5 @@
-"""ArcticLSTMSpeculator against its formula in float64, and its checkpoint against what Arctic's
-loader names.
+"""ArcticLSTMSpeculator against its formula in float64, and its checkpoint against the names in
+Arctic's loader.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIG = {
 
 
 def rough_net(**options: object) -> LstmNet:
-    """A net whose every weight matters."""
+    """A net in which every weight matters."""
     settings = {"n_predict": HEADS, "inner_dim": 12, **options}
     net = LstmNet.fresh(TARGET, LstmOptions.model_validate(settings), seed=3)
     generator = torch.Generator().manual_seed(5)

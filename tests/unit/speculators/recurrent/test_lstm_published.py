@@ -1,4 +1,4 @@
-"""LSTM drafters compute what the published method does, and keep its names."""
+"""LSTM drafters compute the published method and keep its names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def rough_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """A checkpoint whose every weight matters, as the loader declares it."""
+    """A checkpoint in which every weight matters, as the loader declares it."""
     generator = torch.Generator().manual_seed(5)
     return {
         name: torch.randn(shape, generator=generator)
@@ -70,7 +70,7 @@ def read_net(config: dict[str, Any]) -> LstmNet:
 
 
 def check_chain(net: LstmNet, config: dict[str, Any]) -> None:
-    """In float64, position by position."""
+    """Compare with the published method in float64, position by position."""
     one, heads = sample(LENGTH, 0), config["n_predict"]
     published = Published(config, rough_tensors(config))
     row = pack([one], window=512)

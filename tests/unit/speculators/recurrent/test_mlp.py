@@ -1,5 +1,5 @@
-"""MLPSpeculator against its formula in float64, and its checkpoint against what vLLM's loader
-names.
+"""MLPSpeculator against its formula in float64, and its checkpoint against the names in vLLM's
+loader.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 def rough_net(**options: object) -> MlpNet:
-    """A net whose every weight matters."""
+    """A net in which every weight matters."""
     settings = {"n_predict": HEADS, "inner_dim": 12, "tie_weights": True, **options}
     net = MlpNet.fresh(TARGET, RecurrentOptions.model_validate(settings), seed=3)
     generator = torch.Generator().manual_seed(5)

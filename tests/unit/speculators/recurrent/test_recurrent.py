@@ -1,5 +1,5 @@
-"""What "mlp" and "lstm" share: alignment, loss, packing, and that engine and trainer compute the
-same drafts.
+"""Shared behaviour of "mlp" and "lstm": alignment, loss, packing, and equal drafts of engine and
+trainer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fresh_net(kind: str, target: ModelConfig = TARGET, **options: object) -> Rec
 
 
 def rough_net(kind: str, target: ModelConfig = TARGET, **options: object) -> RecurrentNet:
-    """A net whose every weight matters."""
+    """A net in which every weight matters."""
     net, generator = fresh_net(kind, target, **options), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -88,7 +88,7 @@ class Engine:
         return DraftBatch([1, 2], lengths, self.tokens, self.states)
 
     def chain(self, slot: int, length: int, drafts: list[int]) -> list[Tensor]:
-        """The trainer's log-probs of the drafts after `length` known tokens, teacher-forced on
+        """Return the trainer's log-probs of the drafts after `length` tokens, teacher-forced on
         `drafts`.
         """
         states = torch.zeros(length + len(drafts), 48)
@@ -265,8 +265,8 @@ def test_the_loss_is_the_sum_over_heads_where_the_policy_drew_the_whole_chain(
 
 
 def random_row(seed: int, count: int = 20, length: int = 22) -> PackedRow:
-    """Documents of random tokens with the toy policy's states: no token can be told from the state
-    before it.
+    """Documents of random tokens with the toy policy's states: no state predicts the token after
+    it.
     """
     policy, generator = toy_policy(), torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (count, length), generator=generator)

@@ -1,5 +1,5 @@
-"""Fields beyond those of a body: refused by name, told, or at values that ask for what happens
-anyway.
+"""Fields beyond a body's schema: rejected by name, reported, or accepted at values that change
+nothing.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def test_values_that_ask_for_what_happens_anyway_are_taken_in_silence() -> None:
 
 
 def shapes(kind: type[BaseModel], seen: set[type[BaseModel]]) -> None:
-    """All models that the annotations of one lead to."""
+    """Collect all models that a model's annotations lead to."""
     seen.add(kind)
     pending = [field.annotation for field in kind.model_fields.values()]
     while pending:

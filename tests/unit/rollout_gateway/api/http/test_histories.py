@@ -1,4 +1,4 @@
-"""What a model said, sent to a client and sent back by it, is the message that was recorded."""
+"""A model message that a client sends back equals the recorded message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUE = st.recursive(
 
 @st.composite
 def said(draw: st.DrawFn) -> list[Delta]:
-    """A turn as the parser tells it: thought first, then content and calls in any order, cut
+    """A turn as the parser emits it: thought first, then content and calls in any order, cut
     anywhere.
     """
     deltas = [Delta(reasoning=text) for text in draw(st.lists(TEXT, max_size=2))]

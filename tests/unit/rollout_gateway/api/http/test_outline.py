@@ -1,4 +1,4 @@
-"""The values of a JSON body are counted as its bytes come, whatever its texts hold."""
+"""The values of a JSON body are counted as its bytes arrive, for any texts in it."""
 
 from __future__ import annotations
 

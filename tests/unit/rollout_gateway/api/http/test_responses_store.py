@@ -1,4 +1,4 @@
-"""Past responses are kept within bounds and shown only to those who asked for them."""
+"""Past responses are kept within bounds and shown only to the clients that requested them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events that are written as the engine's news come are those that the answer spells."""
+"""Events streamed during generation equal the events of the finished answer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CHUNK = pb.TokenChunk(token_ids=[7], behavior_logprobs=[-1.0])
 
 
 class Gateway:
-    """What answers ask of a gateway."""
+    """The attributes of a gateway that answers use."""
 
     names = GatewayNames()
     model = 'a model called "\ufffc"'
 
 
 class CallSoFar:
-    """What answers ask of a call."""
+    """The attributes of a call that answers use."""
 
     stopped_by = None
 
@@ -119,7 +119,7 @@ def test_token_ids_that_are_asked_for_are_in_each_event() -> None:
 
 
 class FullCall:
-    """What the first event asks of a call."""
+    """The attributes of a call that the first event uses."""
 
     class plan:  # noqa: N801
         prompt = (1, 2)

@@ -1,4 +1,4 @@
-"""What hidden rows of the embedded engine hold, as the gateway knows it before any engine lives."""
+"""The embedded engine's hidden rows, as the gateway plans them before any engine starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"]}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A target of 12 layers, an EAGLE and an EAGLE-3 drafter: of each only what is read here."""
+    """A target of 12 layers, an EAGLE and an EAGLE-3 drafter: only the fields read here."""
     configs: dict[str, dict[str, Any]] = {
         "target": {"hidden_size": 16, "num_hidden_layers": 12},
         "eagle": {"architectures": ["LlamaForCausalLMEagle"]},

@@ -1,4 +1,4 @@
-"""What the slot store copies and moves between slots and positions."""
+"""Copies and moves of the slot store between slots and positions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The embedded engine frees what it says it releases: bytes of the process and of its tensors.
+"""The embedded engine frees the bytes that it reports as released: bytes of the process and of its
+tensors.
 
-Each test fails for an engine that returns the bytes of a part and keeps the part.
+Each test fails for an engine that reports the bytes of a part and keeps the part.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SHAPE = {
 }
 """Every matrix of note is so large that malloc maps it by itself, and gives it back when freed."""
 ROTATION_BYTES = MIB
-"""At most: the table of rotations stays with the engine."""
+"""Upper bound: the table of rotations stays with the engine."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def build(model_dir: Path, **settings: object) -> Engine:
 
 
 def answer(engine: Engine, prompt: int = 8) -> tuple[int, ...]:
-    """The tokens of one request with a prompt of so many tokens."""
+    """Return the tokens of one request with a prompt of `prompt` tokens."""
     engine.enqueue(Request(0, tuple(range(3, 3 + prompt)), Sampling(seed=1, max_tokens=4)))
     tokens: tuple[int, ...] = ()
     while engine.has_work:

@@ -1,4 +1,4 @@
-"""What tokens per second are divided by."""
+"""The device's peak throughput, by which tokens per second are divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output under every family of tokenizers: the decoded text is what was asked for."""
+"""Structured output under every family of tokenizers: the decoded text matches the request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def end_of(tokenizer: Tokenizer) -> int:
 
 
 def characters_left_as_they_are() -> Tokenizer:
-    """GPT-2's alphabet behind a decoder that does not know it."""
+    """GPT-2's alphabet behind a decoder that lacks it."""
     tokenizer = family_of("byte level")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
@@ -65,7 +65,7 @@ def masks_of(tokenizer: Tokenizer, directory: Path) -> tuple[GrammarMasks, Model
 
 
 def draw(masks: GrammarMasks, vocab: int, seed: int, **demand: Any) -> list[int]:
-    """Tokens of a response, each drawn evenly among those allowed; its end token is left out."""
+    """Draw the tokens of a response evenly among the allowed tokens; its end token is left out."""
     sampling = Sampling(seed=seed, max_tokens=400, **demand)
     masks.check(sampling)
     (end,) = masks._eos
@@ -85,8 +85,8 @@ def draw(masks: GrammarMasks, vocab: int, seed: int, **demand: Any) -> list[int]
 
 
 def _counted(text: str) -> str:
-    """The text with `_` for every character that Unicode counts among those of words and
-    Python's `re` does not: marks and circled letters.
+    """Write `_` for every word character of Unicode that Python's `re` does not count: marks and
+    circled letters.
     """
     circled = range(ord("Ⓐ"), ord("ⓩ") + 1)
     return "".join(

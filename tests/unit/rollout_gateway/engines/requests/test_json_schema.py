@@ -1,5 +1,5 @@
-"""Responses that follow a JSON schema: valid to an independent validator, drawn as documented,
-whatever is drafted.
+"""Responses that follow a JSON schema: valid to an independent validator, and drawn as documented
+for any drafts.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def build(model_dir: Path = POLICY, **settings: Any) -> EmbeddedEngine:
-    """Three slots only, so that requests move as others end."""
+    """Three slots only, so that requests move when other requests end."""
     spec = {
         "model_dir": str(model_dir),
         "drafter": str(DEMO / "drafter_trained"),
@@ -150,7 +150,7 @@ def engine() -> EmbeddedEngine:
 
 @pytest.fixture(scope="module")
 def plain() -> list[Chunk]:
-    """What `every_schema` says without drafts."""
+    """The outputs for `every_schema` without drafts."""
     return run(build(), every_schema(), "off")
 
 
@@ -158,7 +158,7 @@ def text_of(chunk: Chunk) -> str:
     return str(TOKENIZER.decode(list(chunk.token_ids)))
 
 
-# ---- what is said
+# ---- generated text
 
 
 def test_every_response_parses_validates_and_stops(plain: list[Chunk]) -> None:
@@ -229,8 +229,8 @@ def test_tokens_and_logprobs_are_those_of_the_masked_distribution(
 
 
 def masked_by_hand(logits: Any, before: Sequence[int], texts: Sequence[str]) -> Any:
-    """Logits of the tokens that go on with one of the texts, by the text of every token of the
-    vocabulary.
+    """Return logits of the tokens that continue one of the texts, by the text of every vocabulary
+    token.
     """
     head = TOKENIZER.decode(list(before))
     rest = {one[len(head) :] for one in texts if one.startswith(head)}
@@ -369,7 +369,7 @@ def test_each_node_of_a_tree_is_masked_as_if_its_path_had_been_said(
     depths = [0] * width
     for node in range(1, width):
         depths[node] = depths[parents[node]] + 1
-    # Drafts that the grammar takes come from the response itself; others are any token, or none.
+    # Drafts that fit the grammar are from the response itself; other drafts are any token, or none.
     right = [whole[min(start + depth - 1, len(whole) - 1)] for depth in depths]
     tokens = [
         0,
@@ -398,7 +398,7 @@ def path_of(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[in
 def may_be_said(
     grammars: Grammars, schema: object, said: Sequence[int], path: Sequence[int]
 ) -> bool:
-    """By masks without trees."""
+    """Check the path by masks without trees."""
     steps = (
         (masked(grammars, schema, [*said, *path[:index]])[0], token)
         for index, token in enumerate(path)
@@ -463,7 +463,7 @@ def test_a_schema_that_takes_too_long_is_built_once_for_many_requests(
         if number == 0:
             judge = engine._grammars._judge
             assert judge is not None
-            assert judge._process is None  # killed with what it built
+            assert judge._process is None  # killed with its unfinished grammar
     assert judge._process is None  # nobody started another one
 
 
@@ -700,7 +700,7 @@ def test_any_text_is_a_schema_or_invalid_input(text: str) -> None:
 
 
 def is_object(text: str) -> bool:
-    """By another parser: a schema that is only an object accepts exactly objects."""
+    """Check by another parser: a schema that is only an object accepts exactly objects."""
     try:
         return bool(jsonschema_rs.is_valid({"type": "object"}, json.loads(text)))
     except ValueError:

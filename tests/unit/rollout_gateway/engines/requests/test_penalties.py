@@ -1,5 +1,5 @@
-"""Penalties of running requests: who pays, what is counted, and the embedded engine against oracles
-of its own.
+"""Penalties of running requests: affected requests, counted tokens, and the embedded engine against
+oracles.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ def model(model_dir: Path) -> PreTrainedModel:
 def generate(
     model_dir: Path, requests: list[Request], arm: str, *, retract: bool = False
 ) -> dict[int, Chunk]:
-    """Last chunks by request. Three slots only, so that requests move as others end."""
+    """Return last chunks by request. Three slots only, so that requests move when other requests
+    end.
+    """
     settings = {
         "model_dir": str(model_dir),
         "drafter": "eagle",

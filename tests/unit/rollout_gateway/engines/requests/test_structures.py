@@ -1,5 +1,7 @@
-"""Demands on a response beside JSON schemas: calls in every tool format, the same tokens whatever is
-drafted; what cannot be built is refused by its field and in time.
+"""Constraints on a response besides JSON schemas: calls in every tool format, with the same tokens
+for any drafts.
+
+A constraint that cannot be built is rejected in time, by its field.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ def test_a_response_is_free_up_to_a_text_and_has_its_form_behind_it(
     masks.drop([sequence])
 
 
-# ---- draws that a device has made ahead of what a response holds
+# ---- tokens that a device has drawn ahead of the response
 
 
 @pytest.fixture(scope="module")

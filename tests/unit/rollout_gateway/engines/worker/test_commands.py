@@ -1,4 +1,4 @@
-"""What an engine refuses reaches the gateway by its kind."""
+"""An engine's refusal reaches the gateway with its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses the socket between gateway and worker comes back as it was."""
+"""Messages between gateway and worker survive the socket unchanged."""
 
 from __future__ import annotations
 
