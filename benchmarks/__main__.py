@@ -39,7 +39,7 @@ BENCHES = {
     ),
     "slot": (
         "benchmarks.slot",
-        "what a drafter makes of its slot, beside the matrix products of its steps alone",
+        "training speed of a drafter beside the matrix products of its steps alone",
     ),
     "engine": (
         "benchmarks.engine.run",
@@ -47,15 +47,15 @@ BENCHES = {
     ),
     "bandit": ("benchmarks.bandit.run", "regret of bandits over recorded and synthetic rollouts"),
     "gateway": ("benchmarks.gateway.run", "the front door under load, beside LiteLLM's proxy"),
-    "tracing": ("benchmarks.tracing", "what spans cost a gateway, in CPU time"),
-    "growth": ("benchmarks.growth", "what a long run leaves in the durable Redis"),
+    "tracing": ("benchmarks.tracing", "CPU time that spans add to a gateway"),
+    "growth": ("benchmarks.growth", "memory that a long run takes in the durable Redis"),
     "coordinator": (
         "benchmarks.coordinator",
         "events a second and latency of a decision, by slots; simulated runs of its machine",
     ),
     "scale": (
         "benchmarks.scale",
-        "what grows with slots and hosts: simulated runs of 8 to 4,096 slots",
+        "costs that grow with slots and hosts: simulated runs of 8 to 4,096 slots",
     ),
     "algorithms": (
         "benchmarks.algorithms",

@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=above_zero(int), default=400, help="optimiser steps")
     parser.add_argument("--answers", type=above_zero(int), default=1500, help="to learn from")
     parser.add_argument(
-        "--settings", default=";".join(SETTINGS), help="of these, separated by semicolons"
+        "--settings",
+        default=";".join(SETTINGS),
+        help="settings to train with, separated by semicolons",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-adaptation"), help="folder of the runs"

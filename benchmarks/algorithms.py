@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=above_zero(int), default=3, help="seeds 0 .. N-1")
     parser.add_argument("--steps", type=above_zero(int), default=60, help="RL steps of a run")
     parser.add_argument("--workload", choices=WORKLOADS, default="two_digits", help="tasks")
-    parser.add_argument("--arms", default=";".join(ARMS), help="of these, separated by ;")
+    parser.add_argument("--arms", default=";".join(ARMS), help="arms to run, separated by ;")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-algorithms"), help="folder of the runs"
     )
@@ -131,9 +131,7 @@ def within_noise(what: str, ours: Sequence[float], theirs: Sequence[float]) -> G
     sides = (ours, theirs)
     value = statistics.fmean(ours) - statistics.fmean(theirs)
     if min(map(len, sides)) < 2:
-        return Goal(
-            f"held-out accuracy, {what}: noise is not known from one seed", 0.0, value, None
-        )
+        return Goal(f"held-out accuracy, {what}: one seed gives no noise", 0.0, value, None)
     noise = 2 * math.sqrt(sum(statistics.variance(one) / len(one) for one in sides))
     return at_least(f"held-out accuracy, {what}, within noise", -noise, value)
 

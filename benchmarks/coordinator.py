@@ -135,7 +135,7 @@ def _goals(rate: Row, latency: Row) -> list[Goal]:
         at_most(
             "bytes of journal an event beyond its details", 100, found(rate, "bytes beyond details")
         ),
-        at_most("facts missed by who reads once a second", 0, found(rate, "missed facts")),
+        at_most("facts missed by a reader once a second", 0, found(rate, "missed facts")),
         at_most("p99 over a bare round trip", LATENCY_GOAL, found(latency, "whole/bare p99")),
         at_most("p99 over it, Redis apart", LATENCY_GOAL, found(latency, "apart/bare p99")),
     ]

@@ -233,7 +233,7 @@ async def run_to_end(command: Sequence[str], log: Path | None = None) -> float:
     if process.returncode != 0:
         shown = " ".join(command[:6])
         raise FailedPrecondition(
-            f"a run failed; the same bench goes on from it: {shown} ...", seen=process.returncode
+            f"a run failed; the same bench command resumes it: {shown} ...", seen=process.returncode
         )
     return usage.ru_utime + usage.ru_stime
 

@@ -103,5 +103,5 @@ async def replayed(client: redis.asyncio.Redis, run_id: str, wanted: JournaledRu
         wanted.state,
         wanted.transitions.records.finished,
     ):
-        raise InternalError("the replay came to another state", seen=replay.state.describe())
+        raise InternalError("the replay reached another state", seen=replay.state.describe())
     return seconds

@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--seeds", type=above_zero(int), default=3, help="seeds 0 .. N-1")
     parser.add_argument("--steps", type=above_zero(int), default=40, help="RL steps of a run")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of these")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas")
     parser.add_argument(
-        "--arms", default=",".join(ARMS), help=f"of these; {OURS} and one more at least"
+        "--arms", default=",".join(ARMS), help=f"with commas; {OURS} and one more at least"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-hindsight"), help="folder of the runs"

@@ -38,7 +38,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
             row, goal = measured(count, options.pairs, trains=trains)
             rows.append(row)
             goals.append(goal)
-    return BenchResult(f"products of a layer, oneDNN asked: {products.ONEDNN}", rows, goals)
+    return BenchResult(f"products of a layer, oneDNN requested: {products.ONEDNN}", rows, goals)
 
 
 def measured(count: int, pairs: int, *, trains: bool) -> tuple[Row, Goal]:

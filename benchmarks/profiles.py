@@ -93,12 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--demo", type=Path, default=Path("examples/demo"))
     parser.add_argument("--policy", default="policy_trained", help="folder of the demo")
     parser.add_argument("--prompts", type=count, default=128, help="held-out tasks answered")
-    parser.add_argument("--batch", type=count, default=32, help="of them at once")
+    parser.add_argument("--batch", type=count, default=32, help="tasks at once")
     parser.add_argument("--max-tokens", type=count, default=368)
     parser.add_argument("--pairs", type=count, default=3, help="turns of every engine")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=count, default=1)
-    parser.add_argument("--engines", default="embedded,sglang", help="of these, with commas")
+    parser.add_argument("--engines", default="embedded,sglang", help="engines, with commas")
 
 
 async def run(options: argparse.Namespace) -> BenchResult:

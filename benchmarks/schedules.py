@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=above_zero(int), default=1, help="seeds 0 .. N-1")
     parser.add_argument("--steps", type=above_zero(int), default=40, help="RL steps of a run")
     parser.add_argument(
-        "--arms", default=",".join(arms()), help="of these; every placement with its sync arm"
+        "--arms", default=",".join(arms()), help="with commas; every placement with its sync arm"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-schedules"), help="folder of the runs"
@@ -86,7 +86,7 @@ def chosen_arms(text: str) -> dict[str, tuple[str, ...]]:
         raise InvalidInput(
             "these arms cannot be compared",
             seen=text,
-            allowed=f"{', '.join(known)}; those of a placement beside its sync",
+            allowed=f"{', '.join(known)}; each placement's arms with its sync arm",
         )
     return {arm: settings for arm, settings in known.items() if arm in named}
 

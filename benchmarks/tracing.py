@@ -166,7 +166,7 @@ def _cpu_s(pid: int) -> float:
 
 def _check_equal(found: Mapping[str, TracedTurn]) -> None:
     if len({turn.said for turn in found.values()}) != 1:
-        raise InternalError("gateways that differ in tracing alone have said different things")
+        raise InternalError("gateways that differ only in tracing gave different texts")
 
 
 def span_cpu_s(folder: Path) -> float:

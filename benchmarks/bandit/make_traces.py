@@ -119,9 +119,7 @@ def stationary(source: np.random.Generator) -> list[Trace]:
 
 
 def drifting(source: np.random.Generator) -> list[Trace]:
-    """A drafter that learns (committed every third step), and a drafter that falls behind its
-    policy.
-    """
+    """A drafter that learns (commits every third step), and a drafter that falls behind."""
     learns = [
         Step(
             lengths=lengths(source, 48, 70, 0.6),

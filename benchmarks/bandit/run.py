@@ -211,7 +211,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=int, default=2, help="draws of luck and noise of each trace"
     )
     parser.add_argument(
-        "--trace", action="append", help="only traces whose name begins so; may be repeated"
+        "--trace",
+        action="append",
+        help="only traces with this beginning of their name; may be repeated",
     )
     parser.add_argument(
         "--quick", action="store_true", help="the beginning of three traces, one seed"

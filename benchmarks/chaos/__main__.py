@@ -70,7 +70,7 @@ def _options() -> argparse.Namespace:
         epilog="kinds: " + ", ".join(kind.name for kind in KINDS),
     )
     parser.add_argument("--faults", type=above_zero(int), default=50, help="how many (50)")
-    parser.add_argument("--seed", type=not_negative(int), default=0, help="which ones (0)")
+    parser.add_argument("--seed", type=not_negative(int), default=0, help="seed of the faults (0)")
     parser.add_argument("--only", action="append", default=[], metavar="KIND", help="this kind")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos.json"), help="runs/chaos.json")
     parser.add_argument("--keep", type=Path, help="copy logs and evidence to this folder")

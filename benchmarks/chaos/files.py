@@ -46,7 +46,7 @@ class FileWatch:
         self._watched[number] = directory, seen
 
     def close(self) -> None:
-        """Stops to watch."""
+        """Stops all watches."""
         asyncio.get_running_loop().remove_reader(self._handle)
         os.close(self._handle)
 

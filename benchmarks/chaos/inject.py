@@ -154,7 +154,7 @@ class Injector:
         ballast = self._system.directory / "ballast"
         _fill(ballast)
         try:
-            await self._system.happenings.first(waits, began_s, _FULL_S, "who waits")
+            await self._system.happenings.first(waits, began_s, _FULL_S, "a service that waits")
         except DeadlineExceeded:
             pass  # no service had anything to write
         finally:

@@ -141,7 +141,7 @@ class Run:
         begins = [
             one.at_s
             for one in self.happenings.since(from_s)
-            if one.what == _DOING and one.at_s < to_s and "what the updates of step" in one.detail
+            if one.what == _DOING and one.at_s < to_s and "the start values of step" in one.detail
         ]
         return to_s - begins[0] if begins else 0.0
 
@@ -169,7 +169,7 @@ async def recover(place: Path, model: Path, busy: int) -> Row:
             rank.kill()
             killed_s = time.monotonic()
             lost_s = await run.seen(CONSOLE, "was killed by SIGKILL", killed_s)
-            await run.seen(_DOING, "takes up the newest", lost_s)
+            await run.seen(_DOING, "loads the newest", lost_s)
             (rank,) = running(_MODULE, process.pid)
             forked_s = time.monotonic() - time.time() + rank.create_time()
             ready_s = await run.seen(CONSOLE, "policy_trainer recovered", lost_s)

@@ -81,7 +81,7 @@ def logged_commands(directory: Path) -> Iterator[list[bytes]]:
     for path in parts or [directory / "appendonly.aof"]:
         data = path.read_bytes()
         if data.startswith(b"REDIS"):
-            raise ValueError(f"{path} was rewritten: what came before is gone")
+            raise ValueError(f"{path} was rewritten: earlier commands are gone")
         yield from _commands(data)
 
 

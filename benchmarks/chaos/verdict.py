@@ -61,7 +61,7 @@ def judge_samples(found: Remains, steps: int, prompts: int, samples: int) -> Run
     for sample in wanted:
         _judge_sample(verdict, sample, by_sample.get(sample, []))
     for sample in set(by_sample) - set(wanted):
-        verdict.duplicated.append(f"{sample} was never asked for")
+        verdict.duplicated.append(f"{sample} was never requested")
     return verdict
 
 
@@ -142,7 +142,7 @@ def _judge_batches(
             batches[step], key=lambda one: (one.record["task_index"], one.record["sample_index"])
         )
         if digest(b"".join(one.tokens for one in order)) != held[-1]["batch"]["batch_hash"]:
-            verdict.lost.append(f"the batch of step {step} is not what the ledger calls trained")
+            verdict.lost.append(f"the batch of step {step} differs from the batch in the ledger")
         trained = sum(len(batches[one]) for one in range(step + 1))
         if held[-1]["trajectories_trained"] != trained:
             seen = held[-1]["trajectories_trained"]

@@ -47,7 +47,7 @@ TASKS, SAMPLES, MAX_TOKENS = 8, 16, 368
 RUN_ID = "bench"
 REQUEST_DEADLINE_S = 120.0
 PARTS = {
-    "what forks workers": "paceline.local.forkserver",
+    "fork server": "paceline.local.forkserver",
     "workers": "paceline.services.rollout_gateway.engines.worker.process",
 }
 
@@ -178,7 +178,7 @@ async def _first_token(client: httpx.AsyncClient) -> None:
             event = line.removeprefix("data: ")
             if event.startswith("{") and json.loads(event)["choices"][0]["text"]:
                 return
-    raise InternalError("no token came", seen=answer.status_code)
+    raise InternalError("no token arrived", seen=answer.status_code)
 
 
 @dataclass(frozen=True, slots=True)

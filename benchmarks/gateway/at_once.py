@@ -175,7 +175,7 @@ async def _offer(address: str, count: int, pace: ScriptPace) -> int:
         async for news in stub.RunTasks(request, timeout=DEADLINE_S):
             if news.HasField("finished"):
                 return int(news.finished.scored)
-    raise InternalError("the gateway did not say that the tasks had finished")
+    raise InternalError("the gateway did not report the end of the tasks")
 
 
 def at_once_rows(found: Sequence[Crowded]) -> list[Row]:
@@ -202,7 +202,7 @@ def _speed(one: Crowded) -> Row:
 
 def _cost(one: Crowded) -> Row:
     return {
-        "section": f"{SECTION}, what they cost",
+        "section": f"{SECTION}, their cost",
         "sessions": one.sessions,
         "CPU ms/claim": 1e3 * one.claim.cost.cpu_s / one.sessions,
         "CPU ms/turn": 1e3 * one.talk.cost.cpu_s / one.talk.told["turns"],
@@ -218,5 +218,5 @@ def at_once_goals(found: Sequence[Crowded]) -> list[Goal]:
     if not found:
         return []
     share = min(one.scored / one.sessions for one in found)
-    name = "share of sessions at once whose trajectory is in Redis and whose end the run was told"
+    name = "share of sessions at once with a trajectory in Redis and an end reported to the run"
     return [Goal(name, 1.0, share, share == 1)]

@@ -200,7 +200,7 @@ class DirectWorker:
         which = seed % len(order.texts)
         stream.late_s = stream.whole_s - order.paces_s[which]
         if self._codec.decode(stream.token_ids) != order.texts[which]:
-            raise InternalError("the engine said something else than its script", seen=seed)
+            raise InternalError("the engine's text differs from its script", seen=seed)
         return stream
 
     def on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:

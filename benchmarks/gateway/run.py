@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--sessions", type=not_negative(int), default=1000, help="held open; 0: none")
     option("--hold-s", type=not_negative(float), default=60.0, help="for which they are held")
     option("--at-once", type=counts, default=(), help="sessions of a run with a turn under way")
-    option("--at-once-turns", type=above_zero(int), default=3, help="that each of them takes")
+    option("--at-once-turns", type=above_zero(int), default=3, help="turns of each such session")
     option("--turns", type=not_negative(int), default=6, help="of a growing dialogue; 0: none")
     option("--dialogues", type=int, default=8, help="such dialogues at once")
     option("--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn")

@@ -357,5 +357,5 @@ def turn_goals(runs: Mapping[str, Sequence[TurnRun]]) -> list[Goal]:
     if not later:
         return []
     share = sum(turn.cached for turn in later) / sum(turn.cacheable for turn in later)
-    name = "share found in the cache of what the turns before had left there"
+    name = "share found in the cache, of tokens that earlier turns left there"
     return [Goal(name, CACHED_GOAL, share, share >= CACHED_GOAL)]

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pairs",
         type=above_zero(int),
         default=15,
-        help="steps of either side; a fifth of them with the head of 152k",
+        help="steps of either side; a fifth as many with the head of 152k",
     )
     parser.add_argument(
         "--only", choices=["steps", "checkpoints"], default="", help="leave the other part out"
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=not_negative(int),
         default=0,
-        help="of a forward of either side, padding included; 0: what is quickest for each",
+        help="of a forward of either side, padding included; 0: the fastest for each",
     )
 
 
