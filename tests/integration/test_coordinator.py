@@ -58,6 +58,7 @@ from paceline.services.coordinator.machine.state import Phase
 from paceline.services.coordinator.runner import Runner
 from paceline.services.coordinator.server import serve
 from paceline.streams import connect
+from paceline.tasks.file import TaskFile
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import rollout_pb2
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -306,17 +307,20 @@ def _damage(file: Path) -> None:
     file.write_bytes(b"\xff" * file.stat().st_size)
 
 
-async def test_a_task_file_that_is_damaged_while_a_run_goes_on_ends_it_with_the_line(
+async def test_a_task_file_that_is_damaged_during_a_run_changes_no_task_of_the_run(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with running_peers(script := Script(hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=2))
+        prompts = {task.prompt for task in TaskFile(Path(config.tasks_path))}
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         _damage(Path(config.tasks_path))
         script.released.set()
-        with pytest.raises(RunFailed, match=r"line \d+: not a JSON object in UTF-8"):
-            await run
+        await run
+    train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
+    assert {request.context.step for request in train} == {0, 1}
+    assert all({task.prompt for task in request.tasks} <= prompts for request in train)
 
 
 async def test_open_traffic_trains_the_groups_that_agents_bring(
