@@ -75,7 +75,7 @@ def timeout_of(item: pytest.Item) -> float:
     return float(marked.args[0] if marked else item.config.getvalue("timeout"))
 
 
-SLOW_FOLDERS = ("unit/benchmarks", "recipes", "chaos", "fuzz")
+SLOW_FOLDERS = ("unit/benchmarks", "recipes", "chaos")
 
 
 def leave_few(items: list[pytest.Item]) -> None:
