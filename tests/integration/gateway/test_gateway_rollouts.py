@@ -22,7 +22,9 @@ from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, 
 from paceline.local.patience import patient
 from paceline.rpc import error_from_rpc, rpc_errors
 from paceline.services.rollout_gateway.bandits.kinds import TRIAL_PULLS
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.trajectory import request_seed, tokens_hash
+from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -343,6 +345,23 @@ async def test_an_arm_measured_at_one_gateway_is_known_at_another(
     tried = Counter(one.batch_group for one in measured if one.pulls >= TRIAL_PULLS)
     known = {group for group, arms in tried.items() if arms == 3}
     assert {one.arm for one in used if one.batch_group in known} == {fast}
+
+
+async def test_tasks_run_on_a_worker_that_does_not_learn_arms_in_time(
+    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, asked = WorkerProcess.ask, list[str]()
+
+    async def hurried(process: WorkerProcess, command: pb.WorkerCommand, deadline_s: float) -> Any:
+        asked.append(command.WhichOneof("command") or "")
+        return await ask(process, command, 0.0 if asked[-1] == "learn_arms" else deadline_s)
+
+    async with serve_gateway() as served:
+        monkeypatch.setattr(WorkerProcess, "ask", hurried)
+        request = served.tasks_request(arms=[pb.ArmStats(arm="off", batch_group=1, pulls=9)])
+        finished = (await run_tasks(served.stub, request))[-1].finished
+    assert "learn_arms" in asked
+    assert finished.scored == 4
 
 
 async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:
