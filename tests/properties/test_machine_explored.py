@@ -10,7 +10,6 @@ from machine_world import Checks, Explored, Move, World, answers, explore
 from paceline.services.coordinator.machine import (
     commands,
     events,
-    learner,
     rollout,
     rules,
     schedule,
@@ -354,8 +353,7 @@ def test_the_explorer_finds_tasks_that_are_drawn_a_step_too_early(
 def test_the_explorer_finds_a_commit_that_does_not_wait_for_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (rules, learner):
-        monkeypatch.setattr(module, "may_commit", lambda state: True)
+    monkeypatch.setattr(schedule, "may_commit", lambda state: True)
     found(monkeypatch, replace(APART, **ONE_OFF), "Committed|PolicyPrepared")
 
 
@@ -380,8 +378,7 @@ def test_the_explorer_finds_a_group_that_is_trained_and_drawn_again(
 
 
 def test_the_explorer_finds_a_set_that_nobody_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rules, learner):
-        monkeypatch.setattr(module, "can_judge", lambda state: True)
+    monkeypatch.setattr(schedule, "can_judge", lambda state: True)
     several = replace(APART, workers=2, max_drafter_slots=2)
     found(monkeypatch, several, "nobody tries")
 
@@ -390,7 +387,7 @@ def test_the_explorer_finds_tasks_that_are_drawn_in_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = schedule.may_draw
-    monkeypatch.setattr(rules, "may_draw", lambda state: right(replace(state, paused=False)))
+    monkeypatch.setattr(schedule, "may_draw", lambda state: right(replace(state, paused=False)))
     found(monkeypatch, replace(THREE, workers=1), "begun", pauses=1)
 
 
