@@ -18,7 +18,14 @@ from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, until_running
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidInput,
+    NotFound,
+    PacelineError,
+    ResourceExhausted,
+)
 from paceline.local.patience import patient
 from paceline.rpc import error_from_rpc, rpc_errors
 from paceline.services.rollout_gateway.bandits.kinds import TRIAL_PULLS
@@ -352,12 +359,15 @@ async def test_tasks_run_on_a_worker_that_does_not_learn_arms_in_time(
 ) -> None:
     ask, asked = WorkerProcess.ask, list[str]()
 
-    async def hurried(process: WorkerProcess, command: pb.WorkerCommand, deadline_s: float) -> Any:
+    async def late(process: WorkerProcess, command: pb.WorkerCommand, deadline_s: float) -> Any:
         asked.append(command.WhichOneof("command") or "")
-        return await ask(process, command, 0.0 if asked[-1] == "learn_arms" else deadline_s)
+        answer = await ask(process, command, deadline_s)
+        if command.HasField("learn_arms"):
+            raise DeadlineExceeded("the answer is late", seen=f"{deadline_s} s")
+        return answer
 
     async with serve_gateway() as served:
-        monkeypatch.setattr(WorkerProcess, "ask", hurried)
+        monkeypatch.setattr(WorkerProcess, "ask", late)
         request = served.tasks_request(arms=[pb.ArmStats(arm="off", batch_group=1, pulls=9)])
         finished = (await run_tasks(served.stub, request))[-1].finished
     assert "learn_arms" in asked
