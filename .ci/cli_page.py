@@ -102,4 +102,5 @@ def argument_name(parameter: Any) -> str:
 def value_name(parameter: Any, context: Any) -> str:
     """What is to stand behind an option: INT, PATH or a name of its own."""
     kind = parameter.display_type(context).strip("<>").split(" ")[0]
-    return parameter.metavar or kind.removeprefix("list[").rstrip("]").upper()
+    name = kind.removeprefix("list[").rstrip("]")
+    return parameter.metavar or (name if "|" in name else name.upper())

@@ -116,8 +116,8 @@ class ChatConfig(Config):
     ] = "auto"
     """Format of tool calls; auto: the format of the chat template."""
     tool_prompt: Literal["refuse", "default"] = "refuse"
-    """Treatment of tools, past calls and results that the chat template drops: refuse the request,
-    or by default write them into the messages as text."""
+    """Treatment of tools, past calls and results that the chat template drops. refuse: refuse the
+    request; default: write them into the messages as text."""
     tool_grammars: Literal["always", "untrained", "never"] = "untrained"
     """Use of grammars for calls, which change log-probs. untrained: only without trained tokens;
     always: trainable sessions refuse such requests; never: a call's beginning alone is forced."""
@@ -213,7 +213,7 @@ class RewardsConfig(Config):
     processes: int = Field(default=1, ge=1)
     """Number of child processes for rules outside the gateway process."""
     deadline_s: float = Field(default=30, gt=0)
-    """Maximum time of a score in a child, seconds; a later sample is unscored."""
+    """Maximum time of a score in a child, seconds; then the sample is unscored."""
     own: dict[str, str] = Field(default={})
     """Your own rules: name in requests, and package.module:Class or file.py:Class."""
     mixtures: dict[str, dict[str, float]] = Field(default={})
@@ -251,7 +251,8 @@ class GatewayConfig(ServiceConfig):
     environments: dict[str, str] = Field(default={})
     """Your own environments: name in requests, and package.module:Class or file.py:Class."""
     tools: dict[str, str] = Field(default={})
-    """Your own tools for the environment tool_use: name in calls, and package.module:function."""
+    """Your own tools for the environment tool_use: name in calls, and package.module:function or
+    file.py:function."""
     tool_servers: dict[str, ToolServerConfig] = Field(default={})
     """Servers of the Model Context Protocol, by name (the extra mcp)."""
     interactions: dict[str, str] = Field(default={})

@@ -13,7 +13,7 @@ from pathlib import Path
 import redis.asyncio
 
 from paceline.arm_names import OFF
-from paceline.errors import InvalidInput, PacelineError, ResourceExhausted, Unavailable
+from paceline.errors import DeadlineExceeded, InvalidInput, ResourceExhausted, Unavailable
 from paceline.local import forking, user_directory
 from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
 from paceline.rpc.progress import Activity
@@ -217,11 +217,11 @@ class Gateway:
 
     async def learn_arms(self, arms: Sequence[pb.ArmStats]) -> None:
         """Send statistics of arms to the bandits of all workers."""
-        for answer in await self.router.ask_all(
-            pb.WorkerCommand(learn_arms=pb.LearnArms(arms=arms))
-        ):
-            # A lost worker learns them at the next rollouts.
-            if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
+        command = pb.WorkerCommand(learn_arms=pb.LearnArms(arms=arms))
+        for answer in await self.router.ask_all(command):
+            if isinstance(answer, Unavailable | DeadlineExceeded):  # it learns at the next rollouts
+                log.warning("a worker did not learn the arms", error=str(answer))
+            elif isinstance(answer, BaseException):
                 raise answer
 
     def _orders(self) -> object:

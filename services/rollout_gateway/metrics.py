@@ -217,7 +217,7 @@ QUEUE_WAIT = Histogram(
 RULE = ("rule",)
 SCORES = Counter("paceline.reward.scores", "{score}", RULE, "finite rewards")
 UNSCORED = Counter(
-    "paceline.reward.unscored", "{score}", RULE, "episodes without a reward, or above a deadline"
+    "paceline.reward.unscored", "{score}", RULE, "rewards of null, exceptions and deadlines"
 )
 REWARD_FAILURES = Counter(
     "paceline.reward.failures",

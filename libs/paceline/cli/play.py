@@ -128,9 +128,9 @@ class _Player:
         following: list[asyncio.Task[None]] = []
         with view:
             async with self._supervisor(overrides, again=again) as (supervisor, addresses):
+                settings = [*overrides, *addresses]
+                self._config = load_config(ServiceConfig, "local", run.settings, settings)
                 if addresses:
-                    settings = [*overrides, *addresses]
-                    self._config = load_config(ServiceConfig, "local", run.settings, settings)
                     noted = [*run.overrides, *addresses]
                     run_files.note_settings(run.files, run.settings, noted)
                 try:

@@ -288,5 +288,7 @@ def _root(base_url: str) -> str:
     except ValueError:  # a port that is no number, or a broken IPv6 address
         well_formed = None
     if not well_formed or "@" in parts.netloc or parts.query or parts.fragment:
-        raise InvalidInput("base_url is not valid", allowed="http(s)://host[:port][/path]")
+        seen = None if set(base_url) & set("@?#") else repr(base_url)  # it may hold a secret
+        allowed = "http(s)://host[:port][/path]"
+        raise InvalidInput("base_url is not valid", seen=seen, allowed=allowed)
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -14,6 +14,7 @@ from paceline.report import charts
 from paceline.report.charts import Series
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.solved import BY_ALL, BY_NONE, BY_SOME
+from paceline.streams.journal import SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 _NAN = float("nan")
@@ -205,7 +206,12 @@ CHARTS = (
         ),
         stacked=True,
     ),
-    Chart("What the slots did", "slot-seconds of each step by use", _keys("slot_s"), stacked=True),
+    Chart(
+        "What the slots did",
+        "slot-seconds of each step by use",
+        _values(*((use.value, _entry("slot_s", use)) for use in SlotUse)),
+        stacked=True,
+    ),
     Chart(
         "Drafter training",
         "whole optimiser steps inside each RL step",

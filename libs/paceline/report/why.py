@@ -119,7 +119,7 @@ def _load(directory: Path, traces: Collection[str]) -> Mapping[str, Sequence[Spa
     found: dict[str, list[SpanRecord]] = {trace: [] for trace in traces}
     for span in read_spans(directory, list(traces)):
         kept = found.get(span.trace_id)
-        if kept is not None and len(kept) < _SPANS:
+        if kept is not None and (len(kept) < _SPANS or span.name == names.STEP):
             kept.append(span)
     return found
 

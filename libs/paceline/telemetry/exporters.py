@@ -103,13 +103,19 @@ def exporting(provider: LoggerProvider) -> Processor:
         logger.emit(
             body=str(event.get("event", "")),
             severity_text=level,
-            severity_number=SeverityNumber[_SEVERITY.get(level, level.upper())],
+            severity_number=_severity(level),
             attributes=attributes,
             exception=_exception(event.get("exc_info")),
         )
         return event
 
     return export
+
+
+def _severity(level: str) -> SeverityNumber:
+    """INFO for a level of a library's own."""
+    name = _SEVERITY.get(level, level.upper())
+    return SeverityNumber.__members__.get(name, SeverityNumber.INFO)
 
 
 def _exception(info: Any) -> BaseException | None:

@@ -86,7 +86,7 @@ def begin(state: State, event: events.RunStarted) -> Mark:
 
 
 def objection(state: State, event: choice.Choice) -> Mark:
-    """An operator's choice is refused while there is an objection."""
+    """Late while there is an objection to the choice."""
     return Mark("", 0, 0, over=choice.objection(state, event) is not None)
 
 

@@ -18,11 +18,20 @@ from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, until_running
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidInput,
+    NotFound,
+    PacelineError,
+    ResourceExhausted,
+)
 from paceline.local.patience import patient
 from paceline.rpc import error_from_rpc, rpc_errors
 from paceline.services.rollout_gateway.bandits.kinds import TRIAL_PULLS
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.trajectory import request_seed, tokens_hash
+from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -343,6 +352,26 @@ async def test_an_arm_measured_at_one_gateway_is_known_at_another(
     tried = Counter(one.batch_group for one in measured if one.pulls >= TRIAL_PULLS)
     known = {group for group, arms in tried.items() if arms == 3}
     assert {one.arm for one in used if one.batch_group in known} == {fast}
+
+
+async def test_tasks_run_on_a_worker_that_does_not_learn_arms_in_time(
+    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, asked = WorkerProcess.ask, list[str]()
+
+    async def late(process: WorkerProcess, command: pb.WorkerCommand, deadline_s: float) -> Any:
+        asked.append(command.WhichOneof("command") or "")
+        answer = await ask(process, command, deadline_s)
+        if command.HasField("learn_arms"):
+            raise DeadlineExceeded("the answer is late", seen=f"{deadline_s} s")
+        return answer
+
+    async with serve_gateway() as served:
+        monkeypatch.setattr(WorkerProcess, "ask", late)
+        request = served.tasks_request(arms=[pb.ArmStats(arm="off", batch_group=1, pulls=9)])
+        finished = (await run_tasks(served.stub, request))[-1].finished
+    assert "learn_arms" in asked
+    assert finished.scored == 4
 
 
 async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:

@@ -94,6 +94,11 @@ def test_what_is_no_base_url_is_refused_without_showing_a_password(url: str) -> 
     assert "secret" not in str(caught.value)
 
 
+def test_a_wrong_base_url_is_shown() -> None:
+    with pytest.raises(InvalidInput, match="host:8000"):
+        Client("host:8000")
+
+
 def test_a_token_that_fits_no_header_is_refused() -> None:
     with pytest.raises(InvalidInput) as caught:
         Client("http://h", "secret\nx: y")

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from paceline.cli.why import show_why
 from paceline.errors import NotFound
+from paceline.report import why
 from paceline.report.why import explain
 from paceline.telemetry import names
 
@@ -170,6 +171,14 @@ def test_lines_that_are_no_spans_are_passed_over(spans: Path) -> None:
     with (spans / "gateway-1.jsonl").open("a") as lines:
         lines.write('{"name": "step", "trace_id": "' + trace_of(3) + '", cut off')
     assert explain(spans, 3).seconds == pytest.approx(3.6)
+
+
+def test_the_span_of_a_step_is_kept_behind_very_many_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(why, "_SPANS", 1)
+    first, *others = step_spans(0, 1.0, 0.5)
+    assert explain(write(tmp_path, [*others, {**first, "service": "z"}]), 0).seconds == 1.6
 
 
 def test_a_step_without_a_span_is_named_with_the_steps_there_are(spans: Path) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry._logs import SeverityNumber
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
-from paceline.telemetry.exporters import SpanFileExporter
+from paceline.telemetry.exporters import SpanFileExporter, exporting
 from paceline.telemetry.metrics import Counter, Histogram
 
 
@@ -252,3 +255,20 @@ def test_an_untraced_callers_trace_stays_untraced() -> None:
     caller = f"00-{7:032x}-{9:016x}-00"
     with telemetry.span("step", parent=telemetry.extract({"traceparent": caller})):
         assert telemetry.inject()["traceparent"].endswith("-00")
+
+
+@pytest.mark.parametrize(
+    ("level", "number"),
+    [
+        ("warning", SeverityNumber.WARN),
+        ("error", SeverityNumber.ERROR),
+        ("critical", SeverityNumber.FATAL),
+        ("notice", SeverityNumber.INFO),  # of a library
+    ],
+)
+def test_each_level_of_a_log_line_has_a_severity(level: str, number: SeverityNumber) -> None:
+    kept, provider = InMemoryLogRecordExporter(), LoggerProvider()
+    provider.add_log_record_processor(SimpleLogRecordProcessor(kept))
+    exporting(provider)(None, "", {"event": "a line", "level": level})
+    (line,) = kept.get_finished_logs()
+    assert line.log_record.severity_number == number
