@@ -390,7 +390,7 @@ def test_the_explorer_finds_tasks_that_are_drawn_in_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = schedule.may_draw
-    monkeypatch.setattr(rules, "may_draw", lambda state: right(replace(state, paused=False)))
+    monkeypatch.setattr(schedule, "may_draw", lambda state: right(replace(state, paused=False)))
     found(monkeypatch, replace(THREE, workers=1), "begun", pauses=1)
 
 
