@@ -167,9 +167,11 @@ class ToolServer:
         """Raises Unavailable with the late operation when the block takes too long."""
         seconds = self._config.deadline_s
         try:
-            async with asyncio.timeout(patient(seconds)):
+            async with asyncio.timeout(patient(seconds)) as limit:
                 yield
         except TimeoutError as error:
+            if not limit.expired():
+                raise  # an error of the block
             message = f"the tool server {self._name} {what} in time"
             raise Unavailable(message, seen=f"{seconds:g} s") from error
 

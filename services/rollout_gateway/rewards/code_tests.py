@@ -137,7 +137,7 @@ class CodeTests(RewardRule):
     def _check_room(self, asked: _Asked) -> None:
         room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
         if asked.test_count > room:
-            raise ValueError(f"{asked.test_count} tests; sandbox.output_bytes allows {room}")
+            raise ValueError(f"{asked.test_count} tests, not {room} (rewards.sandbox.output_bytes)")
 
     async def _tests_passed(self, code: str, asked: _Asked) -> int:
         if not asked.test_count:

@@ -81,7 +81,8 @@ class ModelReward(rewards.RewardRule):
         try:
             answer = await self._place.score(self._model, episodes, self._config.deadline_s)
             if isinstance(answer, child_program.Rewards):
-                return [_value(one) for one in answer.values]
+                both = zip(episodes, answer.values, strict=True)
+                return [_value(one) for _, one in both]
             failure = Unavailable("the reward model failed", seen=answer.text)
         except rewards.Unscored as error:
             failure = Unavailable("the reward model took too long", seen=error)

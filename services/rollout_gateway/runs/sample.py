@@ -74,9 +74,9 @@ def settings_digest(request: rpb.RunTasksRequest) -> str:
     """Digest of the settings that all samples of a request share."""
     rest = rpb.RunTasksRequest()
     rest.CopyFrom(request)
-    del rest.tasks[:]
+    del rest.tasks[:], rest.arms[:]
     rest.context.epoch = 0
-    rest.capture, rest.silence_s = False, 0.0  # they change no token
+    rest.capture, rest.silence_s = False, 0.0  # as arms, they change no token
     return hashlib.sha256(rest.SerializeToString(deterministic=True)).hexdigest()
 
 

@@ -75,13 +75,13 @@ class Sandbox:
 
         `files` maps relative paths to texts; modules among them can be imported. Waits while
         `parallel` other programs run. Cancelling kills the program. Raises InvalidInput for a path
-        outside the directory and for text that UTF-8 cannot launch.encode, ConfigError as `layers`,
+        outside the directory and for text that UTF-8 cannot encode, ConfigError as `layers`,
         Unavailable when the sandbox fails, which is independent of the code.
         """
         checked = checked_files(files or {})
         if not all(map(is_whole, (code, stdin, *checked.values()))):
             message = "a program, its input or one of its files has an unpaired surrogate"
-            raise InvalidInput(message, allowed="text that UTF-8 can launch.encode")
+            raise InvalidInput(message, allowed="text that UTF-8 can encode")
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)

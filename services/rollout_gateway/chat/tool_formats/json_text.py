@@ -75,7 +75,7 @@ def json_object(text: base.GrowingText) -> base.Reading[str]:
 
 
 def _string(text: base.GrowingText) -> base.Reading[str]:
-    """Reads a string and returns its text; whoever decodes the text checks its escapes."""
+    """Reads a string and returns its text. Its escapes are checked with the whole object."""
     start = text.mark()
     yield from text.expect('"')
     while True:

@@ -22,7 +22,7 @@ from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.services.rollout_gateway.config import ToolServerConfig
 from paceline.services.rollout_gateway.environments.kinds import ToolUse
-from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox, ToolServer
 
 SERVER = """
 import os
@@ -306,6 +306,13 @@ async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_aske
         with pytest.raises(Unavailable, match="the tool server shop does not start in time"):
             await toolbox.tools()
     await toolbox.stop()
+
+
+async def test_a_time_out_of_a_connection_is_no_late_answer() -> None:
+    server = ToolServer("shop", ToolServerConfig(command=("shop",)))
+    with pytest.raises(TimeoutError, match="connection"):
+        async with server._deadline("does not answer price"):
+            raise TimeoutError("connection")
 
 
 @pytest.mark.parametrize("settings", [{}, {"command": ["a"], "url": "http://127.0.0.1:1/mcp"}])

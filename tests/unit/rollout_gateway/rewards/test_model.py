@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from paceline.errors import ConfigError, Unavailable
+from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.config import ModelRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments import Episode, EpisodeTask
@@ -251,7 +252,8 @@ class StandIn(BatchRule):
             os._exit(1)
         if "hang" in texts:
             time.sleep(1000)
-        return tuple(Raised(text) if text == "odd" else float(len(texts)) for text in texts)
+        values = [Raised(text) if text == "odd" else float(len(texts)) for text in texts]
+        return tuple(value for value, text in zip(values, texts) if text != "skip")
 """
 
 
@@ -308,6 +310,15 @@ async def test_a_model_that_fails_is_no_zero_and_the_next_text_is_scored(
 ) -> None:
     with pytest.raises(Unavailable, match=why):
         await rule.score(episode(text))
+    assert await rule.score(episode("#6")) == 1.0
+
+
+async def test_an_answer_without_a_score_for_each_text_leaves_its_batch_unscored(
+    rule: RewardRule,
+) -> None:
+    async with asyncio.timeout(patient(60)):
+        values = await asyncio.gather(*(rule.score(episode(text)) for text in ("skip", "#6")))
+    assert values == [None, None]
     assert await rule.score(episode("#6")) == 1.0
 
 

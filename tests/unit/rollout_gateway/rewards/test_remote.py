@@ -306,7 +306,10 @@ async def test_so_many_requests_go_at_once_as_are_allowed(server: Server, rules:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "reward.example", "ftp://x", "file:///etc/passwd", "http://", "http://x:y/", "http://[::"],
+    [
+        *("", "reward.example", "ftp://x", "file:///etc/passwd", "http://", "http://x:y/"),
+        *("http://[::", "http:reward.example", "http:///score"),
+    ],
 )
 async def test_a_missing_or_strange_url_is_a_fault_of_the_settings(rules: Rules, url: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.rewards\.remote\.url"):

@@ -183,7 +183,9 @@ async def test_odd_texts_arrive_as_they_can() -> None:
     [("'\ud800'", {}), ("", {"stdin": "\ud800"}), ("", {"files": {"a": "\ud800"}})],
 )
 async def test_text_that_utf_8_cannot_spell_is_refused(code: str, given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="unpaired surrogate"):
+    with pytest.raises(
+        InvalidInput, match="unpaired surrogate; allowed: text that UTF-8 can encode"
+    ):
         await Sandbox(SandboxConfig()).run(code, **given)
 
 
