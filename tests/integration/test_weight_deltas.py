@@ -183,8 +183,8 @@ async def test_versions_for_which_memory_is_short_are_assembled_on_the_disk(
 
     receiver, sender = await start(), WeightSender()
     total = manifest_of(version(1), 1).total_bytes
-    monkeypatch.setattr("paceline.weights.spool.mapped_file", noted)
-    monkeypatch.setattr("paceline.weights.spool.available_bytes", lambda: 2 * total - 1)
+    monkeypatch.setattr("paceline.weights.chunks.mapped_file", noted)
+    monkeypatch.setattr("paceline.weights.chunks.available_bytes", lambda: 2 * total - 1)
     for number in (1, 2):
         await push(sender, receiver, number)
     assert made == [total, total]  # what came whole, and what was made of a delta
