@@ -1,4 +1,4 @@
-"""Streams of batches with consumer groups, in memory and in Redis; the ledger of finished branches;
+"""Streams of batches with consumer groups in Redis; the ledger of finished branches;
 and the open sessions.
 
 Names within a run: "trajectories" (group "policy"), "features" (group "drafter"), "journal".

@@ -32,7 +32,7 @@ FEATURE_HEADER = (
     *("policy_version", "lm_head_hash", "layers", "convention"),
 )
 FEATURE_ARRAYS = {"versions": "I64", "token_ids": "I32", "positions": "I32", "mask": "U8"}
-"""Dtype of each tensor beside `hidden`, which is third. Falling element sizes align each tensor."""
+"""Dtype of each tensor beside `hidden`, which is fourth. Falling element sizes align each tensor."""
 TRAJECTORY_TENSORS = {
     "token_ids": ("I32", 1),
     "loss_mask": ("U8", 1),
@@ -211,6 +211,8 @@ def _arrays(
     payload: bytes, ways: Sequence[tuple[str, str, bool, bool]]
 ) -> dict[str, tuple[Any, ...]]:
     read = tensors.decode_safetensors(payload)
+    if any([*map(type, way)] != [str, str, bool, bool] for way in ways):
+        raise DataLoss("ways of a trajectory have another form", seen=str(ways)[:200])
     arrays = {
         name: tuple(_array(read, name, *form).tolist()) for name, form in TRAJECTORY_TENSORS.items()
     }

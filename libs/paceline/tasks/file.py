@@ -11,7 +11,6 @@ import os
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import overload
 
@@ -62,7 +61,7 @@ class TaskFile(Sequence[Task]):
         """Hash of ids, prompts, conversations and answers, in order."""
 
     def _add(self, number: int, task: Task) -> None:
-        text = json.dumps(astuple(task)).encode()
+        text = json.dumps([task.task_id, task.prompt, task.answer, task.metadata]).encode()
         with writing(Path(tempfile.gettempdir())):
             self._file.write(text)
         self._ends.append(self._ends[-1] + len(text))

@@ -18,7 +18,7 @@ from paceline.weights.manifest import check_finite, check_manifest, version_name
 from paceline.weights.wire import PushChunk
 
 MOST_PARTS = 1 << 18
-"""Largest number of parts of one version in incomplete chunks."""
+"""Largest number of parts of one version in incomplete chunks that do not touch each other."""
 
 
 class Assembly:
@@ -76,7 +76,7 @@ class Assembly:
 
     def place(self, chunk: PushChunk) -> None:
         """Checks a chunk or part and copies it into its place. A chunk that is already complete is
-        compared with it. A part that overlaps others replaces them.
+        compared with it. Bytes of an incomplete chunk replace earlier ones.
 
         Raises DataLoss on a wrong checksum or other bytes, InvalidInput on a wrong index or length,
         ResourceExhausted on too many parts.
@@ -102,12 +102,15 @@ class Assembly:
             self._finish_chunk(index, zlib.crc32(self.buffer[start:end]))
 
     def _add_part(self, index: int, first: int, last: int) -> int:
-        """Records a part; returns the number of received bytes of its chunk."""
+        """Records a part, joined with the parts that it touches; returns the number of received
+        bytes of its chunk.
+        """
         known = self._parts.setdefault(index, {})
         for at, end in [*known.items()]:
-            if at < last and first < end:
+            if at <= last and first <= end:
                 del known[at]
                 self._count_of_parts -= 1
+                first, last = min(at, first), max(end, last)
         if self._count_of_parts >= MOST_PARTS:
             raise ResourceExhausted(
                 "a version arrives in too many parts", seen=MOST_PARTS + 1, allowed=MOST_PARTS

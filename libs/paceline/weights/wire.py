@@ -57,7 +57,7 @@ def encode_push(chunk: PushChunk) -> bytes:
 
 def decode_push(message: bytes) -> PushChunk:
     """Fields of a PushRequest with data behind all other fields. Raises DataLoss for other bytes,
-    also for unknown fields.
+    also for fields of more than 15 or of a fixed size; other unknown fields are ignored.
     """
     view = memoryview(message)
     try:

@@ -70,7 +70,7 @@ class TextCodec:
         """Tokens outside ordinary text, by their text: marks, beginnings and ends."""
         self._bytes: dict[int, bytes] = {}
         self._spelling: tokenizer.TokenSpelling | None = None
-        with suppress(InvalidInput):  # of a decoder without bytes: a token is then decoded alone
+        with suppress(InvalidInput):  # of a decoder without bytes: see token_bytes
             self._spelling = tokenizer.TokenSpelling(self._tokenizer)
         self._stages = () if self._spelling is None else self._spelling.kinds
         own_end = self._tokenizer.token_to_id(files.named.get("eos_token", ""))
@@ -124,8 +124,12 @@ class TextCodec:
         """
         found = self._bytes.get(token_id)
         if found is None:
-            spelling = self._spelling
-            found = self.decode_all([token_id]).encode() if spelling is None else spelling(token_id)
+            if self._spelling is not None:
+                found = self._spelling(token_id)
+            else:
+                alone, twice = (self.decode_all([token_id] * count) for count in (1, 2))
+                in_text = "" if token_id in self._added else twice.removeprefix(alone)
+                found = (in_text or alone).encode()
             self._bytes[token_id] = found
         return found
 

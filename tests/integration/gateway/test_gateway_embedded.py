@@ -184,7 +184,7 @@ def test_the_gateways_settings_are_the_engines(drafter: str) -> None:
 
 
 @pytest.mark.slow
-async def test_workers_that_measure_their_threads_have_cores_of_their_own(
+async def test_workers_with_a_share_of_the_cores_have_cores_of_their_own(
     serve_gateway: Any,
 ) -> None:
     engine = {"kind": "embedded", "workers": 2, "threads": 0, "max_sequence_tokens": 128}

@@ -238,7 +238,17 @@ def test_a_missing_field_is_data_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("seed", "9" * 400), ("step", 1.5), ("key", []), ("ways", 3)]
+    ("name", "value"),
+    [
+        ("seed", "9" * 400),
+        ("step", 1.5),
+        ("key", []),
+        ("ways", 3),
+        ("ways", {"ab": 1}),
+        ("ways", [["off", "float32"]]),
+        ("ways", [["off", 1, False, False]]),
+        ("ways", [["off", "float32", 0, False]]),
+    ],
 )
 def test_a_field_of_another_type_is_data_loss(name: str, value: object) -> None:
     drawn = replace(_trajectory(), draw_spans=(DrawSpan(1, 2, "off", "float32"),))

@@ -79,9 +79,17 @@ def test_parts_of_a_chunk_arrive_in_any_order_and_twice() -> None:
     one.place(part(0, 7, STREAM[7:9]))
 
 
-def test_a_part_that_overlaps_others_replaces_them() -> None:
+def test_parts_that_touch_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.weights.assembly.MOST_PARTS", 1)
     one = assembly()
-    for first, last in ((0, 100), (100, 900), (50, 950), (0, 50), (950, CHUNK)):
+    for first in range(CHUNK):
+        one.place(part(0, first, STREAM[first : first + 1]))
+    assert one.missing() == [1]
+
+
+def test_parts_that_overlap_are_joined() -> None:
+    one = assembly()
+    for first, last in ((0, 100), (200, 900), (50, 300), (850, 950), (950, CHUNK)):
         assert one.missing() == [0, 1]
         one.place(part(0, first, STREAM[first:last]))
     assert one.missing() == [1]

@@ -48,22 +48,23 @@ class EngineMemory:
 
     def __init__(self, parts: Sequence[MemoryPart]) -> None:
         self._parts = parts
+        self._freed: list[MemoryPart] = []
         self.released = False
 
     def release(self, running: int) -> int:
         """See Engine.release_memory; `running` counts requests that run or wait."""
         check_idle(running)
-        if self.released:
-            return 0
         self.released = True
-        return sum(part.release() for part in self._parts)
+        wanted = [part for part in self._parts if part not in self._freed]
+        self._freed += wanted
+        return sum(part.release() for part in wanted)
 
     def resume(self) -> None:
-        """See Engine.resume_memory."""
-        if self.released:
-            for part in self._parts:
-                part.resume()
-            self.released = False
+        """See Engine.resume_memory. After an error, a second call resumes the remaining parts."""
+        while self._freed:
+            self._freed[0].resume()
+            del self._freed[0]
+        self.released = False
 
 
 def check_idle(running: int) -> None:

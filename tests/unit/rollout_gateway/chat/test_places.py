@@ -84,6 +84,20 @@ def test_places_never_decrease_in_news_of_any_size(data: st.DataObject, family: 
     assert all(place <= len(codec.decode(ids)) for place in whole)
 
 
+@pytest.mark.parametrize("decoder", ["WordPiece", "none"])
+def test_bytes_under_a_decoder_of_no_bytes_are_those_in_a_text(decoder: str) -> None:
+    vocab = {word: token for token, word in enumerate(["[UNK]", "play", "##ing", "on", "."])}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if decoder == "WordPiece":
+        tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["[SEP]"])
+    codec = codec_of(tokenizer)
+    ids = codec.encode("playing on. on.")
+    assert b"".join(map(codec.token_bytes, ids)).decode() == f" {codec.decode(ids)}"
+    assert codec.token_text(codec.added_tokens["[SEP]"]) == "[SEP]"
+
+
 def test_tokens_of_the_same_text_are_all_named_apart(tmp_path: Path) -> None:
     sentence_piece().save(str(tmp_path / "tokenizer.json"))
     codec = TextCodec(tmp_path)

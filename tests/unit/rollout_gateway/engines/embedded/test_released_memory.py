@@ -6,16 +6,19 @@ Each test fails for an engine that reports the bytes of a part and keeps the par
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from live_memory import live_bytes, resident_bytes
 from random_models import save_random
 
+from paceline.errors import DataLoss
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import PauseMode, Request
+from paceline.services.rollout_gateway.engines.requests.control import EngineMemory, MemoryPart
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import Target, VersionSet
 
@@ -121,3 +124,27 @@ def test_all_released_memory_is_all_but_what_the_drafter_and_the_tables_hold(
     left = live_bytes() - before
     assert left == held - freed
     assert left < ROTATION_BYTES
+
+
+def test_memory_whose_return_failed_half_way_is_released_and_returns_once() -> None:
+    held, faults = [True, True], [True]
+
+    def returned(number: int) -> None:
+        if number == 1 and faults:
+            raise DataLoss("a version is damaged", seen=faults.pop())
+        assert not held[number]
+        held[number] = True
+
+    def freed(number: int) -> int:
+        was, held[number] = held[number], False
+        return int(was)
+
+    parts = [MemoryPart(partial(freed, number), partial(returned, number)) for number in (0, 1)]
+    memory = EngineMemory(parts)
+    assert memory.release(running=0) == 2
+    with pytest.raises(DataLoss, match="damaged"):
+        memory.resume()
+    assert (memory.released, held) == (True, [True, False])
+    assert memory.release(running=0) == 1
+    memory.resume()
+    assert (memory.released, held) == (False, [True, True])
