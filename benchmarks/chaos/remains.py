@@ -129,8 +129,8 @@ def _take(found: Remains, words: list[bytes], key: str) -> None:
 
 def _take_trajectory(found: Remains, words: list[bytes]) -> None:
     fields = dict(zip(words[0::2], words[1::2], strict=True))
-    session, branch = fields[b"session"].decode(), fields[b"branch"].decode()
-    one = found.branches.setdefault(f"{session}/{branch}", BranchHistory())
+    key = json.loads(fields[b"header"])["key"]
+    one = found.branches.setdefault(f"{key['session_id']}/{key['branch_id']}", BranchHistory())
     one.appended += 1
     (payload,) = (value for value in fields.values() if len(value) > 8 and value[8:9] == b"{")
     tensors = dict(tensors_of(payload))
