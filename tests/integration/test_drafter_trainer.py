@@ -29,7 +29,6 @@ from integration.drafter_world import (
     rows_of_policy,
     serve_receiver,
 )
-from paceline.streams.entries import SCHEMA_VERSION
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import (
@@ -46,6 +45,7 @@ from paceline.rpc import channel
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.shift import read_shift
 from paceline.streams import FeatureBatch, connect
+from paceline.streams.entries import SCHEMA_VERSION
 from paceline.tensors import from_numpy, head_hash
 from paceline.training.checkpoints import PREFIX, STATE, checkpoint_numbers
 from paceline.trajectory import VersionSet
