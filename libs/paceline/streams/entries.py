@@ -32,7 +32,7 @@ FEATURE_HEADER = (
     *("policy_version", "lm_head_hash", "layers", "convention"),
 )
 FEATURE_ARRAYS = {"versions": "I64", "token_ids": "I32", "positions": "I32", "mask": "U8"}
-"""Dtype of each tensor beside `hidden`, which is fourth. Falling element sizes align each tensor."""
+"""Dtype of each tensor except `hidden`, the fourth. Falling element sizes align each tensor."""
 TRAJECTORY_TENSORS = {
     "token_ids": ("I32", 1),
     "loss_mask": ("U8", 1),
