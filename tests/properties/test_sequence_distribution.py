@@ -59,15 +59,8 @@ def settings(
 ) -> DrawParams:
     """Return the parameters of `nodes` draws of each sequence."""
     rows = len(seeds) * nodes
-    return DrawParams(
-        seeds.repeat_interleave(nodes),
-        torch.full((rows,), temperature),
-        torch.full((rows,), top_k),
-        torch.full((rows,), top_p),
-        torch.zeros(rows),
-        any_greedy=False,
-        any_masked=bool(top_k) or top_p < 1,
-    )
+    drawn = seeds.repeat_interleave(nodes).tolist()
+    return DrawParams.of(drawn, [temperature] * rows, top_k=[top_k] * rows, top_p=[top_p] * rows)
 
 
 def play(rule: Rule) -> Tensor:

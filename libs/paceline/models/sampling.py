@@ -41,6 +41,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,6 +206,10 @@ def gumbel_noise(
     return uniform(seeds, positions, vocab, stream).log_().neg_().log_().neg_()
 
 
+MASKS: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Parameters that exclude tokens, with the values that disable them."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrawParams:
     """Per-row settings of a draw; N rows."""
@@ -224,7 +229,7 @@ class DrawParams:
     all_greedy: bool = False
     """True promises that every temperature is 0."""
     any_masked: bool = True
-    """False promises that top_k, top_p and min_p are off in every row."""
+    """False promises that no row excludes a token."""
 
     @classmethod
     def of(
@@ -232,35 +237,30 @@ class DrawParams:
         seeds: Sequence[int],
         temperatures: Sequence[float],
         *,
-        top_k: Sequence[int] | None = None,
-        top_p: Sequence[float] | None = None,
-        min_p: Sequence[float] | None = None,
         device: torch.device | None = None,
+        **masks: Sequence[float],
     ) -> DrawParams:
-        """Rows from plain numbers; seeds of any size are taken modulo 2^64."""
-        n = len(seeds)
-        top_k, top_p, min_p = top_k or [0] * n, top_p or [1.0] * n, min_p or [0.0] * n
+        """Rows from plain numbers; seeds of any size are taken modulo 2^64. masks: see MASKS."""
+        given = {name: masks.get(name) or [off] * len(seeds) for name, off in MASKS.items()}
         return cls(
             torch.tensor([_wrapped(seed) for seed in seeds], dtype=torch.int64, device=device),
             torch.tensor(temperatures, dtype=torch.float32, device=device),
-            torch.tensor(top_k, dtype=torch.int64, device=device),
-            torch.tensor(top_p, dtype=torch.float32, device=device),
-            torch.tensor(min_p, dtype=torch.float32, device=device),
+            **{
+                name: torch.tensor(given[name], dtype=torch.tensor(off).dtype, device=device)
+                for name, off in MASKS.items()
+            },
             any_greedy=any(value <= 0 for value in temperatures),
             all_greedy=all(value <= 0 for value in temperatures),
-            any_masked=any(top_k) or any(value < 1 for value in top_p) or any(min_p),
+            any_masked=any(set(given[name]) != {off} for name, off in MASKS.items()),
         )
 
     def rows(self, index: Tensor) -> DrawParams:
         """The rows int64 [M], in this order."""
-        return replace(
-            self,
-            seeds=self.seeds.index_select(0, index),
-            temperatures=self.temperatures.index_select(0, index),
-            top_k=self.top_k.index_select(0, index),
-            top_p=self.top_p.index_select(0, index),
-            min_p=self.min_p.index_select(0, index),
-        )
+        names = ("seeds", "temperatures", *MASKS)
+        picked: dict[str, Any] = {
+            name: getattr(self, name).index_select(0, index) for name in names
+        }
+        return replace(self, **picked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,8 +192,7 @@ def check_trainable(sampling: Sampling) -> None:
             "these samples cannot be trained; open the session with trainable=false or leave the "
             "setting out",
             seen=", ".join(f"{name}={_short(value)}" for name, value in found.items()),
-            allowed="temperature > 0, top_p=1, top_k=0, min_p=0, no penalty, no logit_bias, no "
-            "json_schema",
+            allowed="temperature > 0, and neutral values of the parameters that change draws",
         )
 
 

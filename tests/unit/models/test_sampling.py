@@ -121,13 +121,8 @@ def test_masks_keep_exactly_the_tokens_they_name(
 ) -> None:
     n = 4000
     logits = torch.tensor([0.5, 0.25, 0.2, 0.05]).log().expand(n, -1)
-    params = DrawParams.of(
-        list(range(n)),
-        [1.0] * n,
-        top_k=[int(setting.get("top_k", 0))] * n,
-        top_p=[setting.get("top_p", 1.0)] * n,
-        min_p=[setting.get("min_p", 0.0)] * n,
-    )
+    given = {name: [value] * n for name, value in setting.items()}
+    params = DrawParams.of(list(range(n)), [1.0] * n, **given)  # type: ignore[arg-type]
     assert set(draw(logits, torch.zeros(n, dtype=torch.int64), params).tokens.tolist()) == allowed
 
 

@@ -246,9 +246,7 @@ class DrawTable:
             self._params = sampling.DrawParams.of(
                 [one.seed for one in rows],
                 [one.temperature for one in rows],
-                top_k=[one.top_k for one in rows],
-                top_p=[one.top_p for one in rows],
-                min_p=[one.min_p for one in rows],
                 device=device,
+                **{name: [getattr(one, name) for one in rows] for name in sampling.MASKS},
             )
         return self._params

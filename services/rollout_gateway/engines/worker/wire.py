@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
 from paceline import errors, messages
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.engines import nouns
-from paceline.services.rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
+from paceline.services.rollout_gateway.engines.sampling import RANGES, UNSCORED, UNSEEDED, Sampling
 from paceline.trajectory import Span, Target, VersionSet, runs
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -30,7 +30,7 @@ FINISH: dict[nouns.Finish, Any] = {
 PAUSE_MODES = _numbers(nouns.PauseMode, pb.PauseMode, "PAUSE_MODE")
 TARGETS = _numbers(Target, pb.WeightTarget, "WEIGHT_TARGET")
 
-_SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
+_SAMPLING = {field.name: field.default for field in dataclasses.fields(Sampling)}
 
 
 def noun_of(members: Mapping[Any, E], value: int) -> E:
@@ -84,24 +84,18 @@ def spans_from(kind: type[Span], spans: Sequence[Any], shift: int = 0) -> tuple[
     )
 
 
-_READ: dict[str, Callable[[Any], Any]] = {
-    "top_p": lambda mass: mass or 1.0,
-    "repetition_penalty": lambda factor: factor or 1.0,
-    "stop": tuple,
-    "stop_token_ids": tuple,
-    "allowed_token_ids": lambda ids: tuple(sorted(set(ids))),
-    "choice": tuple,
-    "logit_bias": lambda bias: tuple(sorted(bias.items())),
-}
-"""Parameters with another wire form: repeated fields, and 0 for an unset value."""
-
-
 def sampling_from(message: tpb.SamplingParams) -> Sampling:
-    """Unset parameters get the value that disables them."""
-    values: dict[str, Any] = {
-        name: _READ[name](getattr(message, name)) if name in _READ else getattr(message, name)
-        for name in _SAMPLING
-    }
+    """Unset parameters, and 0 where it is out of range, get the value that disables them."""
+    values: dict[str, Any] = {}
+    for name, off in _SAMPLING.items():
+        value = getattr(message, name)
+        if isinstance(off, tuple):
+            value = tuple(value)
+        elif isinstance(off, float) and value == 0 and not RANGES[name].holds(0):
+            value = off
+        values[name] = value
+    values["allowed_token_ids"] = tuple(sorted(set(message.allowed_token_ids)))
+    values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     if not message.HasField("seed"):
         values["seed"] = UNSEEDED
     if not message.HasField("prompt_logprobs"):
