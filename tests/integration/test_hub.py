@@ -116,6 +116,7 @@ def test_what_the_hub_does_not_give_is_refused_by_name(
 
 @pytest.mark.slow
 def test_a_hub_that_is_away_and_a_model_never_seen_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     done = paceline("eval", "acme/tiny", "tasks.jsonl", url=nobody(), home=tmp_path)
     assert done.returncode == 2
     assert "the Hub cannot be reached, and this model was not downloaded before" in done.stderr

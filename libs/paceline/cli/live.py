@@ -81,7 +81,7 @@ class RunView:
 
     def show_services(self, config: ServiceConfig) -> None:
         """Prints the addresses once all services are healthy."""
-        self._serving, self.state.phase = True, "the steps begin"
+        self._serving = True
         addresses = config.addresses
         apis = " ".join(f"http://{one}/v1" for one in addresses.gateways_http)
         call = tokens.example_call(config, addresses.http.rpartition(":")[2])
@@ -91,6 +91,7 @@ class RunView:
             f"  {escape(call)}"
         )
         self.show("serving", lines, http=addresses.http, coordinator=addresses.coordinator)
+        self.show_phase("the steps begin")
 
     def show_event(self, event: launch.ChildEvent) -> None:
         """Prints a process event; people see only unusual events after the start."""
