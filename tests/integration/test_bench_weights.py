@@ -34,6 +34,7 @@ def test_bench_pushes_versions_whole_and_as_deltas(tmp_path: Path) -> None:
         10.0,
         10.0,
         0.95,
+        -1.5,
     ]
     moved = {row["what"]: row["MB"] for row in facts["rows"] if row["section"] == "transfers"}
     assert 0 < moved["delta"] < 0.05 * moved["full push"]

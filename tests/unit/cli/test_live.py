@@ -77,7 +77,8 @@ def test_a_pipe_gets_plain_lines_alone() -> None:
     assert "everything serves" in lines[1]
     assert lines[2].startswith("  paceline page ")
     assert lines[3].startswith("  curl http://127.0.0.1:")
-    assert len(lines) == 10
+    assert lines[4] == "the steps begin"
+    assert len(lines) == 11
 
 
 @pytest.mark.parametrize("width", [60, 110, 200])
@@ -149,11 +150,12 @@ def test_a_program_gets_an_object_a_line_on_standard_output(
     assert errors == ""
     objects = [json.loads(line) for line in said.splitlines()]
     kinds = " ".join(one["kind"] for one in objects)
-    assert kinds == "run process serving step away phase line failed"
+    assert kinds == "run process serving phase step away phase line failed"
     assert all(one["at"] > 1e9 for one in objects)
     assert objects[0]["directory"] == "/runs/demo-0-1"
     assert (objects[1]["name"], objects[1]["pid"]) == ("redis", 1)
-    assert objects[3]["reward_mean"] == 0.5
-    assert objects[4]["services"] == ["gateway"]
-    assert objects[6]["text"] == "a line [in brackets]"
-    assert objects[7]["message"] == "no memory"
+    assert objects[3]["phase"] == "the steps begin"
+    assert objects[4]["reward_mean"] == 0.5
+    assert objects[5]["services"] == ["gateway"]
+    assert objects[7]["text"] == "a line [in brackets]"
+    assert objects[8]["message"] == "no memory"
