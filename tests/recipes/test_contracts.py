@@ -23,9 +23,9 @@ MACHINE = "services/coordinator/machine"
 EVENT = (
     Change(
         f"{MACHINE}/events.py",
-        "@dataclass(frozen=True, slots=True)\nclass Twinned(Event):\n"
+        "class Twinned(Event):\n"
         '    """A twin came."""\n\n    kind: str\n    service: Service\n    versions: VersionSet\n\n\n',
-        "@dataclass(frozen=True, slots=True)\nclass Resumed(Event):",
+        "class Resumed(Event):",
     ),
     Change(
         f"{MACHINE}/step.py",

@@ -42,12 +42,12 @@ IN_THE_TREE = {
         Change(
             f"{G}/bandits/__init__.py",
             "from paceline.services.rollout_gateway.bandits.twin import LastArm\n",
-            "from paceline.services.rollout_gateway.bandits.kinds",
+            "from paceline.services.rollout_gateway.bandits.watchdog",
         ),
         Change(
             f"{G}/bandits/__init__.py",
             '    "twin": LastArm,\n',
-            '    "beg": BucketedEpsilonGreedy,\n',
+            '    "beg": kinds.BucketedEpsilonGreedy,\n',
         ),
     ),
     "environment": (
