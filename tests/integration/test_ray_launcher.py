@@ -116,7 +116,7 @@ def test_a_killed_service_comes_back_and_a_killed_keeper_has_the_run_taken_up_ag
     keeper.kill()
     output = "".join(before) + finished(process)
     assert "policy_trainer restarted" in output
-    assert "the run is taken up again on the nodes that there are" in output
+    assert "the run is resumed on the remaining nodes" in output
     run = summary(tmp_path / "demo-0-1")
     assert run["trajectories_lost"] == 0
     assert run["steps"] == 6

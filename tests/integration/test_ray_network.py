@@ -180,7 +180,7 @@ def test_a_node_of_trainers_that_is_killed_in_a_phase_costs_nothing(
             net.lose(run.host_of_trainers())
             journal.until(lambda entry: entry["event"] == "Resumed", 200)
         output = run.output()
-    assert output.count("the run is taken up again") == len(phases)
+    assert output.count("the run is resumed") == len(phases)
     judge_run(tmp_path, batches)
 
 
@@ -194,7 +194,7 @@ def test_a_run_outlives_a_partition_of_ten_seconds(
             run.process.wait(CUT_S)
         host.mend()
         output = run.output()
-    assert "the run is taken up again" not in output
+    assert "the run is resumed" not in output
     judge_run(tmp_path, batches)
 
 
@@ -204,7 +204,7 @@ def test_a_node_that_is_cut_off_for_long_counts_as_lost(
     with run_on(net, tmp_path) as run:
         host = run.host_of_trainers()
         net.hosts[host].cut()
-        wait_for(run.process, "the run is taken up again")
+        wait_for(run.process, "the run is resumed")
         net.lose(host)
         run.output()
     judge_run(tmp_path, batches)
@@ -215,7 +215,7 @@ def test_a_run_outlives_a_node_that_is_slow(
 ) -> None:
     with run_on(net, tmp_path) as run, net.hosts[run.host_of_trainers()].slowed():
         output = run.output()
-    assert "the run is taken up again" not in output
+    assert "the run is resumed" not in output
     judge_run(tmp_path, batches)
 
 
@@ -257,5 +257,5 @@ def test_a_link_that_is_slow_and_loses_frames_costs_nothing_under_tls(
         run_on(net, tmp_path, ways, "of-redis") as run,
     ):
         output = run.output()
-    assert "the run is taken up again" not in output
+    assert "the run is resumed" not in output
     judge_run(tmp_path, batches)
