@@ -44,8 +44,7 @@ from paceline.models.config import read_config
 from paceline.rpc import channel
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.shift import read_shift
-from paceline.streams import FeatureBatch, connect
-from paceline.streams.entries import SCHEMA_VERSION
+from paceline.streams import FeatureBatch, connect, encode_features
 from paceline.tensors import from_numpy, head_hash
 from paceline.training.checkpoints import PREFIX, STATE, checkpoint_numbers
 from paceline.trajectory import VersionSet
@@ -100,9 +99,8 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows[:20])
-    broken = await world.stream.append(
-        {"schema_version": SCHEMA_VERSION, "run": world.run}, b"no tensors"
-    )
+    header, _ = encode_features(rows[0])
+    broken = await world.stream.append(header, b"no tensors")
     wide = dataclasses.replace(
         rows[0], hidden=from_numpy("hidden", torch.zeros(rows[0].rows, 3).numpy())
     )
