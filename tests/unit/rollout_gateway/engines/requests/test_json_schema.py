@@ -681,7 +681,7 @@ def test_the_gateway_refuses_what_the_engine_would() -> None:
 
 
 def test_a_response_under_a_schema_is_not_trained() -> None:
-    with pytest.raises(TrainabilityError, match=r"json_schema=\{\}.*no json_schema"):
+    with pytest.raises(TrainabilityError, match=r"json_schema=\{\}.*neutral values"):
         check_trainable(Sampling(1, 1, json_schema="{}"))
 
 
