@@ -111,6 +111,7 @@ async def test_on_a_machine_loaded_five_times_over_nobody_is_killed() -> None:
             assert not other.ended.done()
 
 
+@pytest.mark.slow
 async def test_a_parent_that_was_stopped_kills_nobody() -> None:
     script = (
         "import asyncio\n"

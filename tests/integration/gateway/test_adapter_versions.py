@@ -65,6 +65,7 @@ async def push(
     return report.encoding, report.bytes
 
 
+@pytest.mark.slow
 async def test_adapters_pass_the_canary_or_are_refused_and_those_before_them_serve_on(
     serve_gateway: Any,
 ) -> None:

@@ -93,6 +93,7 @@ def weights(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_a_drafter_that_serves_is_left(world: Path) -> None:
     told = run(world, steps=30, lr=1e-2, eval_every=15)
     steps = of(told, "trained")

@@ -16,6 +16,7 @@ from paceline.services.drafter_trainer.rows.sample import pack
 from paceline.speculators.packed import PackedRow
 
 
+@pytest.mark.slow
 def test_rows_and_words_arrive_as_they_were_sent(tmp_path: Path) -> None:
     run_ranks(sharing_ranks.main, 2, tmp_path, tmp_path / "received")
     first, word, second, again = torch.load(tmp_path / "received", weights_only=False)
