@@ -123,7 +123,7 @@ def _read_document(path: Path) -> AddedAdapters:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         added = AddedAdapters(float(found["scale"]), str(found["start"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataLoss(f"{path} describes no adapters", seen=str(error)[:120]) from error
     if not isfinite(added.scale):
         raise WeightsError(f"scale in {path.name}", seen=added.scale, allowed="finite")

@@ -103,9 +103,7 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
         state.Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
     ):
         async with calls.handing_over:
-            await weights.mend(calls, command)
-            await quarantine.withhold(calls, calls.learner_context())
-            await slots.resume(calls, command)
+            await _prepare_gateways(calls, command)
             running = gateways.TaskCalls(calls, request)
             await running.begin()
         async for name, answer in running.news():
@@ -128,6 +126,15 @@ async def run_tasks(calls: base.Calls, command: commands.RunTasks) -> None:
                         if group.equal_rewards and group.group_id in places
                     )
                     calls.emit(events.TasksFinished(calls.now(), command.epoch, figures, equal))
+
+
+async def _prepare_gateways(
+    calls: base.Calls, command: commands.RunTasks | commands.Evaluate
+) -> None:
+    """Brings weights, quarantine and slots of the gateways to the state of the command."""
+    await weights.mend(calls, command)
+    await quarantine.withhold(calls, calls.learner_context())
+    await slots.resume(calls, command)
 
 
 def _group_closed(
@@ -164,9 +171,7 @@ async def evaluate(calls: base.Calls, command: commands.Evaluate) -> None:
         state.Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
     ):
         async with calls.handing_over:
-            await weights.mend(calls, command)
-            await quarantine.withhold(calls, calls.learner_context())
-            await slots.resume(calls, command)
+            await _prepare_gateways(calls, command)
         running = gateways.TaskCalls(calls, request)
         await running.begin()
         async for name, answer in running.news():

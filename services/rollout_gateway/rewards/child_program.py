@@ -12,6 +12,7 @@ import inspect
 import os
 import signal
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -105,12 +106,12 @@ def read(file: BinaryIO) -> Request | None:
     return REQUESTS.decode(line) if line.endswith(b"\n") else None
 
 
-class BatchRule:
+class BatchRule(ABC):
     """A rule that scores several episodes at once."""
 
+    @abstractmethod
     def score_batch(self, episodes: tuple[Episode, ...]) -> tuple[float | Raised | None, ...]:
         """One value for each episode; Raised for an episode that cannot be read."""
-        raise NotImplementedError
 
 
 class OwnRule(BatchRule):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +36,6 @@ RECORD_WAIT_S = 0.25
 agents while Redis is away.
 """
 STOP_GRACE_S = 5.0
-EXPIRY_CHECK_S = 1.0
-"""Seconds between two checks of all sessions for their time-outs."""
 log = get_logger(__name__)
 
 
@@ -238,7 +237,10 @@ class Agents:
 
     async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(EXPIRY_CHECK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.sessions.next_expiry_s()):
+                    await self.sessions.opened_early.wait()
+            self.sessions.opened_early.clear()
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
                 claimed = self.offers.has_offer(session)

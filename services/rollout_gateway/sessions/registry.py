@@ -5,6 +5,7 @@ The registry bounds their number and ends silent ones.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import OrderedDict, deque
@@ -91,6 +92,8 @@ def _listed(spans: Sequence[VersionSpan | DrawSpan]) -> list[list[Any]]:
 
 KEY_PREFIX = "sk-pl-"
 ENDED_REMEMBERED = 4096
+LEAST_WAIT_S = 0.25
+"""Minimum seconds between two checks of all sessions."""
 
 
 @dataclass(eq=False, slots=True)
@@ -146,6 +149,9 @@ class Sessions:
         self._ended: OrderedDict[str, Ended] = OrderedDict()  # the last attempt of each id
         self._kept: deque[Ended] = deque()  # with their turns
         self._kept_tokens = 0
+        self.opened_early = asyncio.Event()
+        """Set when a session opens that may expire before the next check."""
+        self._next_check_s = math.inf
 
     def __len__(self) -> int:
         return len(self._open)
@@ -176,6 +182,8 @@ class Sessions:
             self._keys[api_key_hash(key)] = session
         else:
             self._implicit[session_id] = session
+        if self._deadline(session) < self._next_check_s:
+            self.opened_early.set()
         return session
 
     def get(self, session_id: str) -> Session:
@@ -281,6 +289,14 @@ class Sessions:
         for session in [one for one in self._open.values() if one.busy]:
             self._touched(session)
         return [session for session in self._open.values() if self._deadline(session) <= now]
+
+    def next_expiry_s(self) -> float:
+        """Seconds until a session may expire."""
+        now = self._clock()
+        latest = now + min(self._config.timeout_s, self._config.implicit_timeout_s)
+        due = min(map(self._deadline, self._open.values()), default=latest)
+        self._next_check_s = min(max(due, now + LEAST_WAIT_S), latest)
+        return self._next_check_s - now
 
     def _touched(self, session: Session) -> Session:
         session.touched_s = self._clock()

@@ -140,6 +140,7 @@ def test_adapters_that_do_not_fit_are_refused_by_name(
     ("document", "kind", "message"),
     [
         ("{", DataLoss, "describes no adapters"),
+        ("[" * 100_000, DataLoss, "describes no adapters"),
         (json.dumps({"scale": 1.0}), DataLoss, "describes no adapters"),
         (json.dumps({"scale": "wide", "start": "x"}), DataLoss, "describes no adapters"),
         (json.dumps({"scale": float("inf"), "start": "x"}), WeightsError, "scale"),

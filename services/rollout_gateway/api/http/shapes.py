@@ -8,6 +8,7 @@ identifiers: error paths leave them out.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -287,13 +288,13 @@ class ToolsShape(Shape):
     """Paths of the fields that have an effect only with a grammar."""
 
     @property
+    @abstractmethod
     def one_call(self) -> bool:
         """Whether a message may have only one call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def functions(self) -> Sequence[FunctionShape]:
         """The offered functions."""
-        raise NotImplementedError
 
     def unheeded(self) -> Sequence[str]:
         """Fields that have no effect because no grammar constrains the calls of tools."""

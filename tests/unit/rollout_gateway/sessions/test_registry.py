@@ -237,6 +237,22 @@ def test_a_session_may_ask_for_a_shorter_time_out_and_not_for_a_longer(clock: Cl
     assert sessions.expired() == [long]
 
 
+def test_the_next_check_is_when_a_session_may_expire(clock: Clock) -> None:
+    sessions = registered(clock)
+    assert sessions.next_expiry_s() == 4.0
+    one = sessions.open(Assignment("run", timeout_s=3))
+    assert sessions.opened_early.is_set()
+    assert sessions.next_expiry_s() == 3.0
+    clock.now = 1.0
+    sessions.open(IMPLICIT)
+    assert sessions.next_expiry_s() == 2.0
+    clock.now = 3.5
+    assert sessions.next_expiry_s() == pytest.approx(registry.LEAST_WAIT_S)
+    assert sessions.expired() == [one]
+    ended(sessions, one)
+    assert sessions.next_expiry_s() == 1.5
+
+
 def test_an_attempt_after_a_failed_one_expires_once(clock: Clock) -> None:
     sessions = registered(clock)
     ended(sessions, sessions.open(ABOUT, "name"), fail=FailReason.INFRA)
