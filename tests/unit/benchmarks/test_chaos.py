@@ -30,6 +30,8 @@ from benchmarks.chaos.verdict import RunVerdict, digest, judge, judge_samples, u
 from paceline.errors import DeadlineExceeded, InvalidInput
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
+from paceline.streams.entries import encode_trajectory
+from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 RUN = "paceline:{chaos}:"
 STEPS, PROMPTS, SAMPLES = 3, 2, 2
@@ -250,13 +252,29 @@ def sample_commands(step: int, task: int, number: int, **changed: Any) -> list[b
         "final": True,
         **changed,
     }
-    spans = struct.pack("<3q", 1, 4, changed.get("version", step))
-    payload = safetensors(version_spans=spans, token_ids=tokens)
-    session = branch.partition("/")[0]
-    fields = ("run", "chaos", "session", session, "branch", "0", "crc32", "1", "p", payload)
+    trajectory = Trajectory(
+        key=BranchKey("chaos", f"{step}-{task}-{number}", "0"),
+        step=step,
+        task_id=f"t{task}",
+        group_id=f"s{step}.t{task}",
+        group_size=SAMPLES,
+        task_index=task,
+        sample_index=number,
+        token_ids=struct.unpack("<4i", tokens),
+        loss_mask=(0, 1, 1, 1),
+        behavior_logprobs=(0.0, -1.0, -1.0, -1.0),
+        version_spans=(VersionSpan(1, 4, changed.get("version", step)),),
+        reward=1.0,
+        seed=0,
+        temperature=1.0,
+    )
+    fields, payload = encode_trajectory(trajectory)
+    words: list[bytes | str] = ["p", payload]
+    for name, value in fields.items():
+        words += [name, value]
     return [
         command("HSET", f"{RUN}ledger", branch, json.dumps(record)),
-        command("XADD", f"{RUN}trajectories", f"{step}-1", *fields),
+        command("XADD", f"{RUN}trajectories", f"{step}-1", *words),
         command("HSET", f"{RUN}ledger:fates", branch, f"trained:{step}"),
     ]
 
