@@ -2,8 +2,6 @@
 address.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

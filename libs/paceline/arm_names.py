@@ -4,8 +4,6 @@ The draft tokens include the root. topk 1 is a chain; a larger topk is a tree th
 likely nodes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ value was wrong. A temporary error (ResourceExhausted, Unavailable) may carry `r
 seconds until a retry is useful.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Self
 

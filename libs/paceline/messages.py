@@ -4,8 +4,6 @@ None becomes an absent field. An enum value maps by name ("stop": FINISH_REASON_
 integers may travel as bytes. A dataclass field that its message lacks raises KeyError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial

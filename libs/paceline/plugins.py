@@ -3,8 +3,6 @@
 An import path is `package.module:Name` or `path/to/file.py:Name`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """Reads the system's description of the processor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")

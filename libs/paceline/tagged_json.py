@@ -7,8 +7,6 @@ keys, and unions. An int of more than 2048 bits is `{"hex": "0x..."}`. Decimal d
 time, and Python rejects more than 4,300 digits.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import types

@@ -4,8 +4,6 @@ Format: u64 header length, JSON header, tensor bytes without gaps
 (https://github.com/huggingface/safetensors#format).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 The module has no imports, so that readers of a file do not import the code for pushes.
 """
 
-from __future__ import annotations
-
 CONFIG, ACCEPTANCE, ADAPTERS = "config", "acceptance", "adapters"
 DOCUMENTS = {CONFIG: "config.json", ACCEPTANCE: "acceptance.json", ADAPTERS: "adapters.json"}
 """File name by metadata key of a manifest. Each value is the text of a JSON object, which becomes

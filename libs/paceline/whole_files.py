@@ -3,8 +3,6 @@
 A flipped byte in the manifest is detected too: a hash no longer matches, or the JSON is invalid.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Such text holds half of a surrogate pair, for example from a JSON escape.
 """
 
-from __future__ import annotations
-
 import re
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")

@@ -1,7 +1,5 @@
 """Declares the settings of the coordinator: names, defaults and ranges."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """The coordinator's metrics. `make docs` writes them into docs/metrics.md."""
 
-from __future__ import annotations
-
 from paceline.telemetry.metrics import Counter, Gauge, Histogram
 from paceline.v1.coordinator_pb2 import StepRecord
 

@@ -1,7 +1,5 @@
 """Follows a run's transitions for its metrics, and detects a run without progress."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Waiting events are decided, journaled and published together. Events are durable
 commands run, so a new runner can continue the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable

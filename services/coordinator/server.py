@@ -1,7 +1,5 @@
 """Serves CoordinatorService and publishes facts while the runner runs the run."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

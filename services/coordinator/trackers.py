@@ -4,8 +4,6 @@ run.
 The figures are the fields of the step's StepRecord, under the same names.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

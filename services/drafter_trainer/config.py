@@ -1,7 +1,5 @@
 """Declares the settings of the drafter trainer."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field

@@ -2,8 +2,6 @@
 torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

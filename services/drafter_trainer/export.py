@@ -5,8 +5,6 @@ fc, drawn at random if the checkpoint has none. vLLM's has no such bias. Both sk
 The written files are read back and compared name by name.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Runs one rank of the drafter trainer as its own process: set-up, leases, checkpoints."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

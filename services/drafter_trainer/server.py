@@ -2,8 +2,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence

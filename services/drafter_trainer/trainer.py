@@ -2,8 +2,6 @@
 candidates, and reports promotions.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

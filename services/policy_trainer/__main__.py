@@ -1,7 +1,5 @@
 """`python -m paceline.services.policy_trainer`: the policy trainer's process."""
 
-from __future__ import annotations
-
 from paceline.local.importing import uncollected
 
 with uncollected():

@@ -1,7 +1,5 @@
 """Declares the settings of the policy trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 

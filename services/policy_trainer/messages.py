@@ -1,7 +1,5 @@
 """Declares the commands to the ranks and the news from rank 0. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import get_args
 

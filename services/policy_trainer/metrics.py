@@ -1,7 +1,5 @@
 """The policy trainer's metrics. `make docs` writes them into docs/metrics.md."""
 
-from __future__ import annotations
-
 from paceline.services.policy_trainer.messages import Progress
 from paceline.telemetry.metrics import Counter, Gauge, Histogram
 

@@ -2,8 +2,6 @@
 gateway serves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

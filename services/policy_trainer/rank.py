@@ -1,7 +1,5 @@
 """Runs one rank of the policy trainer as a child process of the service."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

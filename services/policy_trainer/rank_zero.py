@@ -4,8 +4,6 @@ Except for the push it joins no collective. A failed call raises or reports befo
 wait for this rank.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping, Sequence

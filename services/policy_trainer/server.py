@@ -1,7 +1,5 @@
 """Serves PolicyService for the ranks: commands, fencing, start and stop. Imports no torch."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

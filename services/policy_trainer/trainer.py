@@ -1,7 +1,5 @@
 """The loop of the policy trainer on every rank: command, batch, step, push, checkpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import time

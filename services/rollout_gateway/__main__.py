@@ -1,7 +1,5 @@
 """`python -m paceline.services.rollout_gateway [--gateway N]`: the process of one gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

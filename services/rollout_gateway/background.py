@@ -6,8 +6,6 @@ own thread, so that a few kilobytes do not wait for megabytes. At most two threa
 lock with the loop. A thread's work cannot be interrupted; the callers bound sizes before.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Declares the gateway's settings, with defaults and ranges."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """Declares the settings of the engine and of its workers, with defaults and ranges."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pydantic import Field

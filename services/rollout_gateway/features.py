@@ -6,8 +6,6 @@ No request waits for this. Rows without room, and batches during an outage of Re
 counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections import deque

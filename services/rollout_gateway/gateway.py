@@ -1,7 +1,5 @@
 """Joins the parts of one gateway: requests in, tokens out, finished branches to the ledger."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import tempfile

@@ -4,8 +4,6 @@ This is a separate program, because it imports torch. Its arguments are `[--conf
 ...]`; it prints a JSON list of findings.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """The gateway's metrics. `make docs` writes them into docs/metrics.md."""
 
-from __future__ import annotations
-
 from paceline.telemetry.metrics import Counter, Gauge, Histogram, UpDownCounter
 
 # 15 ms and 50 ms are the limits of the service levels.

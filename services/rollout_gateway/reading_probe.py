@@ -4,8 +4,6 @@ This is a separate program, because it imports transformers. Its arguments are `
 it prints a JSON list of findings. It does not load torch, which keeps the import short.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

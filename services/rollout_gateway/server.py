@@ -1,7 +1,5 @@
 """The gateway's process: gRPC and HTTP on one event loop, started and stopped in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Starts the command line, or names the extra that installs it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -1,7 +1,5 @@
 """Finds a run and opens an operator's channel to its coordinator."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager

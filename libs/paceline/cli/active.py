@@ -4,8 +4,6 @@ The coordinator is the source: its snapshot and the parts of all services. Besid
 the pushed sets of the gateway and the lengths of the streams.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterable

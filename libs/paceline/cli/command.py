@@ -1,7 +1,5 @@
 """Provides options and exits that several commands of `paceline` share, and the launcher's name."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

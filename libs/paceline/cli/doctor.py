@@ -3,8 +3,6 @@
 The checks are the same as at a start. Here all checks run, even after a failure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Measures a policy on a file of tasks: `paceline eval`."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

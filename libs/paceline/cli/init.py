@@ -1,7 +1,5 @@
 """Writes the settings of a new run: `paceline init`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Defines the commands of `paceline` and their options; other modules do the work."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Literal

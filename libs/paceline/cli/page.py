@@ -4,8 +4,6 @@ The page subscribes to facts like any client, so that no service spends time on 
 same content as the report.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import secrets

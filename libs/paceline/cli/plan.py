@@ -1,7 +1,5 @@
 """Checks a run's demands on its machine before the start: slots, ranks, memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

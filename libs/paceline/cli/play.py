@@ -1,7 +1,5 @@
 """Plays a run for `paceline up` and `paceline demo`: starts it, shows it, writes its report."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import signal

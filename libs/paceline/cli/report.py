@@ -1,7 +1,5 @@
 """Writes the results of a run: `paceline report`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

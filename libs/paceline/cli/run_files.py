@@ -1,7 +1,5 @@
 """Locates the files and models of a run, and creates the directory and config of a demo run."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Follows a run through its facts, and reads a snapshot after a gap."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Prints the critical path of a step: `paceline why`."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 

@@ -1,7 +1,5 @@
 """Opens sessions at a gateway, blocking and under asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import ssl

@@ -1,7 +1,5 @@
 """A session: its `openai` client, rewards, training data and end, blocking and under asyncio."""
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping

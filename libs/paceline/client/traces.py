@@ -4,8 +4,6 @@ It imports nothing. A process that has not imported opentelemetry has no current
 process has the necessary modules.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator, Mapping

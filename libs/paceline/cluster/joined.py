@@ -5,8 +5,6 @@ on loopback and requires a token. An external cluster that other hosts can reach
 token and TLS.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

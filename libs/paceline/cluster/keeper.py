@@ -5,8 +5,6 @@ returns its events. If the run's starter has not called `look` for DESERTED_S, i
 keeper then stops its services and itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Keeps the services of a pool running through their keeper: the supervisor's side."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress

@@ -4,8 +4,6 @@ A pool is a placement group on one node. So the slots of a tensor-parallel
 group share a node. Services that take turns on the same slots share a pool.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Defines a keeper's order and report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Reads TOML files and overrides into a validated tree, and writes trees with masked secrets."""
 
-from __future__ import annotations
-
 import difflib
 import enum
 import json

@@ -4,8 +4,6 @@ These are the sections run, redis, telemetry, security and addresses, and the op
 trainers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args

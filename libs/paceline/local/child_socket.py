@@ -2,8 +2,6 @@
 reads them, without a future or a task's wake-up.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress

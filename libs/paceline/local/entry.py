@@ -1,7 +1,5 @@
 """Starts and ends a service process: arguments, config, telemetry, signals, exit status."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import signal

@@ -1,7 +1,5 @@
 """Checks an external Redis for settings that would lose a run or expose it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from redis.exceptions import ResponseError

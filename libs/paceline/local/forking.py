@@ -4,8 +4,6 @@ Under a supervisor it uses the run's forkserver, otherwise its own. Imports of t
 transformers take seconds of a core in each process. Forks share the time and memory of one import.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

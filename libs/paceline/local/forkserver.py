@@ -11,8 +11,6 @@ MODULE` instead, which is correct but as slow as a normal start. It also does so
 is not imported here, and for different PYTHON* variables.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import json

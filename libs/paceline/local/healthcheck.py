@@ -4,8 +4,6 @@
 serves readiness probes and start scripts that depend on Redis.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

@@ -5,8 +5,6 @@ weights are downloaded and read, never pickled files. If the Hub is unreachable,
 is used.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Detects hung processes: services report turns of their event loop, other servers answer pings."""
 
-from __future__ import annotations
-
 import asyncio
 
 from paceline.config.shared import RunConfig

@@ -3,8 +3,6 @@
 Imports only the standard library, because its callers have imported nothing yet.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

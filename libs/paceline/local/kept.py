@@ -2,8 +2,6 @@
 with back-off, or gives it up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Sequence

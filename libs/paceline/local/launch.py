@@ -1,7 +1,5 @@
 """Defines the data of supervision: launches, process events and restart policies."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -4,8 +4,6 @@ The estimate includes weights, gradients, Adam's two moments, keys and values, a
 for backward. Model sizes are from config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

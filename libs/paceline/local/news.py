@@ -3,8 +3,6 @@
 Each service writes to a pipe. The pipe exists before any server and works during faults.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncGenerator
 from contextlib import suppress

@@ -3,8 +3,6 @@
 The kernel releases the lock at any end of the process, so a killed owner leaves no lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The factor is PACELINE_PATIENCE if set, otherwise one plus the load per core.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable

@@ -1,7 +1,5 @@
 """Finds free ports for a local run and rejects taken ports with the name of their setting."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Ties child processes to their parent, signals their group and describes their exit."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

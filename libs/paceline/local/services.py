@@ -1,7 +1,5 @@
 """Lists every process of a run, in the order of the data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from paceline.errors import NotFound

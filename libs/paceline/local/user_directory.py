@@ -4,8 +4,6 @@ A lock protects each directory while its process lives. The kernel releases the 
 the process.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import os

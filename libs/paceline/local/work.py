@@ -6,8 +6,6 @@ deadline on time. An endless computation misses the deadline too. Every progress
 count.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable

@@ -5,8 +5,6 @@ Transferred and stored versions are small. The product is added tensor by tensor
 version is read, so engines, profiles and updates in place see whole weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

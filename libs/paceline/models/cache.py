@@ -5,8 +5,6 @@ attention reads them. One indexed copy per layer stores the output of the fused 
 block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The module has no tensors and imports no torch.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ heads are stored with interleaved halves (models/records.py), which changes no p
 with a key.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

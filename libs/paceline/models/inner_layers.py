@@ -5,8 +5,6 @@ kinds of checkpoint. A layer is named by the residual stream that enters it (spe
 CaptureSpec). A checkpoint's config.json names the layer before, one less.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import combinations
 from typing import Any

@@ -3,8 +3,6 @@
 Names and shapes are Hugging Face's. Errors are raised before any request is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches

@@ -9,8 +9,6 @@ in another order, so results differ by rounding.
 All other products use torch's choice. See docs/adr/0071.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

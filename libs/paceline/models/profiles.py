@@ -5,8 +5,6 @@ dtype under every profile. A span of tokens records the profile's name as its nu
 (`DrawSpan.number_format`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

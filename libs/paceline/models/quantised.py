@@ -24,8 +24,6 @@ other rows. The other products round like a plain matrix. In float32, draws diff
 only; in bfloat16, they may differ between batch shapes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

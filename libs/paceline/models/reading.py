@@ -4,8 +4,6 @@ Imports neither torch nor transformers. Names, precedence and defaults are AutoT
 config.py reads the shape of the same directory.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

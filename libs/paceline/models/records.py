@@ -6,8 +6,6 @@ rows of several tensors, and rounds the result. Each step is defined here once; 
 updates follow from it. Strides are contiguous throughout; dtypes are the permitted stored dtypes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Training applies it to the two halves of a head, as checkpoints store them. The 
 and key heads with interleaved halves (`interleave`), so a rotation is one complex product.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

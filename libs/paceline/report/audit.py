@@ -5,8 +5,6 @@ Until then the slot is still the engine's, which is returning its memory. Slots 
 have no worker.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

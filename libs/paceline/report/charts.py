@@ -3,8 +3,6 @@
 Colours are CSS classes c0..c7 of the page, so one drawing is readable on light and dark.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

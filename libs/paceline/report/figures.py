@@ -3,8 +3,6 @@
 A figure that a step did not measure is a gap in its line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise

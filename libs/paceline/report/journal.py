@@ -4,8 +4,6 @@ The journal is first copied from Redis to a file of the run, so a report can be 
 server.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Describes the machine and the package versions, for a summary or a bench."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import PackageNotFoundError, version
 

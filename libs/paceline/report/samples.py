@@ -2,8 +2,6 @@
 whether a drafted round gave it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ StepBegan, or from the end of the previous step if that is later, to the entry t
 `record`. Evaluations are outside all windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -2,8 +2,6 @@
 and truncated samples.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

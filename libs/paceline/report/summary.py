@@ -1,7 +1,5 @@
 """Computes the figures of a run, summary.json, from journal, ledger and spans."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of the tables on the pages about a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple

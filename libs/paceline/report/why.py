@@ -11,8 +11,6 @@ it. If a gap remains in which such a child ran, the gap counts as waiting for it
 stream closed after its last answer was used, and decode rounds of alternating arms.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

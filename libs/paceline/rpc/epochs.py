@@ -2,8 +2,6 @@
 coordinator never granted.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import re

@@ -1,7 +1,5 @@
 """Progress of a service: its present work, the part that it waits for, and the chain of waits."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

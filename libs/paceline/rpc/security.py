@@ -4,8 +4,6 @@ This module decides the scope of a token. Beyond loopback, tokens and TLS may be
 settings permit it explicitly.
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Iterable
 from enum import StrEnum

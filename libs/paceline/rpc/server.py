@@ -4,8 +4,6 @@ Unlike grpcio's own service, it sets flags without awaiting. Its watchers end wh
 so they do not delay the stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Wraps every call that a server answers: trace, token, deadline, errors."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress

@@ -7,8 +7,6 @@ of the failed call. Transient errors also carry RetryInfo: their retry_after_s, 
 error has again, or one second by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar

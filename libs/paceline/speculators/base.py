@@ -4,8 +4,6 @@ Terms: a slot is a cache row of the engine. Row t of a sequence is (hidden state
 + 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ the k-th MASK is lm_head's input for token t + 1 + k. Queries are from the block
 values are from the context and the block; all positions of a block see each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self

@@ -5,8 +5,6 @@ drafting, the block's keys and values follow them in the cache. The next context
 part of the block that could still be visible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

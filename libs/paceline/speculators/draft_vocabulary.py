@@ -1,7 +1,5 @@
 """The reduced vocabulary of a drafter: its choice, its maps d2t and t2d, and their checks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ position t. Its output predicts h_{t+1}, and lm_head of the output predicts toke
 target's last hidden state after the final norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 

@@ -8,8 +8,6 @@ head predicts token t + 2. The first step of a chain reads fc's output; a later 
 layer's own output before the final norm.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ Imports no torch, so that the command line and the gateway's front can read it. 
 drafters are given by import path, and loading.py loads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Each drafter defines the layer's input and the logits of its output. Drafting fi
 the drafter's own features; the next catch-up overwrites those rows from true hidden states.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Each network defines the layer's input and the meaning of its output.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

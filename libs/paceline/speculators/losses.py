@@ -1,7 +1,5 @@
 """Computes the losses of drafters: pure tensor functions."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

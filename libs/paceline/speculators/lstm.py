@@ -15,8 +15,6 @@ gates share one E, the only form that the plug-in can serve. forget_proj.0 multi
 never trained.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal

@@ -6,8 +6,6 @@ parts outside the cell. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) 
 emb_i(token))), logits = head_i(h), where sw = 0.5^(0.5 / n) and ew = sqrt((1 - sw²) D / 2).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar

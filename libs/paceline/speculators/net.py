@@ -1,7 +1,5 @@
 """A drafter's network, shared by trainer and engine: its inputs, its predictions, its storage."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Drafts with a network: the common part of all such drafters, their weights and their chain."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -8,8 +8,6 @@ or 2 tokens in all sequences. The longest matching context proposes. From four t
 prompt's own contexts take precedence. Both tables are bounded (ngram_answers.py).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field

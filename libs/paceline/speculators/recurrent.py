@@ -11,8 +11,6 @@ first name only. safetensors rejects tensors that share storage. The forms of ot
 read too: all names, if the copies agree, and a prefix "speculator.".
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import abstractmethod

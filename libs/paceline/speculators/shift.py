@@ -2,8 +2,6 @@
 it with the weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Entries of a stream and its fill level."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

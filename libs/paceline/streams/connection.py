@@ -5,8 +5,6 @@ redis://[user:password@]host:port/db          rediss:// with TLS; unix:///path?d
 Options of redis-py, such as ssl_ca_certs, follow a "?".
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

@@ -6,8 +6,6 @@ one. The state of the last token is absent: a request of N tokens has T = N - 1 
 ids.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ the newest snapshot are in the stream `journal:archive`, many in one packed entr
 number as its id. Packed entries take a tenth of the space.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence

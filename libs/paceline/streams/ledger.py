@@ -4,8 +4,6 @@ It is kept in Redis, by branch until the branch's step is compacted, and as tota
 trainer decides and reports the fate of a branch.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ The records cover open and lost sessions, without their tokens. A killed process
 and the record names the session. The ledger decides about final branches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

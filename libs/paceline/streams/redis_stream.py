@@ -2,8 +2,6 @@
 outage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import uuid

@@ -5,8 +5,6 @@ stream's entries are in the hash `<stream>:sizes` (id -> bytes, and the fields `
 `trimmed`).
 """
 
-from __future__ import annotations
-
 _ADD = """
 -- Appends an entry and returns its id; a budget > 0 pushes out the oldest ones.
 local function add(stream, sizes, budget, size, pairs)

@@ -1,7 +1,5 @@
 """Reads tasks from files without holding them in memory, and draws them in a fixed order."""
 
-from __future__ import annotations
-
 from paceline.tasks.columns import USUAL, Columns
 from paceline.tasks.file import TaskFile, open_tasks, read_tasks
 from paceline.tasks.task import MAX_SAMPLES, Task, TaskFileError, draw_tasks, write_tasks

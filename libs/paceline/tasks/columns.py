@@ -1,7 +1,5 @@
 """Makes a task from a record by its columns: plain, chat, GSM8K's, or a mapping's."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

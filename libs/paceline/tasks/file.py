@@ -3,8 +3,6 @@
 The tasks are in an unnamed temporary file; memory holds their positions and sizes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

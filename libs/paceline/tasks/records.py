@@ -3,8 +3,6 @@
 A dataset written by `save_to_disk` is a directory: state.json names Arrow stream files.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import math

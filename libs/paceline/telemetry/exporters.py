@@ -7,8 +7,6 @@ No caller waits for the disk: with a full queue the processor drops spans and lo
 its size limit takes no more spans.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Writes structured log lines to stderr with their trace."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

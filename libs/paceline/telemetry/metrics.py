@@ -3,8 +3,6 @@
 A metric is declared once, in its service's `metrics.py`; docs/metrics.md is generated from there.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ A thing with an OpenTelemetry name has that name: `gen_ai.*` of its conventions 
 kind of work and never holds a value: the report and `paceline why` find spans by name.
 """
 
-from __future__ import annotations
-
 # ---- spans of the coordinator and of calls
 
 STEP = "step"

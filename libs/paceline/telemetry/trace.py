@@ -4,8 +4,6 @@ A carrier that is missing or malformed yields an empty context: a broken trace n
 breaks a message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal

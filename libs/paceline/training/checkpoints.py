@@ -8,8 +8,6 @@ and the files written by `export`. Any number of ranks can load it. A checkpoint
 another name and renamed once all of it is on disk.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Frees the device memory of tensors while another process computes on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

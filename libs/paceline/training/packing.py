@@ -1,7 +1,5 @@
 """Packs sequences into rows, in plain integers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

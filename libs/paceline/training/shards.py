@@ -5,8 +5,6 @@ metadata holds the first row and the total number of rows under `rows`. Other te
 rank 0's file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

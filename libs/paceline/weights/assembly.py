@@ -3,8 +3,6 @@
 The next destination of the bytes is decided elsewhere (spool, servicer).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import zlib

@@ -4,8 +4,6 @@ Appending n bytes multiplies the CRC, a polynomial over GF(2), by x^(8n) modulo 
 polynomial.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

@@ -2,8 +2,6 @@
 and a sha256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -12,8 +12,6 @@ More than 99 % of bf16 weights are unchanged in an RL step according to the PULS
 (arXiv:2602.03839), which sends index and value of each changed weight.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A version that is already complete is sent from the spool. The push of a version
 when the next gateway has loaded it too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection

@@ -6,8 +6,6 @@ The header of model.safetensors holds the content's hash (CRC-32 by chunk, see c
 sha256 of manifest.json. The rest of the header follows from the manifest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

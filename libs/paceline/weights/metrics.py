@@ -1,7 +1,5 @@
 """Metrics of senders and receivers of weights. `make docs` writes them into docs/metrics.md."""
 
-from __future__ import annotations
-
 from paceline.telemetry.metrics import Counter
 
 TARGET = ("target",)

@@ -3,8 +3,6 @@
 The module sets deadlines and keeps no state between calls.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing

@@ -3,8 +3,6 @@
 The hooks apply versions to workers; the spool keeps them on disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """Implements WeightService: checks requests and passes them to the reception (reception.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Coroutine

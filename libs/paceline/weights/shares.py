@@ -1,8 +1,6 @@
 """One sender's share of a version with its checksums, and announcements by one or several
 senders."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap

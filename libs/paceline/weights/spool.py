@@ -8,8 +8,6 @@ synced and renamed, so a kill leaves either the old state or the new one. The re
 is beside them (paceline.rpc.epochs).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

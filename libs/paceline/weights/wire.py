@@ -5,8 +5,6 @@ generated class, which writes `data` last. `decode_push` leaves the chunk in gRP
 returns a view.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import grpc

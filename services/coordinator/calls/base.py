@@ -1,8 +1,6 @@
 """The shared state of all calls: channels to the peers, tasks and the event queue of the
 machine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager

@@ -1,7 +1,5 @@
 """Requests the final checkpoints of both trainers."""
 
-from __future__ import annotations
-
 from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.rpc import rpc_errors

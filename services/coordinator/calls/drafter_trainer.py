@@ -1,7 +1,5 @@
 """Calls the drafter trainer to train on leased slots and to return them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A newer command of a kind cancels the older call. The machine rejects late answe
 by their epoch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import Callable, Collection, Coroutine

@@ -1,7 +1,5 @@
 """Computes a rollout's figures from the gateway's messages."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import statistics

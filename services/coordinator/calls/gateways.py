@@ -2,8 +2,6 @@
 each gateway has W workers and numbers them from 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence

@@ -2,8 +2,6 @@
 time: the requested number for each step, the earliest step first.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing

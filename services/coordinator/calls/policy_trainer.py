@@ -1,7 +1,5 @@
 """Calls the policy trainer for one optimiser step and the push of its weights."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports paths that the audit found inexact, and stops the gateway from using them."""
 
-from __future__ import annotations
-
 from paceline.errors import PacelineError
 from paceline.local.news import tell_supervisor
 from paceline.services.coordinator.calls import base, gateways

@@ -1,7 +1,5 @@
 """Waits until unavailable services are healthy again."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls the rollout gateway for rollouts, evaluations and its version set at the start of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Calls about slots: memory of workers, and reclaims for waiting callers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress

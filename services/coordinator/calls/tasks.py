@@ -4,8 +4,6 @@ A step's tasks depend only on the run's seed, the step and the round of dynamic 
 restarted coordinator therefore requests the same tasks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 damaged sets.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any

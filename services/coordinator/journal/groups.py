@@ -4,8 +4,6 @@ They are built from the run's events alone, as the records are. A restarted coor
 requests the same groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

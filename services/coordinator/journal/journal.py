@@ -5,8 +5,6 @@ can append. A snapshot moves the entries that it covers into the archive. A repl
 entries; paceline.report reads all entries.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields, make_dataclass

@@ -1,7 +1,5 @@
 """Builds the record of each step from the run's events alone, so a replay builds the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ A paused run rests when the present step has ended. A chosen drafter serves with
 while drafters promoted by the gate wait. A profile serves with the next policy.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import events

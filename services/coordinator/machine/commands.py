@@ -4,8 +4,6 @@ Commands are idempotent: receivers identify them by step, epoch or version, so a
 them again.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from paceline.services.coordinator.machine.events import Event

@@ -2,8 +2,6 @@
 decisions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, takewhile

@@ -4,8 +4,6 @@
 every field by its annotation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
 

@@ -1,7 +1,5 @@
 """The learner: trains the policy, and commits version sets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import choice, commands, events, losses, schedule

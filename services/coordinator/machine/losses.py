@@ -1,7 +1,5 @@
 """Continues after a loss: of a service, a rank, or a call that failed or took too long."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from paceline.services.coordinator.machine import commands, drafter, events, slots

@@ -1,7 +1,5 @@
 """Rolls steps out: every worker gets its share and releases its slots after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The rules that start a track's next work, in order, and everything between two steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

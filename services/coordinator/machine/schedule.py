@@ -12,8 +12,6 @@ Colocated tracks take turns on the slots. The policy trains when all rollouts ha
 tracks rest before an evaluation, during a pause and before the run ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule

@@ -1,7 +1,5 @@
 """The machine's settings: overlap of tracks, and division of slots."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import dataclass_transform

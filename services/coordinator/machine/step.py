@@ -28,8 +28,6 @@ The machine uses no clock and no random numbers. The same events give the same s
 commands, so a journal can be replayed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NamedTuple

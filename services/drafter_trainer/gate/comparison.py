@@ -8,8 +8,6 @@ slower. The projected speed-up is the mean of the engine's speed over batch size
 seconds of their rounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Measures drafters on rows, in pieces of a given time, between which a lease can end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager

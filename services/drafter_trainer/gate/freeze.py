@@ -1,7 +1,5 @@
 """Decides when training stops to pay, and when a fall of acceptance needs quick judgements."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -2,8 +2,6 @@
 engine, and freezes training that gains nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

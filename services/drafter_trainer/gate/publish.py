@@ -1,7 +1,5 @@
 """Pushes promoted drafters to the gateway."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path

@@ -2,8 +2,6 @@
 promoted drafters on disk.
 """
 
-from __future__ import annotations
-
 import shutil
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Keeps the policy's embedding and head by hash, for versions with usable rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

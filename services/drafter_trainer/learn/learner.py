@@ -1,7 +1,5 @@
 """Accumulates gradients over micro-batches and steps the drafter's optimiser."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

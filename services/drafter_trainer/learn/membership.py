@@ -1,7 +1,5 @@
 """Forms the process groups of the ranks that train under a lease, and sends each rank its row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any

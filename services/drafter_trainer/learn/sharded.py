@@ -2,8 +2,6 @@
 of it to other members.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

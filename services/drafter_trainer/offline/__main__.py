@@ -2,8 +2,6 @@
 no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

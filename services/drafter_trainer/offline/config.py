@@ -1,7 +1,5 @@
 """Declares the options of `paceline drafter train`. Imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -5,8 +5,6 @@ Rows depend on the seed and the step alone. A resumed run therefore continues wi
 for any number of ranks with the same rows per step.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Keeps samples for judging and training, bounded in samples and bytes, and draws from them."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Reads captured rows from their stream and decodes them in a thread, with or without a lease."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Holds a drafter's training rows: they arrive in one thread while another trains on them."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ the weights of a group to its n sessions. Splitting a session into more branches
 therefore changes nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor

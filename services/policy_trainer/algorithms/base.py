@@ -4,8 +4,6 @@ Shape letters: B trajectories of a batch, T trained tokens of a batch, M trained
 micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -2,8 +2,6 @@
 with one advantage per token: PPO with a critic, and REINFORCE++.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -4,8 +4,6 @@ functions.
 Shape letters: M trained tokens of a micro-batch, T of a batch, V vocabulary, S sessions.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

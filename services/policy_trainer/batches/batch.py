@@ -4,8 +4,6 @@ Shape letters: B trajectories, N tokens of all trajectories, T trained tokens am
 row width, M trained tokens of a micro-batch, U distinct tokens among the M.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass

@@ -4,8 +4,6 @@ Trained entries are acknowledged only on `release`: until checkpoints hold a ste
 in Redis and can be replayed. This module makes no tensors.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import statistics

@@ -6,8 +6,6 @@ sessions are the first to be stale, so dropping only stale sessions would bias t
 group. A group may be from another draw than the step that trains it.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence

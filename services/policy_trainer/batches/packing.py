@@ -6,8 +6,6 @@ trajectory has its own row. Rows of similar length share a micro-batch, since a 
 wide as its widest row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Keeps the records of batches and of the best evaluation beside the checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Builds the learner of a rank: sharded models that are loaded unit by unit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -3,8 +3,6 @@
 Shape letters: T trained tokens of the batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

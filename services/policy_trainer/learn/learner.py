@@ -1,7 +1,5 @@
 """Takes optimiser steps on batches and measures them."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

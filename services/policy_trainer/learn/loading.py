@@ -1,7 +1,5 @@
 """Loads the start policy unit by unit, so no rank ever holds all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path

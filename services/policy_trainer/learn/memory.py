@@ -1,7 +1,5 @@
 """Moves models and moments off their device and back, and keeps earlier weights on the CPU."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Cuts a batch into mini-batches of whole groups, and mini-batches into packed micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

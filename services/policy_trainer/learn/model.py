@@ -4,8 +4,6 @@ Shape letters: R rows, W row width, M trained tokens, U distinct trained tokens,
 vocabulary, C rows of a chunk of the language-model head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Computes the losses of a micro-batch's tokens, and sums the figures of a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

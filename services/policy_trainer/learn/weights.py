@@ -5,8 +5,6 @@ checkpoints. The published form is W + (alpha / rank) B A, which any engine serv
 that sum, or the adapters.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping

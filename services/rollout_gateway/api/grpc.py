@@ -1,7 +1,5 @@
 """RolloutService over gRPC: translates calls for the gateway and its runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing

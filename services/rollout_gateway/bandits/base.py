@@ -3,8 +3,6 @@
 The rules of choice are in the other modules.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence, Set
 from dataclasses import dataclass

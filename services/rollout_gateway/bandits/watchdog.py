@@ -18,8 +18,6 @@ of rounds has passed (two, then four windows, when each trial fails). A drafter 
 revived by the window alone. `off` drafts nothing and stays. If no arm would be left, all arms stay.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence, Set

@@ -3,8 +3,6 @@
 A plan changes no state: a refused request leaves no trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial

@@ -6,8 +6,6 @@ between. Every operation is O(1), amortised over the life of a request. The queu
 to keys (a session, a caller) or to requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator

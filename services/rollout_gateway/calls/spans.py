@@ -3,8 +3,6 @@
 Engines export no spans. Their timings arrive with a request's last chunk.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 No response is refused: text that is not a whole call is content, unchanged.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Sequence

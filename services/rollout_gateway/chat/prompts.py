@@ -4,8 +4,6 @@ Chat template, tokenizer and tool format are used here only. A caller passes a r
 that it continues, and receives tokens and a parser.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Tools, calls, results and the text beside calls are refused by name, or moved in
 prompt. Other dropped parts are reported.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

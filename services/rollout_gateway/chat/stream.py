@@ -2,8 +2,6 @@
 possible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 
 from paceline.services.rollout_gateway.engines.requests import stop_texts

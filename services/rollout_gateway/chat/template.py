@@ -4,8 +4,6 @@ tokens.
 Templates are untrusted Jinja and run in its sandbox. TextCodec handles tokens.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import string

@@ -3,8 +3,6 @@
 Generated text is kept as ids and never tokenised again; its text is for people.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Entries are import paths, so choosing an engine does not import any other engine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError

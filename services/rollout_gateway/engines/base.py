@@ -4,8 +4,6 @@ The worker (engines/worker/process.py) turns WorkerCommands into these calls, an
 `step` into WorkerEvents. An engine never blocks on Redis, gRPC or the gateway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol

@@ -4,8 +4,6 @@ This is the only list. The HTTP API bodies take their ranges from RANGES, and th
 engines check requests with `check_sampling`. The defaults determine the trainable requests.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from paceline.errors import InvalidInput

@@ -3,8 +3,6 @@
 This module does not import torch, so that the gateway can check settings.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

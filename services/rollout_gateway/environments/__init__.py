@@ -1,7 +1,5 @@
 """Declares the interface of environments: each leads one session from a task to an episode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """The environments: one answer, a conversation with tools, a simulated user; and their table."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

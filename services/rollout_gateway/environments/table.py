@@ -1,7 +1,5 @@
 """Builds an environment by its name, built-in or configured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

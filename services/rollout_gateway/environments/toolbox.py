@@ -5,8 +5,6 @@ once. A server that has never worked counts as a wrong setting. A server that fa
 an infrastructure fault, and the next call reconnects. Needs the extra `mcp`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping

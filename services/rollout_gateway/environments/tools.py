@@ -4,8 +4,6 @@ A tool's answer is text for the model. A fault of the model also becomes an answ
 sandbox does not.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """Declares the interface of reward rules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

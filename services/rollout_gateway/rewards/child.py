@@ -4,8 +4,6 @@ A child runs one request at a time; further requests wait. Maps failures to the 
 rule, settings or infrastructure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from asyncio.subprocess import PIPE

@@ -5,8 +5,6 @@ and stdout, which the child reserves at once: code that prints then writes to st
 reads stdin gets end of file. The process imports no more than the rules need.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -22,8 +22,6 @@ Tests have limits: they cannot pass functions to the code, use its classes in is
 classes, or add or order objects of the code's classes. unittest's classes are not run.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

@@ -6,8 +6,6 @@ texts are compared here. Other answers are compared in a child process (math_equ
 hostile answer may take long.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ math-verify stops itself by SIGALRM between two operations of Python. A single l
 ended with the child, at rewards.deadline_s.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ That process alone imports rewards/reward_model.py, and torch. remote.py handles
 URL.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Messages have the form of OpenAI's chat completions; arguments of tool calls sta
 A server failure never becomes reward 0: a permanent failure raises Unavailable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ is the logit of the label "positive", else of index 1. Logits are not squashed. 
 downloads nothing, runs no code of the checkpoint and reads no pickle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

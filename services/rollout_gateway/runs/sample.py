@@ -1,7 +1,5 @@
 """Runs one sample of a task: its session from the assignment to the reward."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

@@ -5,8 +5,6 @@ training sample is returned from memory or from the ledger. Samples continue whe
 disconnects, and the next call takes over the stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -4,8 +4,6 @@ launcher/, a separate program, builds the layers, so that nothing happens betwee
 here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 The package contains neither engine nor transport.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -4,8 +4,6 @@ session.
 Generations are in calls.py, the states of one session in sessions/session.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ The module decides which groups are closed. Groups are bounded in bytes: above t
 session is admitted until a step takes groups.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable

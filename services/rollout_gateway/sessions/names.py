@@ -2,8 +2,6 @@
 number, so that a load balancer and every other gateway find the gateway of a name.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import zlib

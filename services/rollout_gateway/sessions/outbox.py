@@ -5,8 +5,6 @@ limit. Memory is therefore bounded by that limit plus running work. Redis may be
 nothing is lost while this process lives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections import defaultdict, deque

@@ -3,8 +3,6 @@
 The registry bounds their number and ends silent ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -5,8 +5,6 @@ session's span connects both. It is below the request that opened the session, a
 agent's own span. Each generation's `engine.request` and each sample's `trajectory.append` link it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ seed) alone, never on arm, batch or time (script.py selects it, request.py emits
 seconds are read from a cost table (arm, batch size). Only `real_time` sleeps them, for benches.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence, Set

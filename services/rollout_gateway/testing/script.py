@@ -1,7 +1,5 @@
 """Declares the scripted engine's input, and selects its response to a prompt."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

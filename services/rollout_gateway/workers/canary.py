@@ -6,8 +6,6 @@ canary's other chunks are withheld meanwhile. They are delivered when the set pa
 again under the former set when it fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

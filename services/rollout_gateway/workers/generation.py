@@ -1,7 +1,5 @@
 """Holds running requests, and requests that wait while every possible worker is lent."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -4,8 +4,6 @@ A lent worker gets no requests and has released its memory. Its requests end fir
 and continue on another worker. When all workers are lent, requests wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence

@@ -2,8 +2,6 @@
 each place, and replaces workers that are lost or fail to start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -4,8 +4,6 @@ docs/metrics.md lists the names. A request counts when it ends. Workers are poll
 every RunTasks, for GetStatus, and at a Prometheus scrape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 

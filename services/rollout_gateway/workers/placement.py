@@ -1,7 +1,5 @@
 """Selects the worker of a request, tracks idle time and notices waiting callers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

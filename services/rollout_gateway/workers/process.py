@@ -1,7 +1,5 @@
 """One process of an engine worker: its start, commands and answers, version set, loss and end."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Disables paths that an audit found inexact, on all workers and on later starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from paceline.arm_names import OFF

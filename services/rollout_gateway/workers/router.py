@@ -4,8 +4,6 @@ When a worker is lost, its requests continue from the tokens received, on its re
 worker. Sessions and rewards are outside the router.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

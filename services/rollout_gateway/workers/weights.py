@@ -1,7 +1,5 @@
 """Loads new weights on the engine workers, and keeps the gateway's serving set."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection
 from dataclasses import replace

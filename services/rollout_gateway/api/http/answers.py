@@ -4,8 +4,6 @@ A request becomes calls; an `Answers` turns them into JSON, whole or as events. 
 splits a message for APIs that send it in parts.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Writes answers in Anthropic's format: content blocks and their events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ A history that a client sends back has to become the recorded messages. So an as
 become a single Message, and each tool result of a user becomes its own Message.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal

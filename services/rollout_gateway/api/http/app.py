@@ -6,8 +6,6 @@ sends a request without a preflight: its Origin is foreign, or its body is no JS
 requests.py).
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Sequence

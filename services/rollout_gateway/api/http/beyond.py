@@ -8,8 +8,6 @@ and empty values request nothing.
 Paths have the form of error messages, without indices: messages[].cache_control.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 """Writes completions, chat completions and their log-probs in OpenAI's format, whole and
 streamed."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

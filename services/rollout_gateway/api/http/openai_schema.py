@@ -1,7 +1,5 @@
 """Bodies of OpenAI's requests: their fields, types and ranges. beyond.py handles further fields."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast

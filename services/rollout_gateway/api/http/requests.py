@@ -4,8 +4,6 @@ A body is refused while it arrives if it could exceed the model's context. It is
 checking its values would delay other requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import reprlib
 from collections.abc import Mapping, Sequence

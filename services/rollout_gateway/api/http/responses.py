@@ -1,7 +1,5 @@
 """Writes answers in the format of OpenAI's responses API, and keeps past responses in memory."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A model's turn has several items (reasoning, message, function calls) but is a s
 history that a client sends back has to become the recorded messages.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal

@@ -3,8 +3,6 @@
 The application's routes and the OpenAPI document are both built from this list.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.metadata import version as distribution_version
 from typing import Any

@@ -1,7 +1,5 @@
 """Sessions over HTTP: request bodies and access rules. The gateway does the work."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

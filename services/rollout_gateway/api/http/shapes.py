@@ -5,8 +5,6 @@ choose a branch by a look at the value, so that an error refers to the intended 
 identifiers: error paths leave them out.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

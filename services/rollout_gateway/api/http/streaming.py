@@ -1,7 +1,5 @@
 """Runs the calls of a request, and answers whole or as server-sent events over HTTP/1.1."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing

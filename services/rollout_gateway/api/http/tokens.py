@@ -2,8 +2,6 @@
 Anthropic.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Annotated

@@ -4,8 +4,6 @@ A reader is a generator that yields when it needs more text. Straight code then 
 result for any cuts, and reads every character a bounded number of times.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator
 from typing import NamedTuple, TypeVar

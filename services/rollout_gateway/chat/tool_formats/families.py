@@ -1,7 +1,5 @@
 """The formats of tool calls by model family, in one table, and their readers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

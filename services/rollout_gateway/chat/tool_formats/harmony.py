@@ -5,8 +5,6 @@ A response begins after `<|start|>assistant`. openai-harmony is not used: it rea
 a vocabulary that it downloads at start.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ A scanner finds the end of an object, and the standard library decodes the whole
 returned as the model's exact text: parsing and writing them anew would change numbers and spaces.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

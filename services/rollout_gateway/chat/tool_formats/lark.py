@@ -5,8 +5,6 @@ A tokenizer may have a token for a marker such as <tool_call>. A grammar of text
 that token, so text may also be written as the token. Imports no llguidance.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

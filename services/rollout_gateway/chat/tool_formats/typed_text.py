@@ -5,8 +5,6 @@ This form writes a string unchanged and every other value as JSON, so only the s
 "42" from 42. If the schema leaves it open, the text is read as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -11,8 +11,6 @@ seconds. c gives the forward's seconds by its number of tokens. F is the seconds
 other work. As p falls along a path, the chosen nodes of a row form a tree.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 kept in slots. The module sets the dtype and the stamps of rows, and the number of waiting rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ which gives the draws for positions n, n + 1, ... The first draw of a request is
 after its prompt is cached.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Prepare, and replaces it at its commit. The new speculator then catches up from 
 engine keeps, without any computation by the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

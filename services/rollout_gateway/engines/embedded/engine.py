@@ -3,8 +3,6 @@
 It implements engines/base.py and fixes the order of the steps; decode.py holds the decode round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path

@@ -13,8 +13,6 @@ so one key identifies the whole beginning (vLLM's automatic prefix caching; Kwon
 hash collision costs a hit, but never gives a wrong token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ the last request takes its slot.
 The forward runs in padded batches within the token budget.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial

@@ -15,8 +15,6 @@ precedes the draw.
 Drafts of an n-gram are not drawn: its q has all its mass on the draft.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

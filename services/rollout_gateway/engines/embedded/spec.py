@@ -6,8 +6,6 @@ This module does not import torch: the gateway allocates its rings by the layout
 start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal

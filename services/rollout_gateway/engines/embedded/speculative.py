@@ -2,8 +2,6 @@
 bandit and budget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 

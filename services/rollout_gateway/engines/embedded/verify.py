@@ -8,8 +8,6 @@ every emitted token is the draw of decoding without drafts, for any drafts that 
 draws.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A commit writes a policy's numbers over the serving storages (models/in_place.py
 swapped by reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Each stage has one entry, however many rounds it had, so the engine's report is 
 from the machine's clock, which the gateway shares.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

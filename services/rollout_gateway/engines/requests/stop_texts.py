@@ -1,7 +1,5 @@
 """Finds stop strings in decoded text, and never inside the name of a token such as <|im_end|>."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 

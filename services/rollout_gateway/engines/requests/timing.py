@@ -1,7 +1,5 @@
 """Measures the seconds of a piece of work, and the device's speed of matrix products."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

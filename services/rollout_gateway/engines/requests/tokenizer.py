@@ -4,8 +4,6 @@ A decoder's text cannot represent half a character, so this module applies the d
 itself. `token_bytes` compares the result with the decoder. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

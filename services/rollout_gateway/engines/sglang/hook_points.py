@@ -4,8 +4,6 @@ Only one release of SGLang is served; another release is rejected by name. This 
 neither torch nor SGLang.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 RELEASE = "0.5.21"

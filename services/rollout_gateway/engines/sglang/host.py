@@ -5,8 +5,6 @@ serves no requests: the gateway's peer is the plugin in SGLang's rank-0 schedule
 and children end together, whatever the cause.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -7,8 +7,6 @@ SGLang's other layouts have further schedulers, which a command would not reach.
 Imports neither torch nor SGLang, so that the gateway can check the settings and size its row rings.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

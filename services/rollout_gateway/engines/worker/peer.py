@@ -1,7 +1,5 @@
 """The worker's side of its socket: executes commands on the engine and sends events."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The process receives commands between rounds and sends at most one TokensEmitted
 waits while the engine has work; otherwise it sleeps on the socket.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

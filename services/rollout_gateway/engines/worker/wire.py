@@ -1,7 +1,5 @@
 """Conversion between worker protocol messages and the engine's types."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence

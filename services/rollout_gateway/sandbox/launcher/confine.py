@@ -8,8 +8,6 @@ Each failing step ends its process with a line on the report pipe; the code neve
 layer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ The filter refuses calls known to reach outside and permits the rest, so that an
 Landlock governs files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -7,8 +7,6 @@ RLIMIT_AS bounds one process. The system-call filter refuses memory outside of a
 files in memory, segments, mostly unmapped shared mappings, pages left in pipes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

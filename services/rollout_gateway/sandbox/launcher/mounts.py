@@ -6,8 +6,6 @@ A read-only root contains Python's files and a few devices, each a read-only bin
 writable directory of bounded size. No other host path is visible, and there is no /proc.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import struct

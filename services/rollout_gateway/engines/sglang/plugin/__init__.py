@@ -5,8 +5,6 @@ SGLang only logs a hook that it cannot apply, and continues. The plugin raises a
 because an engine without one of its hooks behaves differently.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from functools import partial

@@ -7,8 +7,6 @@ again, see slot_rows.py; where no rows are kept it reads them at once. rounds.py
 apply a shape to SGLang's workers. Imports neither torch nor SGLang.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 

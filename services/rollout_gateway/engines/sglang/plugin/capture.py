@@ -10,8 +10,6 @@ no rows. Row i is the state at token i; the last token was never forwarded and h
 module owns neither the ring nor the choice of captured requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

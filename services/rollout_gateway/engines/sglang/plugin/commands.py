@@ -4,8 +4,6 @@ start, incoming commands, finish rule, outgoing chunks.
 Every rank executes a command; rank 0 answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

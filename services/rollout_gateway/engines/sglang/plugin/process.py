@@ -1,7 +1,5 @@
 """Holds the plugin's requests, versions and parts inside one scheduler process of SGLang."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Sequence

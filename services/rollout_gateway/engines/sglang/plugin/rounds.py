@@ -7,8 +7,6 @@ events on the forward stream bracket the round. They are read when SGLang has wa
 result anyway, so the measurement never waits for the device.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ beside steps and draft tokens. A decode round installs its set and removes it af
 and the scheduler always see the launch shape. arms.py chooses the arm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

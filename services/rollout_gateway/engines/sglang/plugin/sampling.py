@@ -10,8 +10,6 @@ matches. A tree of any shape and no tree at all therefore give the same tokens. 
 not depend on the draws, so verification is exact for any tree. This module owns no SGLang state.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

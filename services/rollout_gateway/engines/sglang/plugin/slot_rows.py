@@ -10,8 +10,6 @@ records unread tokens. This module owns the marks on requests that may be behind
 that catch up. arms.py chooses the arm.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Sequence

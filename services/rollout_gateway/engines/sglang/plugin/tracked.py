@@ -3,8 +3,6 @@
 Holds no SGLang object.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ ranks. Before loading, names and shapes are compared with the checkpoint that th
 from. SGLang ignores unknown names and dies of wrong shapes. This module owns the serving set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
