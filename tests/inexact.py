@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.engines import EngineKind
-from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec, layout_of_settings
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.trajectory import VersionSet
 
 DAMAGE = 2.0
@@ -27,7 +28,7 @@ class InexactSpec(EmbeddedSpec):
     """Damages copied keys and values, keys and values of accepted drafts, or rounded weights."""
 
 
-def build_inexact(spec: InexactSpec, sink: RowSink | None = None) -> Engine:
+def build_inexact(spec: InexactSpec, sink: RowRing | None = None) -> Engine:
     """An engine with the fault of the settings."""
     engine = EmbeddedEngine(spec, sink)
     assert isinstance(engine, EmbeddedEngine)

@@ -19,7 +19,6 @@ from paceline.local.patience import patient
 from paceline.local.processes import child_environment
 from paceline.messages import from_message, stats_from_proto, versions_from_proto
 from paceline.services.rollout_gateway.engines import find_engine
-from paceline.services.rollout_gateway.engines.base import RowSink
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
@@ -84,7 +83,7 @@ class WorkerClient:
         self._numbers = 0
         self.engines = 0  # RemoteEngines so far
         self.chunks: list[Chunk] = []
-        self.rows: Any = None  # where rows go: a RowSink or None
+        self.rows: Any = None  # where rows go: a RowRing or None
         try:
             self.ready = self._ready(ready_s)
         except BaseException:
@@ -195,7 +194,7 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
 class _Shifted:
     """A sink that receives only the request ids of its engine."""
 
-    def __init__(self, sink: RowSink, first: int) -> None:
+    def __init__(self, sink: RowRing, first: int) -> None:
         self._sink, self._first = sink, first
 
     def write(
@@ -216,7 +215,7 @@ class RemoteEngine:
     and an empty engine.
     """
 
-    def __init__(self, client: WorkerClient, weights: Path, sink: RowSink | None) -> None:
+    def __init__(self, client: WorkerClient, weights: Path, sink: RowRing | None) -> None:
         self._client = client
         self._paused = False
         self._live: set[int] = set()

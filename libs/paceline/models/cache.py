@@ -28,22 +28,9 @@ class StaticCache:
     ) -> None:
         self.capacity = capacity
         self._heads, self._dim = config.num_kv_heads, config.head_dim
-        self._shape = (layers, slots, 2 * self._heads, capacity, self._dim)
-        self.data = torch.empty(0, dtype=dtype, device=device)
-        self.allocate()
-
-    def allocate(self) -> None:
-        """Allocates empty cells: at the start, and after `release`."""
-        self.data = self.data.new_zeros(self._shape)
-        self._flat = self.data.view(self._shape[0], -1, self._dim).unbind(0)
-
-    def release(self) -> int:
-        """Frees the cells with their content; returns bytes. Call `allocate` before the
-        next use.
-        """
-        freed = self.data.nbytes
-        self.data, self._flat = self.data.new_empty(0), ()
-        return freed
+        shape = (layers, slots, 2 * self._heads, capacity, self._dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self._flat = self.data.view(layers, -1, self._dim).unbind(0)
 
     def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Cells for tokens of slots [B] at positions [B, Q]: int64 [B, Q, 2 * kv_heads]."""

@@ -98,12 +98,14 @@ def check_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype] | None = None,
     looked_at: Collection[str] | None = None,
+    computed_in: torch.dtype | None = None,
 ) -> None:
     """Raises WeightsError with the name of a wrong tensor.
 
     Wrong means missing, extra, misshapen, of a wrong dtype, or not finite. `dtypes`: dtypes of
     tensors that are no weights; all other tensors are floats. `looked_at`: tensors to check for
-    finite numbers; None: all.
+    finite numbers; None: all. `computed_in`: dtype in which numbers must be finite; None: their
+    own.
     """
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
@@ -129,7 +131,7 @@ def check_tensors(
             (dtypes[name],) if dtypes and name in dtypes else STORED_DTYPES,
         )
         if looked_at is None or name in looked_at:
-            _check_finite(name, tensors[name])
+            _check_finite(name, tensors[name], computed_in)
 
 
 def _and_others(names: Sequence[str]) -> str:
@@ -147,10 +149,10 @@ def _check_tensor(
         raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=dtypes)
 
 
-def _check_finite(name: str, tensor: Tensor) -> None:
+def _check_finite(name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
     # Both are NaN if any number is; checking each number would take three copies of the tensor.
-    if not all(torch.isfinite(one) for one in torch.aminmax(tensor)):
-        wrong = tensor[~torch.isfinite(tensor)]
+    if not all(torch.isfinite(one.to(dtype)) for one in torch.aminmax(tensor)):
+        wrong = tensor[~torch.isfinite(tensor.to(dtype))]
         raise WeightsError(
             f"tensor {name} holds {len(wrong)} numbers that are not finite",
             seen=float(wrong[0]),

@@ -20,9 +20,10 @@ from paceline.messages import stats_to_proto
 from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
-from paceline.services.rollout_gateway.engines import base, nouns
+from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.services.rollout_gateway.testing import script
 from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
 from paceline.trajectory import SpeculationStats, Target, VersionSet
@@ -41,7 +42,7 @@ _CAPABILITIES = frozenset(
 class ScriptedEngine:
     """The Engine of engines/base.py over a script."""
 
-    def __init__(self, spec: script.ScriptedSpec, sink: base.RowSink | None) -> None:
+    def __init__(self, spec: script.ScriptedSpec, sink: RowRing | None) -> None:
         self._spec = spec
         self._sink = sink
         self._beat = 0.0  # end of the last round, with `real_time`
@@ -57,8 +58,8 @@ class ScriptedEngine:
         )
         # a float32 head, and a row of keys and values per token
         tokens = spec.vocab_size + 2 * spec.max_batch * spec.max_sequence_tokens
-        size = 4 * spec.hidden_size * tokens
-        self._memory = control.EngineMemory([control.MemoryPart(lambda: size, lambda: None)])
+        self._memory_bytes = 4 * spec.hidden_size * tokens
+        self._released = False
         self._paused = False
         self._forced = ""
         self._barred: Set[str] = frozenset()
@@ -106,7 +107,7 @@ class ScriptedEngine:
         )
 
     def enqueue(self, request: nouns.Request) -> None:
-        control.check_held(self._memory.released)
+        control.check_held(self._released)
         sequence = self._admission.sequence(request)
         control.check_capabilities("scripted", self.info.capabilities, request)
         control.check_arm(request.forced_arm, self._spec.arms)
@@ -221,10 +222,13 @@ class ScriptedEngine:
         self._barred = frozenset(withheld.arms)
 
     def release_memory(self) -> int:
-        return self._memory.release(len(self._running) + len(self._waiting))
+        control.check_idle(len(self._running) + len(self._waiting))
+        freed = 0 if self._released else self._memory_bytes
+        self._released = True
+        return freed
 
     def resume_memory(self) -> None:
-        self._memory.resume()
+        self._released = False
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; there is no cache."""
@@ -288,6 +292,6 @@ class ScriptedEngine:
         self._sink.write(ids, positions, tokens, self.versions.policy, rows)
 
 
-def build_scripted(spec: script.ScriptedSpec, sink: base.RowSink | None = None) -> ScriptedEngine:
+def build_scripted(spec: script.ScriptedSpec, sink: RowRing | None = None) -> ScriptedEngine:
     """Build the engine of a script."""
     return ScriptedEngine(spec, sink)

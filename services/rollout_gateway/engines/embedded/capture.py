@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from paceline.models.loading import DTYPES
-from paceline.services.rollout_gateway.engines.base import RowSink
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 
 WAITING = 64
 """Minimum number of a request's rows written together, because a call costs as much for a few rows.
@@ -21,7 +21,7 @@ With a full batch, one write at most fills the sink's ring.
 class Capture:
     """Writes rows and counts the rows dropped by a full sink."""
 
-    def __init__(self, sink: RowSink | None, store: SlotStore, features_dtype: str) -> None:
+    def __init__(self, sink: RowRing | None, store: SlotStore, features_dtype: str) -> None:
         self._sink = sink
         self._store = store
         self._dtype = DTYPES[features_dtype]

@@ -14,7 +14,7 @@ from paceline.local.processes import usable_cores
 from paceline.messages import stats_to_proto
 from paceline.models import decoder, in_place, loading, profiles
 from paceline.models.config import ModelConfig, read_config
-from paceline.services.rollout_gateway.engines import base, nouns
+from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.embedded import (
     capture,
     decode,
@@ -28,6 +28,7 @@ from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.requests import control, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.speculators.base import CaptureSpec, SpeculatorSetup
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1.engine_pb2 import ArmStats, Quarantine, WorkerHealth
@@ -36,7 +37,7 @@ from paceline.v1.engine_pb2 import ArmStats, Quarantine, WorkerHealth
 class EmbeddedEngine:
     """The Engine of engines/base.py in PyTorch."""
 
-    def __init__(self, spec: EmbeddedSpec, sink: base.RowSink | None = None) -> None:
+    def __init__(self, spec: EmbeddedSpec, sink: RowRing | None = None) -> None:
         """An engine that is ready for requests.
 
         Raises InvalidInput, WeightsError, DataLoss or ConfigError for an unusable checkpoint,
@@ -62,14 +63,7 @@ class EmbeddedEngine:
         self._decoder = decode.Decoder(
             self._weights, self._speculation, self._store, self._grammars, self._stopwatch
         )
-        self._memory = control.EngineMemory(
-            (
-                control.MemoryPart(self._release_cache, self._store.allocate),
-                control.MemoryPart(self._weights.release, self._weights.resume),
-            )
-            if spec.memory_saver
-            else ()
-        )
+        self._released = False
         self._ended = SpeculationStats()
         self._paused = False
 
@@ -96,9 +90,7 @@ class EmbeddedEngine:
                 keep_hidden=self._speculation.drafters.needs_hidden or captured,
                 inner=inner,
             )
-        self._weights = EngineWeights(
-            policy, self._speculation, model, model_dir, memory_saver=spec.memory_saver
-        )
+        self._weights = EngineWeights(policy, self._speculation, model, model_dir)
         self._device_tflops = timing.square_product_tflops(policy.head.device, policy.head.dtype)
 
     # ---- the round
@@ -162,7 +154,7 @@ class EmbeddedEngine:
 
     def enqueue(self, request: nouns.Request) -> None:
         """See Engine.enqueue."""
-        control.check_held(self._memory.released)
+        control.check_held(self._released)
         self._speculation.check_arm(request.forced_arm)
         control.check_capabilities("embedded", self.info.capabilities, request)
         self._grammars.check(request.sampling)
@@ -250,19 +242,15 @@ class EmbeddedEngine:
         if withheld.reuse and not self._prefixes.closed:
             self._prefixes.close()
 
-    @torch.inference_mode()
     def release_memory(self) -> int:
-        """See Engine.release_memory; 0 bytes without engine.embedded.memory_saver."""
-        return self._memory.release(self._unfinished)
+        """See Engine.release_memory; the engine keeps its memory and only refuses requests."""
+        control.check_idle(self._unfinished)
+        self._released = True
+        return 0
 
-    def _release_cache(self) -> int:
-        self._prefixes.forget()
-        return self._store.release()
-
-    @torch.inference_mode()
     def resume_memory(self) -> None:
         """See Engine.resume_memory."""
-        self._memory.resume()
+        self._released = False
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; drafters that learn from text drop their learned text too."""

@@ -55,18 +55,6 @@ class SlotStore:
         width = (len(inner) + 1) * config.hidden_size if keep_hidden else 0
         self.hidden = torch.zeros(slots, capacity, width, dtype=dtype, device=device)
         """[S, C, W]: true hidden states of cached tokens; width 0 if nothing reads them."""
-        self._hidden_shape = self.hidden.shape
-
-    def release(self) -> int:
-        """Free and drop keys, values and hidden states; returns bytes."""
-        freed = self.kv.release() + self.hidden.nbytes
-        self.hidden = self.hidden.new_empty(0)
-        return freed
-
-    def allocate(self) -> None:
-        """Allocate the freed memory again."""
-        self.kv.allocate()
-        self.hidden = self.hidden.new_zeros(self._hidden_shape)
 
     def start(self, slot: int, known: tuple[int, ...]) -> None:
         """Store the tokens of a new request."""

@@ -243,10 +243,6 @@ class Speculation:
     def bind(self, target: decoder.DecoderWeights) -> None:
         """Draft for new target weights; the bandit measures their acceptance again."""
         self.drafters.bind(target)
-        self.policy_changed()
-
-    def policy_changed(self) -> None:
-        """The bandit measures the acceptance again."""
         self.bandit.renew({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
 
 

@@ -4,11 +4,8 @@ A commit writes a policy's numbers over the serving storages (models/in_place.py
 swapped by reference.
 """
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-from torch import Tensor
 
 from paceline.errors import PacelineError, WeightsError
 from paceline.models import in_place
@@ -30,16 +27,12 @@ class EngineWeights:
         speculation: speculative.Speculation,
         model: in_place.ServedModel,
         directory: Path,
-        *,
-        memory_saver: bool = False,
     ) -> None:
-        """directory: source of the policy; memory_saver: whether its memory can be freed."""
+        """directory: source of the policy."""
         self._policy = policy
         self._speculation = speculation
         self._model = model
         self._directory = directory
-        self.memory_saver = memory_saver
-        self._released = False
         self._torn: BaseException | None = None
         self._prepared: PreparedVersions[in_place.StagedWeights | drafters.DrafterVersion] = (
             PreparedVersions(model.profile.name if model.profile else "")
@@ -100,12 +93,8 @@ class EngineWeights:
         return Target.POLICY in changes
 
     def _serve_policy(self, new: in_place.StagedWeights) -> None:
-        if self._released:  # `resume` loads it and binds the drafters to it
-            self._policy = replace(self._policy, head_hash=new.head_hash)
-            self._speculation.policy_changed()
-        else:
-            same_profile = new.profile == self._model.profile
-            self._policy = self._written_over(new) if same_profile else self._beside(new)
+        same_profile = new.profile == self._model.profile
+        self._policy = self._written_over(new) if same_profile else self._beside(new)
         self._model, self._directory = replace(self._model, profile=new.profile), new.path
 
     def _written_over(self, new: in_place.StagedWeights) -> DecoderWeights:
@@ -139,38 +128,3 @@ class EngineWeights:
                 of=str(self.versions),
                 error=str(interrupted),
             )
-
-    def release(self) -> int:
-        """Free the policy's memory until `resume`; returns bytes, 0 without memory_saver."""
-        if not self.memory_saver:
-            return 0
-        self._released = True
-        freed = 0
-        for tensor in _tensors(self._policy):
-            storage = tensor.untyped_storage()
-            if storage.resizable():  # all but the rotation table
-                freed += storage.nbytes()  # 0 from the second tensor of a shared storage on
-                storage.resize_(0)  # remaining references keep only the tensor's shape
-        return freed
-
-    def resume(self) -> None:
-        """Load the serving policy again.
-
-        Raises WeightsError, DataLoss or InvalidInput.
-        """
-        if self._released:
-            self._policy = self._model.load(self._directory)
-            self._speculation.drafters.bind(self._policy)
-            self._released = False
-
-
-def _tensors(weights: object) -> Iterator[Tensor]:
-    """All tensors of the weights and their parts."""
-    if isinstance(weights, Tensor):
-        yield weights
-    elif isinstance(weights, tuple):
-        for part in weights:
-            yield from _tensors(part)
-    elif is_dataclass(weights):
-        for field in fields(weights):
-            yield from _tensors(getattr(weights, field.name))

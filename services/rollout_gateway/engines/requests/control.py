@@ -1,10 +1,10 @@
-"""Admits requests to an engine, and tracks its released memory and its versions."""
+"""Admits requests to an engine, and tracks its versions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -35,45 +35,13 @@ def situation_of(rows: Sequence[RunningSequence | None]) -> Situation:
     return Situation(len(rows), context)
 
 
-class MemoryPart(NamedTuple):
-    """Functions that release and restore one part."""
-
-    release: Callable[[], int]
-    """Frees the part; returns the bytes freed."""
-    resume: Callable[[], None]
-
-
-class EngineMemory:
-    """The parts of one engine that can be released."""
-
-    def __init__(self, parts: Sequence[MemoryPart]) -> None:
-        self._parts = parts
-        self._freed: list[MemoryPart] = []
-        self.released = False
-
-    def release(self, running: int) -> int:
-        """See Engine.release_memory; `running` counts requests that run or wait."""
-        check_idle(running)
-        self.released = True
-        wanted = [part for part in self._parts if part not in self._freed]
-        self._freed += wanted
-        return sum(part.release() for part in wanted)
-
-    def resume(self) -> None:
-        """See Engine.resume_memory. After an error, a second call resumes the remaining parts."""
-        while self._freed:
-            self._freed[0].resume()
-            del self._freed[0]
-        self.released = False
-
-
 def check_idle(running: int) -> None:
     """Raises FailedPrecondition while requests run or wait."""
     if running:
         raise FailedPrecondition("requests run; abort them or wait", seen=running, allowed=0)
 
 
-def check_held(released: object) -> None:
+def check_held(released: bool) -> None:
     """Raises FailedPrecondition for a request while memory is released."""
     if released:
         raise FailedPrecondition(

@@ -44,7 +44,7 @@ def row_dtype(row_bytes: int) -> np.dtype[Any]:
 
 
 class RowRing:
-    """A ring with one producer and one consumer; on the writing side it is the RowSink of an
+    """A ring with one producer and one consumer; on the writing side it is the RowRing of an
     engine.
     """
 

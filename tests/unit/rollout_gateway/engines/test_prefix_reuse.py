@@ -16,13 +16,14 @@ from torch import Tensor
 
 from paceline.models import decoder
 from paceline.models.config import read_config
-from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded import prefill
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 
@@ -39,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def build(directory: Path, sink: RowSink | None = None, **options: object) -> Engine:
+def build(directory: Path, sink: RowRing | None = None, **options: object) -> Engine:
     settings = {
         "model_dir": str(directory),
         "drafter": "eagle",

@@ -5,16 +5,12 @@ loads and rounds as SGLang's do: loaders are attributes of parameters, and round
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import WeightsError
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounded
-from paceline.services.rollout_gateway.engines.sglang.plugin.weights import check_rounding
-from paceline.trajectory import Target
 
 WIDTH, LAYERS = 8, 3
 Pairs = Iterable[tuple[str, Tensor]]
@@ -160,43 +156,6 @@ def test_rounding_to_another_layout_is_an_error_that_names_both() -> None:
     model.method.wider = True
     with pytest.raises(RuntimeError, match=r"qkv.weight is rounded to .*\(8, 32\).*\(8, 16\)"):
         rounded.update(model, numbers(1))
-
-
-def overflowing() -> dict[str, Tensor]:
-    """A version that is finite, and no longer when SGLang has loaded it in bfloat16."""
-    tensors = numbers(1)
-    tensors["model.layers.1.k.weight"][2, 3] = torch.finfo(torch.float32).max
-    assert all(one.isfinite().all() for one in tensors.values())
-    return tensors
-
-
-def test_a_version_whose_scale_is_not_finite_is_refused_by_name_and_leaves_what_serves() -> None:
-    model = started(0)
-    updater = SimpleNamespace(_select_runners=lambda _: [("target", SimpleNamespace(model=model))])
-    held = dict(model.named_parameters())
-    before = {name: (one.data_ptr(), one.clone()) for name, one in served(model).items()}
-    refusal = r"layers.1.qkv.weight_scale: 1 are not finite after rounding; seen: inf"
-    for tensors, refused in ((numbers(2), False), (overflowing(), True), (numbers(3), False)):
-        if refused:
-            with pytest.raises(WeightsError, match=refusal):
-                check_rounding(updater, Target.POLICY, tensors)
-        else:
-            check_rounding(updater, Target.POLICY, tensors)
-        for name, one in model.named_parameters():
-            assert one is held[name], name
-            assert one.data_ptr() == before[name][0], name
-            assert torch.equal(one.data, before[name][1]), name
-    rounded.update(model, numbers(3))
-    fresh = served(started(3))
-    assert all(torch.equal(one, fresh[name]) for name, one in served(model).items())
-
-
-def test_an_update_to_a_scale_that_is_not_finite_ends_by_its_name() -> None:
-    """Prepare tested nothing, since the weights were released."""
-    with pytest.raises(
-        RuntimeError, match=r"layers.1.qkv.weight_scale: 1 are not finite after rounding; seen: inf"
-    ):
-        rounded.update(started(0), overflowing())
 
 
 def test_a_model_that_is_not_rounded_has_no_record_and_is_processed_each_time() -> None:

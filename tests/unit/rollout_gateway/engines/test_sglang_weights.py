@@ -137,3 +137,20 @@ def test_a_number_that_is_not_finite_is_seen_by_the_rank_that_looks_at_it_and_re
             PluginWeights(spec, TensorParallel(rank, 2)).prepare(Target.POLICY, 1, tmp_path)
     assert told == [None, told_by_the_other]
     assert first != second
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_number_that_overflows_in_the_engines_dtype_is_refused(
+    tmp_path: Path, dtype: str
+) -> None:
+    tensors = load_file(DEMO / "policy_trained" / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("k_proj.weight"))
+    tensors[name] = tensors[name].float()
+    tensors[name][2, 3] = torch.finfo(torch.float32).max
+    save_file(tensors, tmp_path / "model.safetensors")
+    spec = SGLangSpec(model_dir=str(DEMO / "policy_start"), drafter="off", dtype=dtype)
+    if dtype == "float32":
+        PluginWeights(spec).prepare(Target.POLICY, 1, tmp_path)
+        return
+    with pytest.raises(WeightsError, match=f"{name} holds 1 numbers that are not finite"):
+        PluginWeights(spec).prepare(Target.POLICY, 1, tmp_path)

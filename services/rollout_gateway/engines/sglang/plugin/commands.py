@@ -4,7 +4,7 @@ start, incoming commands, finish rule, outgoing chunks.
 Every rank executes a command; rank 0 answers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
     cache_key,
     rid_of,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.weights import check_rounding
 from paceline.services.rollout_gateway.engines.worker.peer import answer
 from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target, VersionSet
@@ -99,7 +98,7 @@ class SchedulerEngine(Plugin):
         """
         if target is Target.POLICY and profile != self.spec.profile:
             raise nouns.missing("sglang", nouns.Capability.PROFILES)
-        self.weights.prepare(target, version, path, self._tried)
+        self.weights.prepare(target, version, path)
 
     def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """Serve a set of versions; the mode applies only to a change of the policy.
@@ -174,15 +173,6 @@ class SchedulerEngine(Plugin):
         if self._released:
             self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=MEMORY))
         self.weights.load_committed(self._updater)
-
-    def _tried(self, target: Target, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Check the rounding of a version, unless the weights are released.
-
-        Released weights have no memory for rounding. An update that fails later ends the process,
-        which restarts with the serving set.
-        """
-        if not self._released:
-            check_rounding(self._updater, target, tensors, self.weights.ranks)
 
     @property
     def _updater(self) -> Any:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,7 +107,7 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Load other values into the serving storages.
 
     tensors: for each decoder layer, all its tensors or none. Raises RuntimeError where rounding
-    gives another layout or values that are not finite. An interrupted update leaves layers of both
+    gives another layout. An interrupted update leaves layers of both
     versions, so the process must end.
     """
     record: Record = getattr(model, _RECORD)
@@ -127,53 +126,6 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
                 one.drop()
 
 
-def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> WeightsError | None:
-    """Round a version as `update` does, a layer at a time, and discard the result.
-
-    Returns an error for the first parameter that is then not finite, such as a scale. The serving
-    weights stay unchanged. Raises WeightsError where the profile itself finds a value that is not
-    finite.
-    """
-    record: Record = getattr(model, _RECORD)
-    modules = dict(model.named_modules())
-    for layer, part in _by_layer(tensors).items():
-        own = _of_layer(record, layer)
-        if not own:
-            continue
-        with _elsewhere({k: m for k, m in modules.items() if _layer_of(f"{k}.") == layer}):
-            _open(modules, own)
-            try:
-                _load(model, part)
-                for name in own:
-                    module: Any = modules[name]
-                    module.quant_method.process_weights_after_loading(module)
-                    found = _first_wrong(name, module)
-                    if found is not None:
-                        return found
-            finally:
-                for loaded in own.values():
-                    for one in loaded.values():
-                        one.drop()
-    return None
-
-
-@contextmanager
-def _elsewhere(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Redirect writes of parameters to copies, and restore the previous parameters at the end."""
-    before = {name: dict(module._parameters) for name, module in modules.items()}
-    held = [(one, one.data) for own in before.values() for one in own.values() if one is not None]
-    for one, data in held:
-        one.data = data.clone()
-    try:
-        yield
-    finally:
-        for one, data in held:
-            one.data = data
-        for name, own in before.items():
-            modules[name]._parameters.clear()
-            modules[name]._parameters.update(own)
-
-
 def _open(modules: Mapping[str, nn.Module], own: Record) -> None:
     """Replace serving parameters by parameters in loading layout."""
     for name, loaded in own.items():
@@ -188,25 +140,8 @@ def _load(model: Any, part: Mapping[str, Tensor]) -> None:
     model.load_weights(list(as_loaded(part.items()) if as_loaded else part.items()))
 
 
-def _first_wrong(name: str, module: nn.Module) -> WeightsError | None:
-    """An error for the first parameter of a module that is not finite after rounding.
-
-    Eight-bit values saturate at their range, so only their scales are checked.
-    """
-    for key, one in _parameters(module).items():
-        if one.is_floating_point() and one.itemsize > 1:
-            wrong = one.data[~torch.isfinite(one.data)]
-            if len(wrong):
-                message = f"{name}.{key}: {len(wrong)} are not finite after rounding"
-                return WeightsError(message, seen=float(wrong[0]), allowed="finite")
-    return None
-
-
 def _round(name: str, module: Any, serving: Mapping[str, nn.Parameter]) -> None:
     module.quant_method.process_weights_after_loading(module)
-    wrong = _first_wrong(name, module)
-    if wrong is not None:
-        raise RuntimeError(str(wrong))
     rounded = _parameters(module)
     for key, served in serving.items():
         found = rounded[key]

@@ -6,7 +6,7 @@ ranks. Before loading, names and shapes are compared with the checkpoint that th
 from. SGLang ignores unknown names and dies of wrong shapes. This module owns the serving set.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class PluginWeights:
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
         self._unloaded: dict[Target, dict[str, Tensor]] = {}
         """Tensors of the serving set that are not on the device yet."""
-        self._profile = spec.profile
+        self._profile, self._dtype = spec.profile, loading.DTYPES[spec.dtype]
         self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions(spec.profile)
         self.head_hash = loading.hash_head(loading.stored_head(read_some(policy, HEAD_NAMES)))
 
@@ -103,14 +103,8 @@ class PluginWeights:
         """True when drafter weights can be swapped."""
         return Target.DRAFTER in self._shapes
 
-    def prepare(
-        self,
-        target: Target,
-        version: int,
-        path: Path,
-        tried: Callable[[Target, Mapping[str, Tensor]], None] = lambda _target, _tensors: None,
-    ) -> None:
-        """Read and check a version; `tried` may reject it for the result of SGLang's rounding.
+    def prepare(self, target: Target, version: int, path: Path) -> None:
+        """Read and check a version; all its numbers must be finite in the engine's dtype.
 
         Raises WeightsError, DataLoss, InvalidInput, or MissingCapability without a drafter. Nothing
         is loaded yet.
@@ -134,11 +128,11 @@ class PluginWeights:
 
         wrong = None
         try:
-            loading.check_tensors(tensors, expected, looked_at=self.ranks.share(expected))
+            looked_at = self.ranks.share(expected)
+            loading.check_tensors(tensors, expected, looked_at=looked_at, computed_in=self._dtype)
         except WeightsError as error:
             wrong = error
         self.ranks.agree(wrong)
-        tried(target, tensors)
         shift = read_shift(path) if target is Target.DRAFTER else None
         profile = self._profile if target is Target.POLICY else ""
         self.prepared.put(target, version, PreparedTensors(tensors, shift), profile)
@@ -173,19 +167,6 @@ class PluginWeights:
         while self._unloaded:
             target, tensors = self._unloaded.popitem()
             load(updater, _SELECTORS[target], tensors)
-
-
-def check_rounding(
-    updater: Any, target: Target, tensors: Mapping[str, Tensor], ranks: TensorParallel = ALONE
-) -> None:
-    """Raises WeightsError, on every rank, when SGLang's rounding of a version is not finite on any
-    rank.
-    """
-    models = [one.model for _, one in updater._select_runners(_SELECTORS[target])]
-    models = [model for model in models if rounded.rounds(model)]
-    if not models:
-        return
-    ranks.agree(next(filter(None, (rounded.not_finite(model, tensors) for model in models)), None))
 
 
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
