@@ -22,7 +22,7 @@ from paceline.services.rollout_gateway.engines.embedded import (
     verify,
 )
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
-from paceline.services.rollout_gateway.engines.requests import draws, timing
+from paceline.services.rollout_gateway.engines.requests import draws, grammars, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.v1.engine_pb2 import RoundSplit
 
@@ -64,14 +64,14 @@ class Decoder:
         weights: EngineWeights,
         speculation: speculative.Speculation,
         store: kv_cache.SlotStore,
-        grammars: verify.Grammars,
+        masks: grammars.GrammarMasks,
         stopwatch: timing.Stopwatch,
     ) -> None:
         self._weights = weights
         self._speculation = speculation
         self._store = store
         self._penalties = draws.Penalties()
-        self._grammars = grammars
+        self._grammars = masks
         self._draws = draws.DrawTable()
         self._stopwatch = stopwatch
         self._rounds = self._nodes = 0
@@ -93,7 +93,14 @@ class Decoder:
         stopwatch.lap("draft")
         one = self._forward(rows, slots, places, nodes, parts)
         stopwatch.lap("forward")
-        self._grammars.mask_(rows, nodes, one.logits)
+        if structured := {
+            row: sequence
+            for row, sequence in enumerate(rows)
+            if sequence.request.sampling.structured
+        }:
+            self._grammars.mask_(
+                structured, nodes.tokens, nodes.every_parent, one.logits, nodes.kept
+            )
         verdict = self._verify(one, params)
         taken = self._accept(one, verdict)
         stopwatch.lap("sample")

@@ -22,11 +22,10 @@ from paceline.services.rollout_gateway.engines.embedded import (
     kv_cache,
     prefill,
     speculative,
-    verify,
 )
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec, row_layout
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
-from paceline.services.rollout_gateway.engines.requests import control, timing
+from paceline.services.rollout_gateway.engines.requests import control, grammars, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.speculators.base import CaptureSpec, SpeculatorSetup
@@ -47,7 +46,7 @@ class EmbeddedEngine:
         model_dir = Path(spec.model_dir)
         self._config = config = read_config(model_dir)
         self._admission = control.Admission.of_model(config, model_dir, spec.max_sequence_tokens)
-        self._grammars = verify.Grammars(config, model_dir)
+        self._grammars = grammars.GrammarMasks(config, model_dir)
         self._build_model(spec, config, captured=sink is not None)
         self._scheduler = prefill.Scheduler(spec.max_batch, spec.prefill_tokens)
         self._prefixes = kv_cache.PrefixCache(
@@ -109,8 +108,8 @@ class EmbeddedEngine:
         rows = [self._scheduler.running[slot] for slot in ready]
         for sequence in rows:
             sequence.stages.cached()
-        self._grammars.advance(rows)
-        for sequence in rows:
+            if sequence.request.sampling.structured and not self._grammars.follow(sequence):
+                sequence.finish = nouns.Finish.ERROR
             sequence.end_scored()
         slots = [slot for slot in ready if self._scheduler.running[slot].finish is None]
         if slots:

@@ -1,4 +1,4 @@
-"""The block of nodes that one round forwards: its tree, its grammar masks and its verification.
+"""The block of nodes that one round forwards: its tree and its verification.
 
 Pure functions arrange chains, trees and rows of unequal size in one block.
 
@@ -8,16 +8,14 @@ every emitted token is the draw of decoding without drafts, for any drafts that 
 draws.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.models import decoder, sampling
-from paceline.services.rollout_gateway.engines.nouns import Finish
-from paceline.services.rollout_gateway.engines.requests import draws, grammars, structures
-from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests import draws
 from paceline.speculators.base import Drafts
 
 DENSE = 0.8
@@ -167,53 +165,6 @@ def merge_drafts(rows: int, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Dr
 
     chains = all(drafts.parents is None for _, drafts in parts)
     return Drafts(tokens, scores, None if chains else parents)
-
-
-class Grammars(grammars.GrammarMasks):
-    """Masks the logits of rounds."""
-
-    def advance(self, rows: Iterable[RunningSequence]) -> None:
-        """Advance each grammar over the response's new tokens.
-
-        A response that violates its grammar gets its finish and error set; other rows are
-        unaffected.
-        """
-        for sequence in rows:
-            if sequence.request.sampling.structured:
-                try:
-                    self.follow(sequence)
-                except structures.GrammarFault as fault:
-                    sequence.finish = Finish.ERROR
-                    sequence.error = self.error_of(sequence, fault)
-
-    def mask_(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> None:
-        """Set the logits [N, V] of forbidden tokens to -inf at the forwarded nodes; rows as given
-        to `advance`.
-
-        Nodes without an allowed path to them stay unchanged. If a fault prevents the masks of some
-        drafts, the tokens of these drafts become -1. They are not followed, and the request
-        continues without them.
-        """
-        asking = [row for row, sequence in enumerate(rows) if sequence.request.sampling.structured]
-        if not asking:
-            return
-        index = torch.tensor(asking, device=logits.device)
-        tokens = nodes.tokens[index].tolist()
-        parents = nodes.every_parent[index].tolist()
-        places: list[int] = []
-        masks: list[grammars.Allowed] = []
-        for row, drafts, above in zip(asking, tokens, parents, strict=True):
-            marked = self.node_masks(rows[row], drafts, above)
-            if marked.lost:
-                nodes.tokens[row, torch.tensor(marked.lost, device=logits.device)] = -1
-            places += [row * nodes.width + node for node in marked.found]
-            masks += marked.found.values()
-
-        place = torch.tensor(places, device=logits.device)
-        if nodes.kept is not None:
-            # kept ascends and includes every node with a mask
-            place = torch.searchsorted(nodes.kept, place)
-        grammars.forbid_(logits, place, masks)
 
 
 @dataclass(frozen=True, slots=True)

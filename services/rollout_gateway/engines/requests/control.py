@@ -30,7 +30,7 @@ def check_arm(name: str, arms: Collection[str]) -> None:
 
 
 def situation_of(rows: Sequence[RunningSequence | None]) -> Situation:
-    """The batch in the bandit's form. None represents a warm-up request of SGLang's own."""
+    """The batch in the bandit's form. None represents a request that has ended."""
     context = max((one.length for one in rows if one is not None), default=1)
     return Situation(len(rows), context)
 

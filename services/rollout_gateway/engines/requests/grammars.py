@@ -10,19 +10,19 @@ of decoding without drafts, so verification is unchanged and drafts change no to
 the grammar rejects has probability 0. Where the grammar leaves only one text, its token is the
 tokenizer's own token for it.
 
-This module owns one matcher per structured request. structures.py defines the grammars. Draws and
-an engine's layout of nodes are elsewhere.
+This module owns one matcher per structured request. structures.py defines the grammars. Draws
+are elsewhere.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -60,13 +60,6 @@ class _Followed:
     allowed: Allowed  # after all tokens taken
 
 
-class NodeMasks(NamedTuple):
-    """Masks of the nodes of one row that an allowed path reaches."""
-
-    found: dict[int, Allowed]  # by node, the root among them
-    lost: Sequence[int] = ()  # drafts that a fault left unmasked; they must not be followed
-
-
 class GrammarMasks:
     """Follows structured responses; other responses cost nothing."""
 
@@ -96,35 +89,27 @@ class GrammarMasks:
         except structures.GrammarFault as fault:
             raise structure.refused(fault) from fault
 
-    def follow(self, sequence: RunningSequence, ahead: Sequence[int] = ()) -> None:
+    def follow(self, sequence: RunningSequence, ahead: Sequence[int] = ()) -> bool:
         """Take the new tokens of a structured response, and `ahead`: drawn tokens that it does not
         hold yet.
 
-        Raises GrammarFault when the response cannot continue; `error_of` gives the request's error.
-        """
-        followed = self._followed.get(sequence)
-        try:
-            if followed is None:
-                structure = structures.structure_of(sequence.request.sampling)
-                assert structure is not None
-                followed = self._begin(structure)
-            now = [*sequence.tokens[followed.confirmed :], *ahead]
-            if _move(followed.matcher, followed.ahead, now):
-                followed.allowed = self._allowed(followed.matcher)
-        except structures.GrammarFault:
-            self._followed.pop(sequence, None)
-            raise
-        followed.confirmed, followed.ahead = len(sequence.tokens), list(ahead)
-        self._followed[sequence] = followed
-
-    @staticmethod
-    def error_of(sequence: RunningSequence, fault: structures.GrammarFault) -> str:
-        """Error of a request that cannot continue. Its reason is InvalidInput's: the demand is at
-        fault.
+        Returns False and sets the sequence's error when the response cannot continue.
         """
         structure = structures.structure_of(sequence.request.sampling)
         assert structure is not None
-        return f"{InvalidInput.reason}: {structure.field} cannot be followed: {fault}"
+        followed = self._followed.pop(sequence, None)
+        try:
+            followed = followed or self._begin(structure)
+            now = [*sequence.tokens[followed.confirmed :], *ahead]
+            if _move(followed.matcher, followed.ahead, now):
+                followed.allowed = self._allowed(followed.matcher)
+        except structures.GrammarFault as fault:
+            # The demand is at fault, so the reason is InvalidInput's.
+            sequence.error = f"{InvalidInput.reason}: {structure.refused(fault).message}"
+            return False
+        followed.confirmed, followed.ahead = len(sequence.tokens), list(ahead)
+        self._followed[sequence] = followed
+        return True
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
         """Forget sequences that have ended; unknown sequences are ignored."""
@@ -204,28 +189,49 @@ class GrammarMasks:
 
     # ---- draft nodes
 
-    def node_masks(
-        self, sequence: RunningSequence, tokens: Sequence[int], parents: Sequence[int]
-    ) -> NodeMasks:
-        """Masks of the nodes below the position where `follow` left a response.
+    def mask_(
+        self,
+        rows: Mapping[int, RunningSequence],
+        tokens: Tensor,
+        parents: Tensor,
+        logits: Tensor,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Set the logits of forbidden tokens to -inf at the nodes of structured rows, in place.
 
-        tokens, parents [Q]: the row's nodes, parents first, the root its own parent. Token -1 marks
-        the absence of a node.
+        rows: the sequences of these rows, where `follow` left them. tokens, parents int64 [B, Q]:
+        all rows' nodes, parents first; an absent draft has a token or a parent below 0. logits
+        [N, V]: of the nodes `kept` int64 [N], ascending, in the flattened block; None: of all
+        nodes. Nodes without an allowed path to them stay unchanged. If a fault prevents the masks
+        of some drafts, the tokens of these drafts become -1. They are not followed, and the request
+        continues without them.
         """
-        followed = self._followed[sequence]
-        children: dict[int, list[int]] = {}
-        for node in range(1, len(tokens)):
-            if tokens[node] >= 0:
-                children.setdefault(parents[node], []).append(node)
-        masks = {0: followed.allowed}
-        try:
-            self._descend(followed.matcher, tokens, children, 0, masks)
-        except structures.GrammarFault:
-            # A broken matcher cannot be repaired. `follow` makes another matcher, and raises the
-            # fault again if the draft is drawn.
-            del self._followed[sequence]
-            return NodeMasks(masks, [node for node in range(1, len(tokens)) if node not in masks])
-        return NodeMasks(masks)
+        if not rows:
+            return
+        index = torch.tensor(list(rows), device=tokens.device)
+        places: list[int] = []
+        masks: list[Allowed] = []
+        for (row, sequence), drafts, above in zip(
+            rows.items(), tokens[index].tolist(), parents[index].tolist(), strict=True
+        ):
+            children: dict[int, list[int]] = {}
+            for node in range(1, len(drafts)):
+                if drafts[node] >= 0 and above[node] >= 0:
+                    children.setdefault(above[node], []).append(node)
+            found = {0: self._followed[sequence].allowed}
+            try:
+                self._descend(self._followed[sequence].matcher, drafts, children, 0, found)
+            except structures.GrammarFault:
+                # A broken matcher cannot be repaired. `follow` makes another matcher, and fails
+                # again if the draft is drawn.
+                del self._followed[sequence]
+                lost = [node for node in range(1, len(drafts)) if node not in found]
+                tokens[row, torch.tensor(lost, device=tokens.device)] = -1
+            places += [row * tokens.shape[1] + node for node in found]
+            masks += found.values()
+
+        place = torch.tensor(places, device=logits.device)
+        forbid_(logits, place if kept is None else torch.searchsorted(kept, place), masks)
 
     def _descend(
         self,

@@ -55,7 +55,7 @@ def masked(
 ) -> list[list[set[str] | None]]:
     """Return the texts that may follow, by row and node; None where no mask applies."""
     logits = torch.zeros(token_ids.numel(), VOCAB)
-    grammars.mask_(rows, logits, firsts, token_ids, parents)
+    grammars.mask_draws_(rows, logits, firsts, token_ids, parents)
     found: list[set[str] | None] = [
         None
         if bool((row == 0).all())

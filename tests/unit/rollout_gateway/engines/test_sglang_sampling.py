@@ -19,10 +19,9 @@ from paceline.services.rollout_gateway.engines.requests.control import Admission
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
+    PendingDraws,
     accepted_path,
-    as_sglang,
     parents_of,
-    pending,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked, rid_of
 from paceline.trajectory import VersionSpan
@@ -78,18 +77,18 @@ def test_the_followed_path_is_the_walk_by_hand(
     firsts, siblings = zip(*(links(parents) for parents, _ in trees), strict=True)
     first, sibling = torch.tensor(firsts), torch.tensor(siblings)
     assert parents_of(first, sibling).tolist() == [parents for parents, _ in trees]
-    found = accepted_path(
+    path, lengths = accepted_path(
         torch.tensor(drawn),
         torch.tensor([tokens for _, tokens in trees]),
         parents_of(first, sibling),
         depth,
     )
-    assert found.path.shape == (batch, depth)
+    assert path.shape == (batch, depth)
     for row, (parents, tokens) in enumerate(trees):
         expected = walk(parents, tokens, drawn[row], depth)
-        assert found.path[row, : len(expected)].tolist() == expected
-        assert found.path[row, len(expected) :].tolist() == [-1] * (depth - len(expected))
-        assert int(found.lengths[row]) == len(expected)
+        assert path[row, : len(expected)].tolist() == expected
+        assert path[row, len(expected) :].tolist() == [-1] * (depth - len(expected))
+        assert int(lengths[row]) == len(expected)
 
 
 def tracked(**sampling: object) -> Tracked:
@@ -100,13 +99,14 @@ def tracked(**sampling: object) -> Tracked:
 def test_draws_of_an_accepted_path_reach_their_request_by_position() -> None:
     # A chain of three nodes: draws 7, 8, 5; the drafts were 7 and 6, so two tokens are emitted.
     chain = torch.tensor([[-1, 0, 1]])
-    accepted = accepted_path(torch.tensor([[7, 8, 5]]), torch.tensor([[4, 7, 6]]), chain, 3)
+    path, lengths = accepted_path(torch.tensor([[7, 8, 5]]), torch.tensor([[4, 7, 6]]), chain, 3)
     drawn = Draw(
         torch.tensor([7, 8, 5]), torch.tensor([-0.5, -0.25, -9.0]), torch.tensor([0.1, 0.2, 0.3])
     )
     one = tracked()
     origin = DrawnBy(5, "eagle:3_1_4", "float32")
-    pending([one], drawn, torch.zeros(3, 11), torch.tensor([4]), accepted, origin).settle()
+    firsts = torch.tensor([4])
+    PendingDraws([one], drawn, torch.zeros(3, 11), firsts, path, lengths, origin).settle()
     assert {index: (drawn.token, drawn.origin) for index, drawn in one.draws.items()} == {
         0: (7, origin),
         1: (8, origin),
@@ -114,8 +114,6 @@ def test_draws_of_an_accepted_path_reach_their_request_by_position() -> None:
     one.confirm([7, 8], strict=True)
     assert (one.sequence.tokens, one.sequence.logprobs) == ([7, 8], [-0.5, -0.25])
     assert one.sequence.origins == [(0, origin)]
-    predict, lengths, index = as_sglang(drawn.tokens, accepted, 3)
-    assert (predict.tolist(), lengths.tolist(), index.tolist()) == ([7, 8, 5], [2], [[0, 1, -1]])
 
 
 def test_tokens_after_the_end_are_not_taken_and_repeated_draws_change_nothing() -> None:

@@ -84,7 +84,7 @@ class ArmChooser:
         """The arm of the next round: `forced`, else the arm that the requests force, else the
         bandit's.
 
-        tracked: the batch's requests, None for a request of SGLang's own; drafter: the serving
+        tracked: the batch's requests, None for a request that has ended; drafter: the serving
         version. Rounds teach the bandit nothing while a request's drafter state stems from an older
         version. The bandit switches to the new version in the first round without such a request.
         """

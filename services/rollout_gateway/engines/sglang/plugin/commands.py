@@ -16,7 +16,6 @@ from paceline.services.rollout_gateway.engines.requests import control
 from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import swapped
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
-    RID_PREFIX,
     Tracked,
     as_sglang_request,
     cache_key,
@@ -294,15 +293,11 @@ def streaming(
     skip_req: Any = None,
     is_idle_batch: bool = False,
 ) -> Any:
-    """AROUND _stream_output_generation: send chunks of the gateway's requests to the gateway.
-
-    SGLang's tokenizer gets only results of SGLang's own requests.
-    """
+    """AROUND _stream_output_generation: send chunks to the gateway, not to SGLang's tokenizer."""
     for req in reqs:
-        if req.rid.startswith(RID_PREFIX) and req is not skip_req:
+        if req is not skip_req:
             _stream_one(plugin, req)
-    foreign = [req for req in reqs if not req.rid.startswith(RID_PREFIX)]
-    return original(streamer, foreign, return_logprob, skip_req, is_idle_batch)
+    return original(streamer, [], return_logprob, skip_req, is_idle_batch)
 
 
 def _stream_one(plugin: SchedulerEngine, req: Any) -> None:

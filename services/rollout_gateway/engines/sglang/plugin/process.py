@@ -16,6 +16,7 @@ from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control, draws, sequence, timing
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
 from paceline.services.rollout_gateway.engines.sglang.plugin import (
     arms,
@@ -31,6 +32,8 @@ from paceline.services.rollout_gateway.engines.worker import WorkerSpec, peer, r
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 
+ENDED = Sampling(seed=0, max_tokens=1, temperature=0.0)
+"""Sampling of a request that has ended while its round runs; its draws are dropped."""
 IDLE_MS = 1000
 """A sleeping scheduler checks its parent and its other sockets at least this often, in ms."""
 
@@ -155,13 +158,10 @@ class Plugin:
 
         token_ids int64 [B, N] and parents: the nodes of the logits, see
         models.penalties.node_counts. For requests with a grammar, logits and token_ids change in
-        place, see TreeGrammars.mask_.
+        place, see TreeGrammars.mask_draws_.
         """
         tracked = [self.requests.get(req.rid) for req in reqs]
-        asked = [
-            one.request.sampling if one is not None else sampling.foreign_sampling(req)
-            for one, req in zip(tracked, reqs, strict=True)
-        ]
+        asked = [one.request.sampling if one is not None else ENDED for one in tracked]
         nodes = token_ids.shape[1]
         params = self._table.params(
             (*(req.rid for req in reqs), nodes),
@@ -171,7 +171,7 @@ class Plugin:
         if any(sampling.asks(one) for one in tracked):
             self.settle()  # for the reason given in _adjusted
             firsts = positions.view(token_ids.shape)[:, 0].tolist()
-            self.grammars.mask_(tracked, logits, firsts, token_ids, parents)
+            self.grammars.mask_draws_(tracked, logits, firsts, token_ids, parents)
         adjusted = self._adjusted(tracked, logits, positions, token_ids, parents)
         return draw(logits, positions.long(), params, adjusted), tracked
 

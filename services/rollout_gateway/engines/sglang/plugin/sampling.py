@@ -10,9 +10,7 @@ matches. A tree of any shape and no tree at all therefore give the same tokens. 
 not depend on the draws, so verification is exact for any tree. This module owns no SGLang state.
 """
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from paceline.models.config import ModelConfig
 from paceline.models.sampling import Draw, top_alternatives
 from paceline.services.rollout_gateway.engines.requests import draws, grammars, structures
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
-from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin import capture
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
@@ -49,7 +46,7 @@ class TreeGrammars(grammars.GrammarMasks):
         self._rank = rank
         self._tp_group = tp_group  # None with a single rank
 
-    def mask_(
+    def mask_draws_(
         self,
         tracked: Sequence[Tracked | None],
         logits: Tensor,
@@ -57,43 +54,26 @@ class TreeGrammars(grammars.GrammarMasks):
         token_ids: Tensor,
         parents: Tensor | None,
     ) -> None:
-        """Set forbidden tokens to -inf in logits [B * N, V], in place.
+        """Set forbidden tokens to -inf in logits [B * N, V], in place; see GrammarMasks.mask_.
 
         firsts [B]: absolute position of the token drawn at each root. token_ids int64 [B, N] and
-        parents: the nodes; a draft that a fault leaves unmasked gets token -1. A request that
-        cannot continue gets its error set, and its row stays unmasked.
+        parents: the nodes, see parents_of. A request that cannot continue gets its error set, and
+        its row stays unmasked.
         """
-        width = token_ids.shape[1]
+        rows = {
+            row: one.sequence
+            for row, one in enumerate(tracked)
+            if one is not None and asks(one) and self._stands(one, firsts[row])
+        }
         above = torch.zeros_like(token_ids) if parents is None else parents
-        unreached = above < 0  # the roots, and nodes outside every child list
-        tokens = token_ids.masked_fill(unreached, -1).tolist()
-        places: list[int] = []
-        masks: list[grammars.Allowed] = []
-        for row, one in enumerate(tracked):
-            if one is None or not asks(one) or not self._stands(one, firsts[row]):
-                continue
-            marked = self.node_masks(one.sequence, tokens[row], above[row].tolist())
-            if marked.lost:
-                token_ids[row, torch.tensor(marked.lost, device=token_ids.device)] = -1
-            places += [row * width + node for node in marked.found]
-            masks += marked.found.values()
-
-        if places:
-            grammars.forbid_(logits, torch.tensor(places, device=logits.device), masks)
+        self.mask_(rows, token_ids, above, logits)
 
     def _stands(self, tracked: Tracked, first: int) -> bool:
         """Advance the matcher to the position of the draw; False when no draw there counts."""
         sequence, ahead = tracked.sequence, tracked.ahead(first)
         repeats = first - len(tracked.request.prompt) < len(sequence.tokens)
         ended = any(token in sequence.stop_ids for token in ahead)
-        if repeats or ended or sequence.error:
-            return False
-        try:
-            self.follow(sequence, ahead)
-        except structures.GrammarFault as fault:
-            sequence.error = self.error_of(sequence, fault)
-            return False
-        return True
+        return not (repeats or ended or sequence.error) and self.follow(sequence, ahead)
 
     def _judged(self, structure: structures.Structure, grammar: str) -> str:
         if self._tp_group is None:
@@ -107,27 +87,21 @@ class TreeGrammars(grammars.GrammarMasks):
         return bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """Outcome of verifying B trees of N nodes each; D is the deepest path."""
-
-    path: Tensor
-    """int64 [B, D]: local nodes of the accepted path, -1 after its end."""
-    lengths: Tensor
-    """int64 [B]: nodes of the path, the root included; equals the number of emitted tokens."""
-
-
-def accepted_path(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int) -> Accepted:
+def accepted_path(
+    drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int
+) -> tuple[Tensor, Tensor]:
     """From the root, follow the child node that equals the draw at its parent.
 
     drawn, candidates [B, N]: the draw at each node and the node's own token (column 0 is the root).
-    parents [B, N]: see parents_of. depth: longest path allowed, the root included.
+    parents [B, N]: see parents_of. depth: longest path allowed, the root included. Returns the
+    nodes of the path int64 [B, depth], -1 after its end, and their number int64 [B], the root
+    included. This number is also the number of emitted tokens.
     """
     path, drafts = draws.follow(drawn, candidates, parents)
     lengths = (drafts + 1).clamp(max=depth)
     path = torch.nn.functional.pad(path, (0, max(depth - path.shape[1], 0)))[:, :depth]
     behind = torch.arange(depth, device=path.device) >= lengths[:, None]
-    return Accepted(path.masked_fill(behind, -1), lengths)
+    return path.masked_fill(behind, -1), lengths
 
 
 def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
@@ -149,90 +123,57 @@ def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
     return parents[:, :nodes]
 
 
-def foreign_sampling(req: Any) -> Sampling:
-    """Sampling parameters of a request from SGLang itself, such as its health check.
-
-    The plugin draws such requests by the same rule.
-    """
-    params = req.sampling_params
-    seed = int.from_bytes(hashlib.sha256(req.rid.encode()).digest()[:8], "little") >> 1
-    top_k = 0 if params.top_k >= 1 << 30 else params.top_k
-    if top_k == 1:  # SGLang's way to express temperature 0
-        return Sampling(seed, 1, temperature=0.0)
-    return Sampling(seed, 1, params.temperature, params.top_p, top_k, params.min_p)
-
-
-@dataclass(slots=True)
 class PendingDraws:
-    """Draws of one round while they are copied to the host.
+    """Draws of one round along the accepted paths, while they are copied to the host."""
 
-    B rows, at most D tokens per row.
-    """
+    def __init__(
+        self,
+        rows: Sequence[Tracked | None],
+        drawn: Draw,
+        logits: Tensor,
+        firsts: Tensor,
+        path: Tensor,
+        lengths: Tensor,
+        origin: DrawnBy,
+    ) -> None:
+        """Starts the copy without waiting; rows that request top log-probs wait for the device.
 
-    rows: list[Tracked | None]
-    positions: Tensor  # [B] absolute position of the first drawn token
-    lengths: Tensor  # [B]
-    tokens: Tensor  # [B, D]
-    logprobs: Tensor  # [B, D]
-    gaps: Tensor  # [B, D]
-    origin: DrawnBy
-    alternatives: dict[int, list[Alternatives]]  # row -> per token
-    copied: Any = None  # CUDA event
+        drawn [B * N], logits [B * N, V]; firsts [B]: absolute position of the first drawn token;
+        path [B, D] and lengths [B]: see accepted_path.
+        """
+        self._rows, self._origin = rows, origin
+        nodes = len(drawn.tokens) // len(path)
+        flat = path.clamp(min=0) + torch.arange(len(path), device=path.device)[:, None] * nodes
+        along = (drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
+        self._columns: tuple[Tensor, ...] = (firsts, lengths, *along)
+        self._alternatives = _alternatives(rows, logits, flat, lengths)
+        self._copied: Any = None  # CUDA event
+        if firsts.device.type == "cuda":
+            self._columns = tuple(map(to_pinned, self._columns))
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def settle(self) -> None:
         """Record the draws in their requests; waits until the copy has ended."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        columns = (self.positions, self.lengths, self.tokens, self.logprobs, self.gaps)
+        if self._copied is not None:
+            self._copied.synchronize()
         for row, (first, length, tokens, logprobs, gaps) in enumerate(
-            zip(*(c.tolist() for c in columns), strict=True)
+            zip(*(column.tolist() for column in self._columns), strict=True)
         ):
-            tracked = self.rows[row]
+            tracked = self._rows[row]
             if tracked is None:
                 continue
-            told = self.alternatives.get(row, [()] * length)
+            told = self._alternatives.get(row, [()] * length)
             for index in range(length):
                 drawn = Drawn(
-                    *(tokens[index], logprobs[index], gaps[index], self.origin, told[index]),
+                    *(tokens[index], logprobs[index], gaps[index], self._origin, told[index]),
                     accepted=index < length - 1,
                 )
                 tracked.record(first + index, drawn)
 
 
-def pending(
-    rows: list[Tracked | None],
-    drawn: Draw,
-    logits: Tensor,
-    positions: Tensor,
-    accepted: Accepted,
-    origin: DrawnBy,
-) -> PendingDraws:
-    """Collect the draws [B * N] along the accepted paths and copy them to the host without waiting.
-
-    positions [B]: absolute position of the first drawn token. logits [B * N, V]. Rows that request
-    top log-probs do wait for the device.
-    """
-    batch = len(accepted.path)
-    nodes = drawn.tokens.shape[0] // batch
-    flat = (
-        accepted.path.clamp(min=0)
-        + torch.arange(batch, device=accepted.path.device)[:, None] * nodes
-    )
-    along = (drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
-    parts: tuple[Tensor, ...] = (positions, accepted.lengths, *along)
-    alternatives = _alternatives(rows, logits, flat, accepted.lengths)
-    copied = None
-    if positions.device.type == "cuda":
-        parts = tuple(to_pinned(part) for part in parts)
-        copied = torch.cuda.Event()
-        copied.record()
-
-    first, lengths, tokens, logprobs, gaps = parts
-    return PendingDraws(rows, first, lengths, tokens, logprobs, gaps, origin, alternatives, copied)
-
-
 def _alternatives(
-    rows: list[Tracked | None], logits: Tensor, flat: Tensor, lengths: Tensor
+    rows: Sequence[Tracked | None], logits: Tensor, flat: Tensor, lengths: Tensor
 ) -> dict[int, list[Alternatives]]:
     """Most likely tokens of the rows that request top log-probs.
 
@@ -262,8 +203,7 @@ def sample_hook(
     """AROUND Sampler.forward: draw one token per row after a prefill or a round without drafts."""
     batch = plugin.batch
     logits = logits_output.next_token_logits
-    if batch is None or logits.shape[0] != len(batch.reqs) or return_logprob:
-        # a draft model's own sampling, or a caller of SGLang's own API
+    if batch is None or logits.shape[0] != len(batch.reqs):  # a draft model's own sampling
         asked = (return_logprob, top_logprobs_nums, token_ids_logprobs)
         return original(sampler, logits_output, sampling_info, *asked, positions)
 
@@ -271,8 +211,8 @@ def sample_hook(
     # the request's last token
     roots = torch.zeros(len(batch.reqs), 1, dtype=torch.int64, device=logits.device)
     drawn, tracked = plugin.draw(batch.reqs, ready, positions + 1, roots)
-    accepted = Accepted(roots, torch.ones_like(roots[:, 0]))
-    plugin.keep(pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.origin))
+    lengths, firsts = torch.ones_like(roots[:, 0]), positions.long() + 1
+    plugin.keep(PendingDraws(tracked, drawn, logits, firsts, roots, lengths, plugin.origin))
     return drawn.tokens
 
 
@@ -282,42 +222,33 @@ def verify_hook(
     verify_input: Any,
     batch: Any,
     logits_output: Any,
-    grammar_mask: Any = None,
-    uno_target_max_top_k: int | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """AROUND eagle_sample: select the accepted nodes of each tree and the token after each node."""
+    """AROUND eagle_sample: select the accepted nodes of each tree and the token after each node.
+
+    Returns predict int32 [B * N] and the number of accepted tokens, bonus token included, int32
+    [B]. The third result is the global nodes of the path int32 [B, D], -1 after its end.
+    """
     if batch.forward_mode.is_idle():
-        return original(verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k)
+        return original(verify_input, batch, logits_output, *args, **kwargs)
     size, nodes = len(batch.reqs), verify_input.draft_token_num
     logits = logits_output.next_token_logits
-    if batch.sampling_info.logit_bias is not None:
-        logits.add_(batch.sampling_info.logit_bias.repeat_interleave(nodes, dim=0))
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
     positions = verify_input.positions.long()
     candidates = verify_input.draft_token.view(size, nodes).to(torch.int64, copy=True)
     lists = (verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
     parents = parents_of(*(part.view(size, nodes) for part in lists))
     drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, candidates, parents)
     taken = drawn.tokens.view(size, nodes)
-    accepted = accepted_path(taken, candidates, parents, verify_input.max_tree_depth)
-    outcome = as_sglang(drawn.tokens, accepted, nodes)
+    path, lengths = accepted_path(taken, candidates, parents, verify_input.max_tree_depth)
+    starts = torch.arange(size, device=path.device)[:, None] * nodes
+    index = torch.where(path >= 0, path + starts, -1)
+    outcome = (drawn.tokens.int(), lengths.int(), index.int())
     if plugin.tp_group is not None:  # a near-tie may round differently on another rank
         for part in outcome:
             plugin.tp_group.broadcast(part, src=0)
 
-    first = positions.view(size, nodes)[:, 0] + 1
-    plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.origin))
+    firsts = positions.view(size, nodes)[:, 0] + 1
+    plugin.keep(PendingDraws(tracked, drawn, logits, firsts, path, lengths, plugin.origin))
     capture.verified(plugin, verify_input, batch, logits_output, *outcome)
     return outcome
-
-
-def as_sglang(tokens: Tensor, accepted: Accepted, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The results in SGLang's form.
-
-    Returns predict int32 [B * N] and the number of accepted tokens, bonus token included, int32
-    [B]. The third result is the global nodes of the path int32 [B, D], -1 after its end.
-    """
-    offsets = torch.arange(len(accepted.path), device=tokens.device)[:, None] * nodes
-    index = torch.where(accepted.path >= 0, accepted.path + offsets, -1)
-    return tokens.int(), accepted.lengths.int(), index.int()

@@ -14,7 +14,6 @@ from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Reque
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.trajectory import VersionSet
 
-RID_PREFIX = "paceline-"
 Alternatives = tuple[tuple[int, float], ...]
 
 
@@ -24,7 +23,7 @@ def rid_of(request_id: int, number: int) -> str:
     number: counts the enqueued requests. A request that was ended and continues has another id, so
     the running round's results for the earlier id are not attributed to it.
     """
-    return f"{RID_PREFIX}{request_id:020d}-{number:012d}"
+    return f"paceline-{request_id:020d}-{number:012d}"
 
 
 @dataclass(frozen=True, slots=True)

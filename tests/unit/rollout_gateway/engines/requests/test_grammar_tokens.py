@@ -72,7 +72,7 @@ def draw(masks: GrammarMasks, vocab: int, seed: int, **demand: Any) -> list[int]
     sequence = RunningSequence(Request(seed, (0,), sampling), {end}, 400)
     chance = random.Random(seed)
     while True:
-        masks.follow(sequence)
+        assert masks.follow(sequence), sequence.error
         bits = np.unpackbits(masks._followed[sequence].allowed, bitorder="little")
         allowed = np.nonzero(bits[:vocab])[0].tolist()
         ends = end in allowed and (len(sequence.tokens) > 60 or chance.random() < 0.3)

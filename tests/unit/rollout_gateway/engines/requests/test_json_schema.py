@@ -30,7 +30,7 @@ from paceline.models.config import read_config
 from paceline.services.rollout_gateway.calls.planner import check_request
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.services.rollout_gateway.engines.embedded.verify import Grammars, Nodes
+from paceline.services.rollout_gateway.engines.embedded.verify import Nodes
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
@@ -39,6 +39,7 @@ from paceline.services.rollout_gateway.engines.nouns import (
     Request,
 )
 from paceline.services.rollout_gateway.engines.requests import grammars as grammars_module
+from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.requests.structures import (
     MAX_SCHEMA_BYTES,
@@ -329,14 +330,14 @@ def test_drafts_that_are_drawn_and_rejected_keep_to_the_schema() -> None:
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    grammars = Grammars(read_config(POLICY), POLICY)
+def grammars() -> Iterator[GrammarMasks]:
+    grammars = GrammarMasks(read_config(POLICY), POLICY)
     yield grammars
     grammars.close()
 
 
 def masked(
-    grammars: Grammars,
+    grammars: GrammarMasks,
     schema: object,
     said: Sequence[int],
     tokens: Sequence[int] = (0,),
@@ -346,11 +347,10 @@ def masked(
     zeros.
     """
     sequence = RunningSequence(ask(1, schema), frozenset({EOS}), 280, tokens=list(said))
-    grammars.advance([sequence])
-    assert not sequence.error
+    assert grammars.follow(sequence)
     logits = torch.zeros(len(tokens), TOKENIZER.get_vocab_size())
     nodes = Nodes(torch.tensor([tokens]), torch.tensor([parents]))
-    grammars.mask_([sequence], nodes, logits)
+    grammars.mask_({0: sequence}, nodes.tokens, nodes.every_parent, logits)
     assert nodes.tokens.tolist() == [list(tokens)]
     grammars.drop([sequence])
     return logits
@@ -359,7 +359,7 @@ def masked(
 @hypothesis_settings(max_examples=case_count(40), deadline=None)
 @given(data=st.data())
 def test_each_node_of_a_tree_is_masked_as_if_its_path_had_been_said(
-    data: st.DataObject, plain: list[Chunk], grammars: Grammars
+    data: st.DataObject, plain: list[Chunk], grammars: GrammarMasks
 ) -> None:
     place = data.draw(st.integers(0, len(plain) - 1))
     whole, schema = plain[place].token_ids, json.loads(every_schema()[place].sampling.json_schema)
@@ -396,7 +396,7 @@ def path_of(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[in
 
 
 def may_be_said(
-    grammars: Grammars, schema: object, said: Sequence[int], path: Sequence[int]
+    grammars: GrammarMasks, schema: object, said: Sequence[int], path: Sequence[int]
 ) -> bool:
     """Check the path by masks without trees."""
     steps = (
@@ -521,10 +521,10 @@ def test_a_grammar_that_faults_ends_its_request_alone(monkeypatch: pytest.Monkey
 def test_a_fault_under_a_draft_costs_drafts_and_changes_no_token(
     arm: str, plain: list[Chunk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    descend, faults = Grammars._descend, []
+    descend, faults = GrammarMasks._descend, []
 
     def break_off(
-        self: Grammars, matcher: Any, tokens: Any, children: Any, node: int, masks: Any
+        self: GrammarMasks, matcher: Any, tokens: Any, children: Any, node: int, masks: Any
     ) -> None:
         if node and len(masks) % 2 == 0:
             faults.append(
@@ -533,7 +533,7 @@ def test_a_fault_under_a_draft_costs_drafts_and_changes_no_token(
             raise GrammarFault("as if a limit were reached")
         descend(self, matcher, tokens, children, node, masks)
 
-    monkeypatch.setattr(Grammars, "_descend", break_off)
+    monkeypatch.setattr(GrammarMasks, "_descend", break_off)
     assert said(run(build(verify_budget=False), every_schema()[::2], arm)) == said(plain[::2])
     assert faults
 

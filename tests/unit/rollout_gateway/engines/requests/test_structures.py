@@ -24,7 +24,7 @@ from paceline.services.rollout_gateway.chat.tool_formats.families import TOOL_FO
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
-from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks, forbid_
+from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.requests.structures import (
     MAX_CHOICES,
@@ -212,10 +212,9 @@ def sequence_of(said: Sequence[int]) -> RunningSequence:
 
 
 def allowed_after(masks: GrammarMasks, sequence: RunningSequence, ahead: Sequence[int]) -> set[str]:
-    masks.follow(sequence, ahead)
-    logits = torch.zeros(1, 320)
-    found = masks.node_masks(sequence, [0], [0]).found
-    forbid_(logits, torch.tensor([0]), [found[0]])
+    assert masks.follow(sequence, ahead)
+    logits, root = torch.zeros(1, 320), torch.zeros(1, 1, dtype=torch.int64)
+    masks.mask_({0: sequence}, root, root, logits)
     return {CODEC.token_text(int(token)) for token in torch.nonzero(logits[0] == 0)[:, 0]}
 
 
@@ -238,9 +237,9 @@ def test_tokens_ahead_of_a_response_count_and_are_taken_back_when_others_come(
 
 def test_logits_beyond_the_vocabulary_are_forbidden_too(masks: GrammarMasks) -> None:
     sequence = sequence_of([])
-    masks.follow(sequence)
-    logits = torch.zeros(2, 327)
-    forbid_(logits, torch.tensor([1]), [masks.node_masks(sequence, [0], [0]).found[0]])
+    assert masks.follow(sequence)
+    logits, roots = torch.zeros(2, 327), torch.zeros(2, 1, dtype=torch.int64)
+    masks.mask_({1: sequence}, roots, roots, logits)
     assert bool((logits[0] == 0).all())
     assert bool((logits[1, 320:] == -torch.inf).all())
     assert 1 <= int((logits[1] == 0).sum()) < 10
