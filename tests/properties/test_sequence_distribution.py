@@ -17,9 +17,14 @@ from goodness_of_fit import g_test, power
 from torch import Tensor
 
 from paceline.models.sampling import DrawParams, NoiseStream, gumbel_noise, uniform_of
-from paceline.services.rollout_gateway.engines.embedded import rejection
-from paceline.services.rollout_gateway.engines.embedded.rejection import ChainSampler, verify_drawn
-from paceline.services.rollout_gateway.engines.embedded.verify import Nodes, node_depths, verify
+from paceline.services.rollout_gateway.engines.embedded import verify as rules
+from paceline.services.rollout_gateway.engines.embedded.verify import (
+    ChainSampler,
+    Nodes,
+    node_depths,
+    verify,
+    verify_drawn,
+)
 
 VOCAB, LENGTH, PROMPT = 4, 4, 7
 ALPHA, SEQUENCES, BIAS = 1e-3, 60_000, 0.02
@@ -300,7 +305,7 @@ BIASED: dict[str, tuple[Rule, dict[str, Callable[..., Tensor]]]] = {
     "coins that are the drafts' numbers": (sampled(), {"uniform_of": coins_of_the_drafts}),
     "last draws with the drafts' noise": (sampled(), {"gumbel_noise": noise_of_the_drafts}),
 }
-"""A rule, and the parts of rejection.py that are replaced while it plays."""
+"""A rule, and the parts of verify.py that are replaced while it plays."""
 
 
 @pytest.mark.few(1)
@@ -308,7 +313,7 @@ BIASED: dict[str, tuple[Rule, dict[str, Callable[..., Tensor]]]] = {
 def test_a_biased_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, parts = BIASED[name]
     for part, biased in parts.items():
-        monkeypatch.setattr(rejection, part, biased)
+        monkeypatch.setattr(rules, part, biased)
     result = g_test(play(rule), EXACT)
     print(f"{name}: {result}")
     assert result.p_value < ALPHA, result

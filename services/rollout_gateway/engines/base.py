@@ -14,7 +14,7 @@ from paceline.v1.engine_pb2 import ArmStats, Quarantine, WorkerHealth
 
 
 class CommandedEngine(Protocol):
-    """The methods behind the commands of the worker protocol; see engines/worker/peer.py."""
+    """The methods behind the commands of the worker protocol; see engines/worker/process.py."""
 
     @property
     def versions(self) -> VersionSet:

@@ -17,7 +17,6 @@ from paceline.models.decoder import Block, forward_hidden, head_logits, make_blo
 from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.services.rollout_gateway.engines.embedded import (
     kv_cache,
-    rejection,
     speculative,
     verify,
 )
@@ -166,7 +165,7 @@ class Decoder:
             params = params.rows(nodes.compute(owners))
         if self._speculation.rejection and one.parts:
             probs = self._speculation.draft_probs(one.parts, nodes, logits.shape[-1])
-            return rejection.verify_drawn(logits, nodes, positions, params, probs, adjusted)
+            return verify.verify_drawn(logits, nodes, positions, params, probs, adjusted)
         return verify.verify(logits, nodes, positions, params, adjusted)
 
     def _accept(self, one: Round, verdict: verify.Verdict) -> list[int]:

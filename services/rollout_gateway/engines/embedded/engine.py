@@ -16,7 +16,6 @@ from paceline.models import decoder, in_place, loading, profiles
 from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.embedded import (
-    capture,
     decode,
     drafters,
     kv_cache,
@@ -47,7 +46,7 @@ class EmbeddedEngine:
         self._config = config = read_config(model_dir)
         self._admission = control.Admission.of_model(config, model_dir, spec.max_sequence_tokens)
         self._grammars = grammars.GrammarMasks(config, model_dir)
-        self._build_model(spec, config, captured=sink is not None)
+        self._build_model(spec, config, sink)
         self._scheduler = prefill.Scheduler(spec.max_batch, spec.prefill_tokens)
         self._prefixes = kv_cache.PrefixCache(
             spec.max_batch,
@@ -56,7 +55,6 @@ class EmbeddedEngine:
             self._store,
             spec.prefix_tokens,
         )
-        self._capture = capture.Capture(sink, self._store, spec.features_dtype)
         self._prefill = prefill.Prefill(self._scheduler, self._prefixes, self._store, self._weights)
         self._stopwatch, self._busy = timing.Stopwatch(timing.compute_clock()), timing.Stopwatch()
         self._decoder = decode.Decoder(
@@ -66,7 +64,7 @@ class EmbeddedEngine:
         self._ended = SpeculationStats()
         self._paused = False
 
-    def _build_model(self, spec: EmbeddedSpec, config: ModelConfig, *, captured: bool) -> None:
+    def _build_model(self, spec: EmbeddedSpec, config: ModelConfig, sink: RowRing | None) -> None:
         """Load the policy and the drafters, and allocate the slots."""
         model_dir = Path(spec.model_dir)
         inner = row_layout(model_dir, (spec.drafter, *spec.more_drafters), spec.capture_inner).inner
@@ -86,8 +84,10 @@ class EmbeddedEngine:
                 policy,
                 spec.max_batch + spec.prefix_slots,
                 capacity,
-                keep_hidden=self._speculation.drafters.needs_hidden or captured,
+                keep_hidden=self._speculation.drafters.needs_hidden or sink is not None,
                 inner=inner,
+                sink=sink,
+                row_dtype=loading.DTYPES[spec.features_dtype],
             )
         self._weights = EngineWeights(policy, self._speculation, model, model_dir)
         self._device_tflops = timing.square_product_tflops(policy.head.device, policy.head.dtype)
@@ -122,9 +122,9 @@ class EmbeddedEngine:
         self._busy.lap("step")
         return news
 
-    def _write_rows(self, least: int = capture.WAITING) -> None:
+    def _write_rows(self, least: int = kv_cache.WAITING) -> None:
         running = self._scheduler.running
-        self._capture.write_rows(range(len(running)), running, self.versions.policy, least=least)
+        self._store.write_rows(range(len(running)), running, self.versions.policy, least)
 
     def _release(self, ended: Sequence[RunningSequence]) -> None:
         if not ended:
@@ -135,7 +135,7 @@ class EmbeddedEngine:
             if sequence.finish is not None
         ]
         rows = [self._scheduler.running[slot] for slot in slots]
-        self._capture.write_rows(slots, rows, self.versions.policy, least=1)
+        self._store.write_rows(slots, rows, self.versions.policy, least=1)
         self._speculation.ended(slots, rows, self._store, self.versions.policy)
         self._decoder.changed(ended)
         self._ended = sum((sequence.speculation for sequence in ended), self._ended)
@@ -270,7 +270,7 @@ class EmbeddedEngine:
         capabilities = {
             nouns.Capability.PENALTIES: True,
             nouns.Capability.PROMPT_LOGPROBS: True,
-            nouns.Capability.CAPTURE: self._capture.possible,
+            nouns.Capability.CAPTURE: self._store.captures,
             nouns.Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
             nouns.Capability.JSON_SCHEMA: self._grammars.possible,
             nouns.Capability.GRAMMARS: self._grammars.possible,
@@ -309,7 +309,7 @@ class EmbeddedEngine:
             busy_s=self._busy.totals["step"],
             speculation=stats_to_proto(sum(running, self._ended)),
             arms=self._speculation.bandit.reports(),
-            rows_dropped=self._capture.rows_dropped,
+            rows_dropped=self._store.rows_dropped,
             split=self._decoder.split,
             prefixes=self._prefixes.stats,
         )

@@ -24,11 +24,17 @@ from torch import Tensor
 from paceline.models import cache, decoder
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.requests.timing import Stopwatch
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1.engine_pb2 import PrefixStats
+
+WAITING = 64
+"""Minimum number of a request's rows written together, because a call costs as much for a few rows.
+With a full batch, one write at most fills the sink's ring.
+"""
 
 
 class SlotStore:
-    """S slots of C positions."""
+    """S slots of C positions; it also writes the hidden rows of cached tokens to the sink."""
 
     def __init__(
         self,
@@ -38,8 +44,15 @@ class SlotStore:
         *,
         keep_hidden: bool,
         inner: tuple[int, ...] = (),
+        sink: RowRing | None = None,
+        row_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """inner: layers with their input before the last state in a row."""
+        """inner: layers with their input before the last state in a row. sink: receives hidden rows
+        in row_dtype.
+        """
+        self._sink, self._row_dtype = sink, row_dtype
+        self.rows_dropped = 0
+        """Rows that a full sink has dropped."""
         config, dtype, device = weights.config, weights.head.dtype, weights.head.device
         self.kv = cache.StaticCache(
             config,
@@ -87,6 +100,46 @@ class SlotStore:
         if path.shape[1] > 1:
             steps = torch.arange(path.shape[1], device=path.device)
             self.kv.reorder(slots, roots[:, None] + path, roots[:, None] + steps)
+
+    @property
+    def captures(self) -> bool:
+        """True if a sink exists."""
+        return self._sink is not None
+
+    def write_rows(
+        self,
+        slots: Sequence[int],
+        sequences: Sequence[RunningSequence],
+        version: int,
+        least: int = WAITING,
+    ) -> None:
+        """Write the waiting rows of each captured sequence that has `least` or more. Waiting rows
+        belong to cached tokens not yet written.
+        """
+        if self._sink is None:
+            return
+        due = [
+            (slot, one)
+            for slot, one in zip(slots, sequences, strict=True)
+            if one.request.capture and one.cached - one.captured >= least
+        ]
+        if not due:
+            return
+        ids = np.array([one.request.request_id for _, one in due], dtype=np.uint64)
+        positions = [np.arange(one.captured, one.cached, dtype=np.uint32) for _, one in due]
+        stretches = [(slot, slice(one.captured, one.cached)) for slot, one in due]
+        tokens = torch.cat([self.token_ids[cells] for cells in stretches]).cpu().numpy()
+        states = torch.cat([self.hidden[cells] for cells in stretches])
+        written = self._sink.write(
+            np.repeat(ids, list(map(len, positions))),
+            np.concatenate(positions),
+            tokens.astype(np.uint32),
+            version,
+            states.to(self._row_dtype).cpu().view(torch.uint8).numpy(),
+        )
+        self.rows_dropped += len(tokens) - written
+        for _, one in due:
+            one.captured = one.cached
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Move a sequence of `length` tokens to another slot."""

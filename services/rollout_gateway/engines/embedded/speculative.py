@@ -14,7 +14,7 @@ from paceline.errors import InvalidInput
 from paceline.models import decoder, sampling
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
-from paceline.services.rollout_gateway.engines.embedded import kv_cache, rejection, verify
+from paceline.services.rollout_gateway.engines.embedded import kv_cache, verify
 from paceline.services.rollout_gateway.engines.embedded.budget import Budget, row_drafts
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -48,7 +48,7 @@ class DraftPart:
     speculator: Speculator
     batch: DraftBatch
     drafts: Drafts | None = None
-    sampler: rejection.ChainSampler | None = None  # draws the drafts, with verification="rejection"
+    sampler: verify.ChainSampler | None = None  # draws the drafts, with verification="rejection"
 
 
 class Speculation:
@@ -263,7 +263,7 @@ def draft_batch(
 def _sampling(part: DraftPart, params: sampling.DrawParams, device: torch.device) -> DraftPart:
     """The part with a sampler that draws drafts as its requests draw."""
     members = torch.tensor(part.members, device=device)
-    sampler = rejection.ChainSampler(
+    sampler = verify.ChainSampler(
         params.rows(members), torch.tensor(part.batch.lengths, device=device)
     )
     return replace(part, batch=replace(part.batch, sampler=sampler), sampler=sampler)

@@ -28,8 +28,7 @@ from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASE
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.spec import QUANTIZATION, SGLangSpec
 from paceline.services.rollout_gateway.engines.worker import SPEC_VARIABLE, WorkerSpec
-from paceline.services.rollout_gateway.engines.worker.peer import Peer
-from paceline.services.rollout_gateway.engines.worker.process import begin
+from paceline.services.rollout_gateway.engines.worker.process import Peer, begin
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 
 CPU_KERNELS = Path(paceline.__file__).resolve().parents[2] / "tests/sglang/cpu_kernels"

@@ -124,28 +124,31 @@ def request_from(message: pb.EngineRequest) -> nouns.Request:
 
 
 def request_to(request: nouns.Request) -> pb.EngineRequest:
+    fields = messages.shared_fields(request, pb.EngineRequest)
+    fields["sampling"] = sampling_to(request.sampling)
     return pb.EngineRequest(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt,
-        sampling=sampling_to(request.sampling),
-        stream=request.stream,
-        capture=request.capture,
-        forced_arm=request.forced_arm,
-        response_token_ids=request.response,
-        probe=request.probe,
+        **fields, prompt_token_ids=request.prompt, response_token_ids=request.response
     )
 
 
+_ON_LAST = {
+    "error",
+    "speculation",
+    "cached_prompt_tokens",
+    "smallest_gap",
+    "time_to_first_token_s",
+    "matched_stop",
+    "stages",
+}
+"""Fields that only the last chunk of a request has."""
+
+
 def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
-    message = pb.TokenChunk(
-        request_id=chunk.request_id,
-        token_ids=chunk.token_ids,
-        behavior_logprobs=chunk.behavior_logprobs,
-        version_spans=[messages.to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
-        draw_spans=[messages.to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
-        accepted_drafts=chunk.accepted_drafts,
-        top_logprobs=[_alternatives_to(row) for row in chunk.top_logprobs],
-        prompt_scores=[
+    fields = messages.shared_fields(chunk, pb.TokenChunk) | {
+        "version_spans": [messages.to_message(one, tpb.VersionSpan) for one in chunk.version_spans],
+        "draw_spans": [messages.to_message(one, tpb.DrawSpan) for one in chunk.draw_spans],
+        "top_logprobs": [_alternatives_to(row) for row in chunk.top_logprobs],
+        "prompt_scores": [
             pb.PromptScore(
                 logprob=one.logprob,
                 rank=one.rank,
@@ -153,18 +156,12 @@ def chunk_to(chunk: nouns.Chunk) -> pb.TokenChunk:
             )
             for one in chunk.prompt_scores
         ],
-    )
-    if chunk.finish is not None:
-        message.finish_reason = FINISH[chunk.finish]
-        message.error = chunk.error
-        message.speculation.CopyFrom(messages.stats_to_proto(chunk.speculation))
-        message.cached_prompt_tokens = chunk.cached_prompt_tokens
-        message.smallest_gap = chunk.smallest_gap
-        message.time_to_first_token_s = chunk.time_to_first_token_s
-        message.matched_stop = chunk.matched_stop
-        message.stages.extend(messages.to_message(one, pb.StageTime) for one in chunk.stages)
-
-    return message
+    }
+    if chunk.finish is None:
+        return pb.TokenChunk(**{k: one for k, one in fields.items() if k not in _ON_LAST})
+    fields["speculation"] = messages.stats_to_proto(chunk.speculation)
+    fields["stages"] = [messages.to_message(one, pb.StageTime) for one in chunk.stages]
+    return pb.TokenChunk(**fields, finish_reason=FINISH[chunk.finish])
 
 
 def _alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:

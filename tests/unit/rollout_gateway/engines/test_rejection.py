@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.models.sampling import DrawParams, behavior_logprobs, draw
-from paceline.services.rollout_gateway.engines.embedded.rejection import (
+from paceline.services.rollout_gateway.engines.embedded.verify import (
     ChainSampler,
+    Nodes,
+    Verdict,
     residual,
+    verify,
     verify_drawn,
 )
-from paceline.services.rollout_gateway.engines.embedded.verify import Nodes, Verdict, verify
 
 VOCAB, STEPS, FIRST = 6, 3, 9
 

@@ -17,11 +17,11 @@ from paceline.services.rollout_gateway.engines.requests.sequence import RunningS
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
     ArmChooser,
+    Tracked,
     first_nodes,
     parse_arms,
     taken_tokens,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 

@@ -18,8 +18,8 @@ from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.services.rollout_gateway.engines.requests.structures import GrammarFault
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import Drawn, Tracked
 from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import TreeGrammars, asks
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
 
 POLICY = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
 CODEC = TextCodec(POLICY)

@@ -16,10 +16,9 @@ from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounds
-from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser, Tracked
 from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, read_slots
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import Unread
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.trajectory import SpeculationStats, VersionSet
 
 NAMES = ("off", "eagle:3_1_4", "eagle:3_2_8")

@@ -18,12 +18,12 @@ from paceline.services.rollout_gateway.engines.nouns import Finish, Request
 from paceline.services.rollout_gateway.engines.requests.control import Admission
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import Drawn, Tracked, rid_of
 from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
     PendingDraws,
     accepted_path,
     parents_of,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked, rid_of
 from paceline.trajectory import VersionSpan
 
 

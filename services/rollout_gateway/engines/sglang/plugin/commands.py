@@ -13,15 +13,15 @@ import torch
 from paceline.errors import FailedPrecondition
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control
-from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
-from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import swapped
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
     Tracked,
     as_sglang_request,
     cache_key,
     rid_of,
 )
-from paceline.services.rollout_gateway.engines.worker.peer import answer
+from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
+from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import swapped
+from paceline.services.rollout_gateway.engines.worker.process import answer
 from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target, VersionSet
 from paceline.v1 import engine_pb2 as pb

@@ -26,9 +26,9 @@ from paceline.services.rollout_gateway.engines.sglang.plugin import (
     slot_rows,
     weights,
 )
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, cache_key
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import Tracked, cache_key
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec, row_layout
-from paceline.services.rollout_gateway.engines.worker import WorkerSpec, peer, ring, wire
+from paceline.services.rollout_gateway.engines.worker import WorkerSpec, process, ring, wire
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 
@@ -55,7 +55,7 @@ class Plugin:
         self.spec = SGLangSpec.model_validate(worker.engine)
         self.rank = 0  # tensor-parallel rank
         self.tp_group: Any = None  # SGLang's group of ranks; None with a single rank
-        self.peer: peer.Peer | None = None  # rank 0 only
+        self.peer: process.Peer | None = None  # rank 0 only
         self.ring: ring.RowRing | None = None
         self.rows: nouns.RowLayout | None = row_layout(self.spec) if worker.ring_path else None
         self.slot_rows: slot_rows.SlotRows | None = None
@@ -123,7 +123,7 @@ class Plugin:
             * timing.square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
         )
         if self.rank == 0:
-            self.peer = peer.Peer(self.ring)
+            self.peer = process.Peer(self.ring)
             ready = wire.ready_to(
                 self.info, self.worker.worker_index, self.versions, self.weights.head_hash
             )

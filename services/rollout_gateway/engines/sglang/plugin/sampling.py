@@ -22,12 +22,12 @@ from paceline.models.sampling import Draw, top_alternatives
 from paceline.services.rollout_gateway.engines.requests import draws, grammars, structures
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.engines.sglang.plugin import capture
-from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
     Alternatives,
     Drawn,
     Tracked,
 )
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
 
 FAULT_BYTES = 1024
 """Longest error message about a grammar that rank 0 broadcasts, in bytes."""

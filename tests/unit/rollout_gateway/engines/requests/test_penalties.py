@@ -23,7 +23,7 @@ from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Re
 from paceline.services.rollout_gateway.engines.requests.draws import Penalties
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from paceline.services.rollout_gateway.engines.sampling import Sampling, check_sampling
-from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import Drawn, Tracked
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1 import engine_pb2 as pb

@@ -9,7 +9,7 @@ from paceline.services.rollout_gateway.calls.call import _refuse
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, Sampling
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.engines.worker.peer import answer
+from paceline.services.rollout_gateway.engines.worker.process import answer
 from paceline.services.rollout_gateway.testing.engine import build_scripted
 from paceline.services.rollout_gateway.testing.script import ScriptedSpec
 from paceline.v1 import engine_pb2 as pb
