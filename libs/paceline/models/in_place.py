@@ -44,8 +44,6 @@ class StagedWeights:
     tensors: Mapping[str, Tensor]
     """Views of the mapped file, on the CPU."""
     head_hash: str
-    path: Path
-    """Directory from which it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +116,7 @@ class ServedModel:
         named = loading.checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
             tensors = _written(file, self.built(named))
-        return StagedWeights(
-            self.profile, tensors, loading.hash_head(loading.stored_head(named)), path
-        )
-
-    def restore(self, weights: DecoderWeights, path: Path) -> None:
-        """Reads the serving version into its storages again. Raises as `load`."""
-        found = storages(weights)
-        for name, tensor in self.built(
-            loading.checked_model(self.config, read_version(path, self.start))
-        ):
-            overwrite(found[name], tensor)
+        return StagedWeights(self.profile, tensors, loading.hash_head(loading.stored_head(named)))
 
 
 def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:

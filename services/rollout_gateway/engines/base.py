@@ -13,6 +13,10 @@ from paceline.trajectory import Target, VersionSet
 from paceline.v1.engine_pb2 import ArmStats, Quarantine, WorkerHealth
 
 
+class EngineBroken(Exception):
+    """The engine cannot go on; its process exits and the gateway starts another."""
+
+
 class CommandedEngine(Protocol):
     """The methods behind the commands of the worker protocol; see engines/worker/process.py."""
 
@@ -50,7 +54,7 @@ class CommandedEngine(Protocol):
     def commit_weights(self, versions: VersionSet, mode: nouns.PauseMode) -> list[nouns.Chunk]:
         """Serve a set from the next round on; returns the chunks of requests ended by mode ABORT.
 
-        Raises WeightsError.
+        Raises WeightsError, or EngineBroken after an update that was interrupted.
         """
 
     def abort_weights(self, target: Target, version: int) -> None:

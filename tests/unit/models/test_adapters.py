@@ -98,9 +98,6 @@ def test_adapters_are_served_in_place_and_the_start_again_after_them(
         assert torch.allclose(one.float(), expected[name].float(), atol=1e-6, rtol=0.15), name
     assert any(not torch.equal(one, before[name][1]) for name, one in storages(adapted).items())
 
-    model.restore(adapted, start)
-    assert all(torch.equal(one, before[name][1]) for name, one in storages(adapted).items())
-
 
 def _renamed(adapters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("q_proj", "r_proj"): one for name, one in adapters.items()}

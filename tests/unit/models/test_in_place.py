@@ -187,8 +187,6 @@ def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
         assert staging < served / 2
         staged = model.staged(deep / "1")
         assert peak_of(lambda: serve_staged(weights, staged)) < 16 << 10
-        restoring = peak_of(lambda: model.restore(weights, deep / "0")) - mapped
-        assert restoring <= layer + rounding
         loading = peak_of(lambda: model.load(deep / "1")) - mapped
         assert loading <= served + weights.rotation.nbytes + layer + rounding
 
@@ -238,4 +236,3 @@ def test_staging_leaves_no_name_in_the_versions_directory(versions: list[Path]) 
     before = sorted(path.name for path in versions[1].iterdir())
     staged = model_of(versions[0], "").staged(versions[1])
     assert sorted(path.name for path in versions[1].iterdir()) == before
-    assert staged.path == versions[1]

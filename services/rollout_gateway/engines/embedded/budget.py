@@ -12,6 +12,7 @@ other work. As p falls along a path, the chosen nodes of a row form a tree.
 """
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
@@ -136,12 +137,12 @@ class Budget:
 
     def __init__(self) -> None:
         self.cost = ForwardCost()
-        self._calibrations: dict[str, Calibration] = {}
-        self._overheads: dict[str, _Overhead] = {}
+        self._calibrations: defaultdict[str, Calibration] = defaultdict(Calibration)
+        self._overheads: defaultdict[str, _Overhead] = defaultdict(_Overhead)
 
     def floor(self, arm: str) -> float:
         """Probability below which the arm need not expand a node."""
-        overhead = self._overhead(arm)
+        overhead = self._overheads[arm]
         return overhead.floor if overhead.until_probe > 1 else 0.0
 
     def forget(self, speculator: str) -> None:
@@ -151,18 +152,17 @@ class Budget:
             if speculator_of(arm) == speculator:
                 overhead.floor = 0.0
 
-    def _probes(self, arm: str) -> bool:
-        overhead = self._overhead(arm)
-        overhead.until_probe = (overhead.until_probe - 1) or PROBE_EVERY
-        return overhead.until_probe == PROBE_EVERY
-
     def prune(self, drafts: Drafts, speculator: str, arm: str) -> Drafts:
         """Moves the drafts worth verifying to the front of each row and drops the rest. All drafts
         are kept until costs are measured.
         """
-        if not self.cost.known or self._probes(arm):
+        if not self.cost.known:
             return drafts
-        calibration = self._calibrations.setdefault(speculator, Calibration())
+        overhead = self._overheads[arm]
+        overhead.until_probe = (overhead.until_probe - 1) or PROBE_EVERY
+        if overhead.until_probe == PROBE_EVERY:
+            return drafts
+        calibration = self._calibrations[speculator]
         nodes = self._nodes(drafts, calibration)
         chosen = nodes[: self._best_count(nodes, len(drafts.tokens), arm)]
         if len(chosen) == drafts.tokens.numel():
@@ -187,7 +187,7 @@ class Budget:
 
     def _best_count(self, nodes: Sequence[Node], rows: int, arm: str) -> int:
         """Number of first nodes with the best rate."""
-        overhead = self._overhead(arm)
+        overhead = self._overheads[arm]
         costs = self.cost.seconds(rows, len(nodes))
         gain, count = float(rows), 0
         best = gain / (overhead.seconds + costs[0])
@@ -202,7 +202,7 @@ class Budget:
 
     def learn(self, speculator: str, became: Iterable[tuple[RowDrafts, Set[int]]]) -> None:
         """Record the outcome of drafts: drawn nodes per row, 0 for its root, i + 1 for draft i."""
-        calibration = self._calibrations.setdefault(speculator, Calibration())
+        calibration = self._calibrations[speculator]
         for (tokens, scores, parents), drawn in became:
             score_of = [1.0, *scores]
             for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
@@ -211,12 +211,9 @@ class Budget:
 
     def spend(self, arm: str, seconds: float) -> None:
         """Record the seconds of a round of the arm besides its forward."""
-        overhead = self._overhead(arm)
+        overhead = self._overheads[arm]
         before = overhead.seconds or seconds
         overhead.seconds = before + COST_SHARE * (min(seconds, 3 * before) - before)
-
-    def _overhead(self, arm: str) -> _Overhead:
-        return self._overheads.setdefault(arm, _Overhead())
 
 
 def row_drafts(drafts: Drafts) -> Iterator[RowDrafts]:

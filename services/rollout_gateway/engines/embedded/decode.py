@@ -15,11 +15,7 @@ from paceline.arm_names import OFF
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
-from paceline.services.rollout_gateway.engines.embedded import (
-    kv_cache,
-    speculative,
-    verify,
-)
+from paceline.services.rollout_gateway.engines.embedded import kv_cache, speculative, verify
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.requests import draws, grammars, timing
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence

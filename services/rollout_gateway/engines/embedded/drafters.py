@@ -125,12 +125,14 @@ class DrafterVersion:
 class Drafters:
     """Speculators by name, and the versions of trained kinds."""
 
-    def __init__(self, kinds: Kinds, used: Mapping[str, int], setup: base.SpeculatorSetup) -> None:
-        """used: the speculators named by arms, with the most draft levels of their arms; no other
-        speculator is built.
+    def __init__(self, kinds: Kinds, arms: Iterable[ArmName], setup: base.SpeculatorSetup) -> None:
+        """Builds the speculators that arms name, for the most draft levels of their arms.
 
         Raises ConfigError, InvalidInput, WeightsError or DataLoss.
         """
+        used: dict[str, int] = {}
+        for arm in arms:
+            used[arm.speculator] = max(used.get(arm.speculator, 0), arm.shape.steps)
         self._kinds = replace(
             kinds, trained={name: kind for name, kind in kinds.trained.items() if name in used}
         )

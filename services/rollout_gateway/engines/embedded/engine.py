@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.arm_names import ArmName
 from paceline.local.processes import usable_cores
 from paceline.messages import stats_to_proto
-from paceline.models import decoder, in_place, loading, profiles
+from paceline.models import in_place, loading, profiles
 from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.embedded import (
@@ -77,8 +76,17 @@ class EmbeddedEngine:
         )
         policy = model.load(model_dir)
         with torch.inference_mode():
+            setup = SpeculatorSetup(
+                policy,
+                spec.max_batch,
+                capacity,
+                policy.head.dtype,
+                spec.seed,
+                layers=CaptureSpec(inner).layers,
+                answer_versions=spec.answer_versions,
+            )
             self._speculation = speculative.Speculation(
-                spec, arms, _drafters(spec, kinds, arms, policy, capacity, inner)
+                spec, arms, drafters.Drafters(kinds, arms.values(), setup)
             )
             self._store = kv_cache.SlotStore(
                 policy,
@@ -89,7 +97,7 @@ class EmbeddedEngine:
                 sink=sink,
                 row_dtype=loading.DTYPES[spec.features_dtype],
             )
-        self._weights = EngineWeights(policy, self._speculation, model, model_dir)
+        self._weights = EngineWeights(policy, self._speculation, model)
         self._device_tflops = timing.square_product_tflops(policy.head.device, policy.head.dtype)
 
     # ---- the round
@@ -136,7 +144,8 @@ class EmbeddedEngine:
         ]
         rows = [self._scheduler.running[slot] for slot in slots]
         self._store.write_rows(slots, rows, self.versions.policy, least=1)
-        self._speculation.ended(slots, rows, self._store, self.versions.policy)
+        batch = speculative.draft_batch(slots, rows, self._store, self.versions.policy)
+        self._speculation.drafters.ended(batch)
         self._decoder.changed(ended)
         self._ended = sum((sequence.speculation for sequence in ended), self._ended)
         for slot, sequence in zip(slots, rows, strict=True):
@@ -313,26 +322,3 @@ class EmbeddedEngine:
             split=self._decoder.split,
             prefixes=self._prefixes.stats,
         )
-
-
-def _drafters(
-    spec: EmbeddedSpec,
-    kinds: drafters.Kinds,
-    arms: dict[str, ArmName],
-    policy: decoder.DecoderWeights,
-    capacity: int,
-    inner: tuple[int, ...],
-) -> drafters.Drafters:
-    setup = SpeculatorSetup(
-        policy,
-        spec.max_batch,
-        capacity,
-        policy.head.dtype,
-        spec.seed,
-        layers=CaptureSpec(inner).layers,
-        answer_versions=spec.answer_versions,
-    )
-    used: dict[str, int] = {}
-    for arm in arms.values():
-        used[arm.speculator] = max(used.get(arm.speculator, 0), arm.shape.steps)
-    return drafters.Drafters(kinds, used, setup)

@@ -228,18 +228,6 @@ class Speculation:
             shift,
         )
 
-    def ended(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[RunningSequence],
-        store: kv_cache.SlotStore,
-        version: int,
-    ) -> None:
-        """Report complete sequences under a policy version; speculators that learn from text read
-        them.
-        """
-        self.drafters.ended(draft_batch(slots, rows, store, version))
-
     def bind(self, target: decoder.DecoderWeights) -> None:
         """Draft for new target weights; the bandit measures their acceptance again."""
         self.drafters.bind(target)

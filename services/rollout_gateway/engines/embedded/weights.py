@@ -7,15 +7,12 @@ swapped by reference.
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.errors import PacelineError, WeightsError
 from paceline.models import in_place
 from paceline.models.decoder import DecoderWeights
+from paceline.services.rollout_gateway.engines.base import EngineBroken
 from paceline.services.rollout_gateway.engines.embedded import drafters, speculative
 from paceline.services.rollout_gateway.engines.requests.control import PreparedVersions
-from paceline.telemetry import get_logger
 from paceline.trajectory import Target, VersionSet
-
-log = get_logger(__name__)
 
 
 class EngineWeights:
@@ -26,33 +23,14 @@ class EngineWeights:
         policy: DecoderWeights,
         speculation: speculative.Speculation,
         model: in_place.ServedModel,
-        directory: Path,
     ) -> None:
-        """directory: source of the policy."""
-        self._policy = policy
+        self.policy = policy
+        """The serving policy."""
         self._speculation = speculation
         self._model = model
-        self._directory = directory
-        self._torn: BaseException | None = None
         self._prepared: PreparedVersions[in_place.StagedWeights | drafters.DrafterVersion] = (
             PreparedVersions(model.profile.name if model.profile else "")
         )
-
-    @property
-    def policy(self) -> DecoderWeights:
-        """The serving policy.
-
-        Raises WeightsError while it mixes two versions; only a complete version or a new worker
-        repairs it.
-        """
-        if self._torn is not None:
-            raise WeightsError(
-                "an update was interrupted, and the policy before it cannot be read again",
-                seen=str(self._torn),
-                allowed=f"another version, or a new worker of {self.versions}",
-                reason="WEIGHTS_TORN",
-            )
-        return self._policy
 
     @property
     def number_format(self) -> str:
@@ -80,8 +58,8 @@ class EngineWeights:
     def commit(self, versions: VersionSet) -> bool:
         """Serve a set; True if the policy changed.
 
-        Raises WeightsError and changes nothing if a part is missing. After an interrupted update it
-        raises the interrupting error; the old policy serves on, unless it cannot be loaded again.
+        Raises WeightsError and changes nothing if a part is missing. Raises EngineBroken after an
+        interrupted update, which may leave a mixture of two versions.
         """
         changes = self._prepared.changes(versions)
         for new in changes.values():
@@ -94,37 +72,12 @@ class EngineWeights:
 
     def _serve_policy(self, new: in_place.StagedWeights) -> None:
         same_profile = new.profile == self._model.profile
-        self._policy = self._written_over(new) if same_profile else self._beside(new)
-        self._model, self._directory = replace(self._model, profile=new.profile), new.path
-
-    def _written_over(self, new: in_place.StagedWeights) -> DecoderWeights:
+        write = in_place.serve_staged if same_profile else in_place.beside
         try:
-            policy = in_place.serve_staged(self._policy, new)
-            self._speculation.bind(policy)
-        except BaseException as interrupted:
-            self._restore(interrupted)
-            raise
-        self._torn = None  # a prepared version has every tensor
-        return policy
-
-    def _beside(self, new: in_place.StagedWeights) -> DecoderWeights:
-        policy = in_place.beside(self._policy, new)
-        self._speculation.bind(policy)
-        self._torn = None
-        return policy
-
-    def _restore(self, interrupted: BaseException) -> None:
-        self._torn = interrupted  # until all of it is loaded, despite other errors
-        try:
-            self._model.restore(self._policy, self._directory)
-            self._speculation.drafters.bind(self._policy)
-        except (PacelineError, OSError, RuntimeError) as error:
-            self._torn = error
-            log.error("the serving policy is torn", of=str(self.versions), error=str(error))
-        else:
-            self._torn = None
-            log.warning(
-                "an update was interrupted; the policy before it serves",
-                of=str(self.versions),
-                error=str(interrupted),
-            )
+            self.policy = write(self.policy, new)
+            self._speculation.bind(self.policy)
+        except Exception as error:
+            raise EngineBroken(
+                f"an update of the policy was interrupted: {type(error).__name__}: {error}"
+            ) from error
+        self._model = replace(self._model, profile=new.profile)

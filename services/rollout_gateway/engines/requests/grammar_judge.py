@@ -71,9 +71,7 @@ class GrammarTokens:
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         self.guide: LLTokenizer = LLTokenizer(
-            TokenizerWrapper(self),
-            eos_token=list(eos_token_ids),
-            slices=LLTokenizer.json_slices(),
+            TokenizerWrapper(self), eos_token=list(eos_token_ids), slices=LLTokenizer.json_slices()
         )
         """The tokens for a matcher; llguidance calls `__call__` to tokenize a text."""
 

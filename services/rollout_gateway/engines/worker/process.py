@@ -45,6 +45,8 @@ def answer(
     """
     try:
         event = _carry_out(engine, command, emit)
+    except base.EngineBroken:
+        raise
     except caught as error:
         if not isinstance(error, PacelineError):
             error = InternalError(f"{type(error).__name__}: {error}")
@@ -198,12 +200,6 @@ class Peer:
         self._context.term()
 
 
-class EngineBroken(Exception):
-    """The engine failed in several consecutive rounds; the process exits and the gateway starts
-    another.
-    """
-
-
 class Worker:
     """The command loop of one engine."""
 
@@ -218,7 +214,7 @@ class Worker:
     def run(self) -> None:
         """Serve until Shutdown or the parent's death.
 
-        Raises EngineBroken.
+        Raises base.EngineBroken.
         """
         engine = self._engine
         ready = wire.ready_to(engine.info, self._index, engine.versions, engine.lm_head_hash)
@@ -261,7 +257,7 @@ class Worker:
             ]
             if self._faults >= FAULTS_UNTIL_BROKEN:
                 self._peer.flush()
-                raise EngineBroken(text) from error
+                raise base.EngineBroken(text) from error
 
 
 def begin() -> WorkerSpec:
@@ -290,7 +286,7 @@ def main() -> int:
     except PacelineError as error:
         peer.fail(error)
         return 2
-    except EngineBroken as error:
+    except base.EngineBroken as error:
         lived = time.monotonic() - started
         print(f"worker {spec.worker_index}: broken after {lived:.1f} s: {error}", file=sys.stderr)
         return 1

@@ -1,30 +1,30 @@
-"""The embedded engine under every profile: its output, its arithmetic, and its state after an
+"""The embedded engine under every profile: its output, its arithmetic, and its end after an
 interrupted update.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from random_models import save_random
 from torch import Tensor
 
 from paceline.errors import InvalidInput, WeightsError
+from paceline.messages import versions_to_proto
 from paceline.models import in_place
-from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import storages
 from paceline.models.profiles import ROUNDED
-from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
+from paceline.services.rollout_gateway.engines.base import EngineBroken
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.worker.process import answer
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
+from paceline.v1 import engine_pb2 as pb
 
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")
 LONGEST = 16
@@ -183,29 +183,24 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_an_update_that_is_interrupted_at_any_tensor_leaves_the_old_set_serving(
+def test_an_update_that_is_interrupted_at_any_tensor_ends_the_worker_and_serves_no_mixture(
     profile: str, versions: list[Path], fault: list[int]
 ) -> None:
-    engine = build(versions[0], profile)
-    serve(engine, 1, versions[1])
-    before, head = said(engine), engine.lm_head_hash
-    names = list(storages(engine._weights.policy))
-    addresses = [one.data_ptr() for one in storages(engine._weights.policy).values()]
-    bits = {name: one.clone() for name, one in storages(engine._weights.policy).items()}
-    prepare(engine, 2, versions[2])
-    for count, name in enumerate(names):
+    names = list(storages(build(versions[0], profile)._weights.policy))
+    for count in range(0, len(names), 5):
+        engine = build(versions[0], profile)
+        prepare(engine, 1, versions[1])
         fault[:] = [count]
-        with pytest.raises(Interrupted):
-            engine.commit_weights(set_of(engine, 2), PauseMode.IN_PLACE)
+        commit = pb.WorkerCommand(
+            command_id=1,
+            commit_weights=pb.CommitWeights(
+                versions=versions_to_proto(set_of(engine, 1)), mode="PAUSE_MODE_IN_PLACE"
+            ),
+        )
+        with pytest.raises(EngineBroken, match="update of the policy was interrupted"):
+            answer(engine, commit, lambda _: None, Exception)
         assert not fault
-        assert engine.versions == set_of(engine, 1)
-        assert engine.lm_head_hash == head
-        for other, one in storages(engine._weights.policy).items():
-            assert torch.equal(one.view(torch.uint8), bits[other].view(torch.uint8)), (name, other)
-    assert said(engine) == before
-    assert [one.data_ptr() for one in storages(engine._weights.policy).values()] == addresses
-    engine.commit_weights(set_of(engine, 2), PauseMode.IN_PLACE)
-    assert said(engine) == said(build(versions[2], profile)) != before
+        assert engine.versions == VersionSet(profile=profile)
 
 
 @pytest.mark.few(2)
@@ -234,66 +229,6 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
     assert said(engine) == before
 
 
-def test_requests_that_run_go_on_under_the_old_set_when_an_update_is_interrupted(
-    versions: list[Path], fault: list[int]
-) -> None:
-    engine = build(versions[0], "fp8_channel")
-    expected = said(engine)
-    prepare(engine, 1, versions[1])
-    for one in requests(6):
-        engine.enqueue(one)
-    for _ in range(4):
-        assert engine.step() == []
-    fault[:] = [5]
-    with pytest.raises(Interrupted):
-        engine.commit_weights(set_of(engine, 1), PauseMode.RETRACT)
-    ended = [chunk for _ in range(ROUNDS) if engine.has_work for chunk in engine.step()]
-    assert {one.request_id: one.token_ids for one in ended} == expected
-    assert {span.policy_version for one in ended for span in one.version_spans} == {0}
-
-
-def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
-    versions: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # the budget leaves drafts out by seconds it measured: without it a count depends on no clock
-    engine = build(versions[0], "fp8_channel", verify_budget=False)
-    before, accepted = said(engine, "eagle:3_1_4"), engine.load.speculation.accepted_tokens
-    prepare(engine, 1, versions[1])
-    bind, failed = Drafters.bind, iter([True, False])
-
-    def once(drafters: Drafters, target: DecoderWeights) -> None:
-        if next(failed):
-            raise Interrupted
-        bind(drafters, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Drafters, "bind", once)
-        with pytest.raises(Interrupted):
-            engine.commit_weights(set_of(engine, 1), PauseMode.IN_PLACE)
-    assert engine.versions == VersionSet(profile="fp8_channel")
-    assert said(engine, "eagle:3_1_4") == before
-    assert engine.load.speculation.accepted_tokens - accepted == accepted >= 20
-
-
-def test_a_mixture_that_cannot_be_mended_serves_nobody_until_a_whole_version_does(
-    versions: list[Path], tmp_path: Path, fault: list[int]
-) -> None:
-    shutil.copytree(versions[0], tmp_path / "gone")
-    engine = build(tmp_path / "gone", "fp8_channel")
-    prepare(engine, 1, versions[1])
-    shutil.rmtree(tmp_path / "gone")
-    fault[:] = [5]
-    with pytest.raises(Interrupted):
-        engine.commit_weights(set_of(engine, 1), PauseMode.IN_PLACE)
-    engine.enqueue(requests(1)[0])
-    for _ in range(2):
-        with pytest.raises(WeightsError, match=r"interrupted.*cannot be read again.*p0\.d0"):
-            engine.step()
-    engine.abort(None)
-    engine.commit_weights(set_of(engine, 1), PauseMode.IN_PLACE)
-    assert said(engine) == said(build(versions[1], "fp8_channel"))
-
-
 def test_a_policy_under_a_profile_that_was_not_prepared_is_refused_and_the_old_one_serves(
     versions: list[Path],
 ) -> None:
@@ -314,26 +249,3 @@ def test_the_policy_that_serves_may_be_served_under_another_profile(versions: li
     engine.prepare_weights(Target.POLICY, 0, versions[0], "fp8_channel")
     engine.commit_weights(VersionSet(1, 0, 0, "fp8_channel"), PauseMode.RETRACT)
     assert said(engine) == said(build(versions[0], "fp8_channel"))
-
-
-def test_a_set_of_another_profile_that_fails_half_way_leaves_the_old_one_serving(
-    versions: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = build(versions[0], "fp8_channel", verify_budget=False)
-    before = said(engine, "eagle:3_1_4")
-    engine.prepare_weights(Target.POLICY, 1, versions[1], "")
-    bind, failed = Drafters.bind, iter([True])
-
-    def once(drafters: Drafters, target: DecoderWeights) -> None:
-        if next(failed, False):
-            raise Interrupted
-        bind(drafters, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Drafters, "bind", once)
-        with pytest.raises(Interrupted):
-            engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
-    assert engine.versions == VersionSet(profile="fp8_channel")
-    assert said(engine, "eagle:3_1_4") == before
-    engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
-    assert said(engine) == said(build(versions[1], ""))
