@@ -234,5 +234,5 @@ def test_a_full_disk_is_told_and_leaves_no_file(
 
 def test_staging_leaves_no_name_in_the_versions_directory(versions: list[Path]) -> None:
     before = sorted(path.name for path in versions[1].iterdir())
-    staged = model_of(versions[0], "").staged(versions[1])
+    model_of(versions[0], "").staged(versions[1])
     assert sorted(path.name for path in versions[1].iterdir()) == before

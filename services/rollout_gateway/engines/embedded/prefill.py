@@ -63,11 +63,8 @@ class Scheduler:
     def remove(self, ended: Collection[RunningSequence]) -> tuple[list[Move], range]:
         """Removes sequences; returns the moves that fill the gaps, in order, and the free slots."""
         before = len(self.running)
-        gone = {id(sequence) for sequence in ended}
         moves: list[Move] = []
-        for slot in reversed(
-            [slot for slot, sequence in enumerate(self.running) if id(sequence) in gone]
-        ):
+        for slot in reversed([slot for slot, one in enumerate(self.running) if one in ended]):
             last = self.running.pop()
             if slot < len(self.running):
                 moves.append((len(self.running), slot, last))
@@ -76,8 +73,7 @@ class Scheduler:
 
     def drop_waiting(self, ended: Sequence[RunningSequence]) -> None:
         """Removes sequences from the queue."""
-        gone = {id(sequence) for sequence in ended}
-        self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in gone)
+        self.waiting = deque(sequence for sequence in self.waiting if sequence not in ended)
 
 
 def leaders_of(

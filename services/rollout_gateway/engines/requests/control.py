@@ -164,20 +164,20 @@ class Admission:
         """A sequence that waits for a slot. Raises InvalidInput naming the rejected value."""
         prompt, sampling, said = request.prompt, request.sampling, request.response
         check_prompt(prompt, self._vocab_size, self.max_sequence_tokens)
+        check_prompt(request.known, self._vocab_size, self.max_sequence_tokens)
         check_sampling(sampling, self._vocab_size)
         limit = min(sampling.max_tokens, self.max_sequence_tokens - len(prompt))
-        if said:
-            check_prompt(request.known, self._vocab_size, self.max_sequence_tokens)
-            if len(said) >= limit:
-                raise InvalidInput(
-                    "a response that has ended cannot go on", seen=len(said), allowed=limit - 1
-                )
+        if said and len(said) >= limit:
+            raise InvalidInput(
+                "a response that has ended cannot go on", seen=len(said), allowed=limit - 1
+            )
 
         eos = () if sampling.ignore_eos else self._eos
-        self._check_room(sampling, limit, frozenset((*eos, *sampling.stop_token_ids)))
+        stop_ids = frozenset((*eos, *sampling.stop_token_ids))
+        self._check_room(sampling, limit, stop_ids)
         return RunningSequence(
             request=request,
-            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            stop_ids=stop_ids,
             token_limit=limit,
             stop_text=self._stop_text(sampling.stop) if sampling.stop else None,
             length=len(request.known),

@@ -2,8 +2,7 @@
 
 Token counts are kept by sequence and updated as it grows. They survive slots that move and caches
 that are rebuilt. paceline.models.sampling defines the formulas and the counts at draft nodes.
-
-They are log_softmax(logits / temperature), as for every drawn token.
+Prompt scores are log_softmax(logits / temperature), as for every drawn token.
 """
 
 from __future__ import annotations
@@ -62,17 +61,6 @@ class _TokenCounts:
     counts: Tensor  # int32 [V], of the first `counted` response tokens
     counted: int = 0
 
-    @classmethod
-    def nothing(cls, prompt: Sequence[int], vocab: int, device: torch.device) -> _TokenCounts:
-        holds = torch.zeros(vocab, dtype=torch.bool, device=device)
-        holds[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
-        return cls(holds, torch.zeros(vocab, dtype=torch.int32, device=device))
-
-    def grow(self, tokens: Sequence[int]) -> None:
-        """Count the new tokens of the response."""
-        _count_(self.counts, tokens[self.counted :])
-        self.counted = len(tokens)
-
 
 class Penalties:
     """Adjusts the logits of rows that need it; other rows cost nothing."""
@@ -115,14 +103,22 @@ class Penalties:
                 base, token_ids[index], None if parents is None else parents[index]
             )
             holds = torch.stack([one.prompt_holds for one in counted_rows])
-            adjusted[index] = sampling.penalised(
-                logits[index], holds, counts, _params(counting.values(), logits.device)
+            asked = [one.request.sampling for one in counting.values()]
+            params = sampling.PenaltyParams.of(
+                [one.repetition_penalty for one in asked],
+                [one.frequency_penalty for one in asked],
+                [one.presence_penalty for one in asked],
+                logits.device,
             )
+            adjusted[index] = sampling.penalised(logits[index], holds, counts, params)
 
         confined = any(one.request.sampling.confined for one in asking.values())
         depths = sampling.node_depths(token_ids, parents) if confined else token_ids
         for row, sequence in asking.items():
-            _add_bias_(adjusted[row], sequence.request.sampling.logit_bias)
+            if bias := dict(sequence.request.sampling.logit_bias):
+                ids, values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+                values = values.to(adjusted)
+                sampling.add_bias_(adjusted[row], ids.to(logits.device), values)
             if sequence.request.sampling.confined:
                 told = len(sequence.tokens) + len((ahead or {}).get(row, ()))
                 _forbid_(adjusted[row], sequence, depths[row] + told)
@@ -138,12 +134,16 @@ class Penalties:
         return len(self._counts)
 
     def _grown(self, sequence: RunningSequence, logits: Tensor) -> _TokenCounts:
+        """Counts of a sequence with all its tokens."""
         counts = self._counts.get(sequence)
         if counts is None:
-            prompt, vocab = sequence.request.prompt, logits.shape[-1]
-            counts = _TokenCounts.nothing(prompt, vocab, logits.device)
+            vocab, device = logits.shape[-1], logits.device
+            holds = torch.zeros(vocab, dtype=torch.bool, device=device)
+            holds[torch.tensor(sequence.request.prompt, dtype=torch.int64, device=device)] = True
+            counts = _TokenCounts(holds, torch.zeros(vocab, dtype=torch.int32, device=device))
             self._counts[sequence] = counts
-        counts.grow(sequence.tokens)
+        _count_(counts.counts, sequence.tokens[counts.counted :])
+        counts.counted = len(sequence.tokens)
         return counts
 
 
@@ -152,26 +152,6 @@ def _count_(counts: Tensor, tokens: Sequence[int]) -> None:
     if tokens:
         ids = torch.tensor(tokens, dtype=torch.int64, device=counts.device)
         counts.index_put_((ids,), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)
-
-
-def _params(sequences: Iterable[RunningSequence], device: torch.device) -> sampling.PenaltyParams:
-    asked = [sequence.request.sampling for sequence in sequences]
-    return sampling.PenaltyParams.of(
-        [one.repetition_penalty for one in asked],
-        [one.frequency_penalty for one in asked],
-        [one.presence_penalty for one in asked],
-        device,
-    )
-
-
-def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
-    """Add the bias of one request to its logits [Q, V], in place."""
-    if bias:
-        token_ids = torch.tensor([token for token, _ in bias], device=logits.device)
-        values = torch.tensor(
-            [value for _, value in bias], dtype=logits.dtype, device=logits.device
-        )
-        sampling.add_bias_(logits, token_ids, values)
 
 
 def _forbid_(logits: Tensor, sequence: RunningSequence, indices: Tensor) -> None:

@@ -17,9 +17,9 @@ are elsewhere.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +69,7 @@ class GrammarMasks:
         self._path = model_dir / "tokenizer.json"
         self._tokens: grammar_judge.GrammarTokens | None = None
         self._judge: grammar_judge.GrammarJudge | None = None
-        self._built: OrderedDict[structures.Structure, LLMatcher] = OrderedDict()
+        self._built = lru_cache(KEPT_GRAMMARS)(self._build)
         # end of the block, error message
         self._faults: dict[structures.Structure, tuple[float, str]] = {}
         self._followed: dict[RunningSequence, _Followed] = {}
@@ -129,13 +129,7 @@ class GrammarMasks:
 
     def _begin(self, structure: structures.Structure) -> _Followed:
         """A response at its beginning. Raises InvalidInput or GrammarFault."""
-        built = self._built.get(structure)
-        if built is None:
-            built = self._built[structure] = self._build(structure)
-            if len(self._built) > KEPT_GRAMMARS:
-                self._built.popitem(last=False)
-        self._built.move_to_end(structure)
-        matcher = built.deep_copy()
+        matcher = self._built(structure).deep_copy()
         assert self._tokens is not None
         kept = None if structure.begins_free else self._tokens.kept_at_front
         return _Followed(matcher, 0, [], self._allowed(matcher, kept))

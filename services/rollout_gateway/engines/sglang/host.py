@@ -35,6 +35,13 @@ CPU_KERNELS = Path(paceline.__file__).resolve().parents[2] / "tests/sglang/cpu_k
 """SGLang's kernels in plain torch for machines without a GPU. Only a checkout contains them."""
 CONTEXT_MARGIN = 8
 """Positions SGLang keeps free beyond the longest request."""
+BACKENDS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+"""SGLang's arguments that name an attention backend."""
 KV_MARGIN = 64
 """KV slots that a request needs beyond its tokens, for drafts."""
 
@@ -120,26 +127,17 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
         values["base_gpu_id"] = worker_index * spec.tensor_parallel_size
         if spec.memory_saver:
             values |= {"enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
-    else:
-        values |= cpu_arguments(spec)
+    else:  # one attention backend serves every role, so each argument of a backend names it
+        values |= {
+            "device": "cpu",
+            "disable_cuda_graph": True,
+            "max_total_tokens": spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
+            **dict.fromkeys(BACKENDS, "intel_amx"),
+        }
     if spec.profile:  # the drafter is not quantized
         values["quantization"] = QUANTIZATION[spec.profile]
         values["speculative_draft_model_quantization"] = "unquant"
     return values | speculation(spec) | spec.arguments
-
-
-def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
-    """Arguments for a machine without a GPU.
-
-    One attention backend serves every role, so each of SGLang's backend arguments names it.
-    """
-    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    return {
-        "device": "cpu",
-        "disable_cuda_graph": True,
-        "max_total_tokens": spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
-        **dict.fromkeys((*backends, "speculative_draft_attention_backend"), "intel_amx"),
-    }
 
 
 def drafts_reserved(spec: SGLangSpec) -> int:

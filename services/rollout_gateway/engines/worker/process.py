@@ -233,16 +233,14 @@ class Worker:
         while not self._stopping:
             wait_ms = 0 if self._engine.has_work or self._peer.chunks else PARENT_CHECK_MS
             if self._peer.poll(wait_ms):
-                self._answer(pb.WorkerCommand.FromString(self._peer.receive()))
+                command = pb.WorkerCommand.FromString(self._peer.receive())
+                # Any fault of the engine is returned as the answer to the command.
+                self._peer.execute(self._engine, command, caught=Exception)
+                self._stopping = command.HasField("shutdown")
             else:
                 self._stopping = os.getppid() != self._parent
                 if wait_ms == 0:
                     return
-
-    def _answer(self, command: pb.WorkerCommand) -> None:
-        # Any fault of the engine is returned as the answer to the command.
-        self._peer.execute(self._engine, command, caught=Exception)
-        self._stopping = self._stopping or command.HasField("shutdown")
 
     def _round(self) -> None:
         try:

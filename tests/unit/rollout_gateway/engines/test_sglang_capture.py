@@ -328,7 +328,7 @@ def test_an_eagle3_row_is_three_inner_states_and_the_last_and_the_drafter_gets_t
     capture.model_loaded(plugin, None, SimpleNamespace(is_draft_worker=False, model=model))
     assert model.layers == [1, 3, 4]  # SGLang's spelling: the layer a state leaves
 
-    def logits(_: Any, __: Any, ___: Any, ____: Any, _____: Any, inner: Any, ______: Any) -> Any:
+    def logits(_: Any, __: Any, ___: Any, ____: Any, _____: Any, inner: Any, ______: Any = None) -> Any:
         return torch.cat(list(inner), dim=-1)
 
     inner = [states(1, 2, width=2), states(3, 4, width=2), states(5, 6, width=2)]

@@ -10,7 +10,6 @@ no rows. Row i is the state at token i; the last token was never forwarded and h
 module owns neither the ring nor the choice of captured requests.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -94,7 +93,7 @@ def start(plugin: Any) -> None:
 # ---- rows in
 
 
-def full_rows(plugin: Any, original: Callable[[], Any]) -> Any:
+def full_rows(plugin: Any, original: Any) -> Any:
     """AROUND get_server_return_hidden_states_mode: return all rows of every target forward.
 
     The mode does not depend on requests. It is fixed for the engine's life, because CUDA graphs are
@@ -119,14 +118,15 @@ def model_loaded(plugin: Any, result: None, runner: Any) -> None:
 
 def add_last(
     plugin: Any,
-    original: Callable[..., Any],
+    original: Any,
     processor: Any,
     input_ids: Any,
     hidden_states: Any,
     lm_head: Any,
     logits_metadata: Any,
     aux_hidden_states: Any = None,
-    hidden_states_before_norm: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """AROUND LogitsProcessor.forward: append the last state to the inner states, also in CUDA
     graphs.
@@ -140,24 +140,12 @@ def add_last(
         else:
             aux_hidden_states = [*aux_hidden_states, hidden_states]
 
-    return original(
-        processor,
-        input_ids,
-        hidden_states,
-        lm_head,
-        logits_metadata,
-        aux_hidden_states,
-        hidden_states_before_norm,
-    )
+    given = (input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states)
+    return original(processor, *given, *args, **kwargs)
 
 
 def forwarded(
-    plugin: Any,
-    original: Callable[..., Any],
-    runner: Any,
-    forward_batch: Any,
-    *args: Any,
-    **kwargs: Any,
+    plugin: Any, original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND ModelRunner.forward: store rows of a prefill, a prefill chunk, or a round without
     drafts.

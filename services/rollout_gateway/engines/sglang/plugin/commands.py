@@ -4,7 +4,7 @@ start, incoming commands, finish rule, outgoing chunks.
 Every rank executes a command; rank 0 answers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,7 @@ import torch
 from paceline.errors import FailedPrecondition
 from paceline.services.rollout_gateway.engines import nouns
 from paceline.services.rollout_gateway.engines.requests import control
-from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
-    Tracked,
-    as_sglang_request,
-    cache_key,
-    rid_of,
-)
+from paceline.services.rollout_gateway.engines.sglang.plugin import arms
 from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import swapped
 from paceline.services.rollout_gateway.engines.worker.process import answer
@@ -53,9 +48,9 @@ class SchedulerEngine(Plugin):
         control.check_capabilities("sglang", self.info.capabilities, request)
         self.grammars.check(request.sampling)
         sequence = self.admission.sequence(request)
-        rid = rid_of(request.request_id, next(self.numbers))
-        tracked = self.requests[rid] = Tracked(sequence, self.versions.drafter, rid)
-        self.scheduler.handle_generate_request(as_sglang_request(tracked, self.cache_key(rid)))
+        rid = arms.rid_of(request.request_id, next(self.numbers))
+        tracked = self.requests[rid] = arms.Tracked(sequence, self.versions.drafter, rid)
+        self.scheduler.handle_generate_request(arms.as_sglang_request(tracked, self.cache_key(rid)))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[nouns.Chunk]:
         """End requests now; later results of the running round are not reported.
@@ -199,9 +194,9 @@ class SchedulerEngine(Plugin):
         """Update SGLang's version string, and the prefix namespace of requests that wait for
         prefill.
         """
-        self.scheduler.record_weight_version_change(cache_key(self.versions))
+        self.scheduler.record_weight_version_change(arms.cache_key(self.versions))
         for req in self.scheduler.waiting_queue:
-            tracked: Tracked | None = self.requests.get(req.rid)
+            tracked: arms.Tracked | None = self.requests.get(req.rid)
             if tracked is not None:
                 req.extra_key = self.cache_key(req.rid)
                 tracked.drafter_version = self.versions.drafter
@@ -214,7 +209,7 @@ class SchedulerEngine(Plugin):
 # ---- hooks of the scheduler loop
 
 
-def received(plugin: SchedulerEngine, original: Callable[[Any], Any], receiver: Any) -> Any:
+def received(plugin: SchedulerEngine, original: Any, receiver: Any) -> Any:
     """AROUND SchedulerRequestReceiver._pull_raw_reqs: add the gateway's commands to SGLang's
     requests.
 
@@ -227,10 +222,7 @@ def received(plugin: SchedulerEngine, original: Callable[[Any], Any], receiver: 
 
 
 def processed(
-    plugin: SchedulerEngine,
-    original: Callable[[Any, Any], Any],
-    scheduler: Any,
-    recv_reqs: Sequence[Any],
+    plugin: SchedulerEngine, original: Any, scheduler: Any, recv_reqs: Sequence[Any]
 ) -> Any:
     """AROUND Scheduler.process_input_requests: execute commands (bytes), and leave the rest to
     SGLang.
@@ -242,12 +234,7 @@ def processed(
 
 
 def forwarding(
-    plugin: SchedulerEngine,
-    original: Callable[..., Any],
-    worker: Any,
-    batch: Any,
-    *args: Any,
-    **kwargs: Any,
+    plugin: SchedulerEngine, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND TpModelWorker.forward_batch_generation: record the target's batch for the sampler."""
     if worker.is_draft_worker or batch is None:
@@ -256,9 +243,7 @@ def forwarding(
         return original(worker, batch, *args, **kwargs)
 
 
-def finishing(
-    plugin: SchedulerEngine, original: Callable[..., Any], req: Any, new_accepted_len: int = 1
-) -> None:
+def finishing(plugin: SchedulerEngine, original: Any, req: Any, new_accepted_len: int = 1) -> None:
     """AROUND Req.update_finish_state: end the gateway's requests by the embedded engine's rule."""
     tracked = plugin.requests.get(req.rid)
     if tracked is None or req.finished() or req.to_finish:
@@ -286,7 +271,7 @@ def finishing(
 
 def streaming(
     plugin: SchedulerEngine,
-    original: Callable[..., Any],
+    original: Any,
     streamer: Any,
     reqs: Sequence[Any],
     return_logprob: bool,
@@ -315,11 +300,8 @@ def _stream_one(plugin: SchedulerEngine, req: Any) -> None:
     if tracked.sequence.finish is not None:
         plugin.end(req.rid)
     else:
-        plugin.end(
-            req.rid,
-            nouns.Finish.ERROR,
-            f"RESOURCE_EXHAUSTED: SGLang ended the request: {req.finished_reason.to_json()}",
-        )
+        why = f"RESOURCE_EXHAUSTED: SGLang ended the request: {req.finished_reason.to_json()}"
+        plugin.end(req.rid, nouns.Finish.ERROR, why)
 
 
 def start(plugin: SchedulerEngine, scheduler: Any) -> None:

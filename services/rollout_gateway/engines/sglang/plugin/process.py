@@ -158,7 +158,8 @@ class Plugin:
 
         token_ids int64 [B, N] and parents: the nodes of the logits, see
         models.penalties.node_counts. For requests with a grammar, logits and token_ids change in
-        place, see TreeGrammars.mask_draws_.
+        place, see TreeGrammars.mask_draws_. Without such a request, or one with adjusted logits,
+        nothing waits for the device.
         """
         tracked = [self.requests.get(req.rid) for req in reqs]
         asked = [one.request.sampling if one is not None else ENDED for one in tracked]
@@ -168,35 +169,19 @@ class Plugin:
             [one for one in asked for _ in range(nodes)],
             logits.device,
         )
-        if any(sampling.asks(one) for one in tracked):
-            self.settle()  # for the reason given in _adjusted
+        adjusted = None
+        if any(one.structured or one.adjusted for one in asked):
+            self.settle()  # with overlap scheduling, some drawn tokens are in no request yet
             firsts = positions.view(token_ids.shape)[:, 0].tolist()
             self.grammars.mask_draws_(tracked, logits, firsts, token_ids, parents)
-        adjusted = self._adjusted(tracked, logits, positions, token_ids, parents)
+            rows = [one.sequence if one is not None else None for one in tracked]
+            ahead = {n: one.ahead(firsts[n]) for n, one in enumerate(tracked) if one is not None}
+            adjusted = self._penalties.adjust(
+                rows, logits.view(*token_ids.shape, -1), token_ids, parents, ahead=ahead
+            )
+        if adjusted is not None:
+            adjusted = adjusted.view(logits.shape)
         return draw(logits, positions.long(), params, adjusted), tracked
-
-    def _adjusted(
-        self,
-        tracked: Sequence[Tracked | None],
-        logits: Tensor,
-        positions: Tensor,
-        token_ids: Tensor,
-        parents: Tensor | None,
-    ) -> Tensor | None:
-        """Logits after penalties and bias; None when no request needs them.
-
-        Without such a request, nothing waits for the device.
-        """
-        if not any(one is not None and one.request.sampling.adjusted for one in tracked):
-            return None
-        self.settle()  # with overlap scheduling, some drawn tokens are in no request yet
-        firsts = positions.view(token_ids.shape)[:, 0].tolist()
-        ahead = {row: one.ahead(firsts[row]) for row, one in enumerate(tracked) if one is not None}
-        rows = [one.sequence if one is not None else None for one in tracked]
-        adjusted = self._penalties.adjust(
-            rows, logits.view(*token_ids.shape, -1), token_ids, parents, ahead=ahead
-        )
-        return adjusted.view(logits.shape) if adjusted is not None else None
 
     def keep(self, pending: sampling.PendingDraws) -> None:
         """Keep a round's draws until SGLang takes the round's tokens."""

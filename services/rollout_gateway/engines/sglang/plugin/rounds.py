@@ -8,7 +8,6 @@ result anyway, so the measurement never waits for the device.
 """
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ ROUND = "paceline_round"
 """Attribute of a result that holds its RunningRound."""
 
 
-class RoundClock:
-    """Measures the seconds of one round, which are available once its result is on the host."""
+class RunningRound:
+    """Plan of a round, and its seconds, which are available once its result is on the host."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, plan: arms.ChosenArm, device: str) -> None:
+        self.plan = plan
         self._events: list[Any] = []
-        self._device = device
+        self._cuda = torch.device(device).type == "cuda"
         self._seconds = 0.0
         self._mark()
         self._started = time.perf_counter()
@@ -39,7 +39,7 @@ class RoundClock:
         self._mark()
 
     def _mark(self) -> None:
-        if torch.device(self._device).type == "cuda":
+        if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append(event)
@@ -47,18 +47,10 @@ class RoundClock:
     @property
     def seconds(self) -> float:
         """Seconds from start to stop."""
-        if self._events:
+        if self._cuda:
             begin, end = self._events
             return float(begin.elapsed_time(end)) / 1000
         return self._seconds
-
-
-@dataclass(frozen=True, slots=True)
-class RunningRound:
-    """Plan and clock of a round, kept with its result."""
-
-    plan: arms.ChosenArm
-    clock: RoundClock
 
 
 def prepare_eagle(plugin: Any, original: Any, worker: Any) -> None:
@@ -148,26 +140,18 @@ def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, bat
     done: RunningRound | None = getattr(result, ROUND, None)
     if done is not None and any(going):
         taken = [len(row) if counts else 0 for row, counts in zip(tokens, going, strict=True)]
-        plugin.arms.observe(done.plan, taken, done.clock.seconds)
+        plugin.arms.observe(done.plan, taken, done.seconds)
     return tokens
 
 
-def row_advanced(
-    plugin: Any,
-    original: Any,
-    processor: Any,
-    req: Any,
-    batch: Any,
-    result: Any,
-    row: int,
-    logits_output: Any,
-) -> None:
+def row_advanced(plugin: Any, original: Any, processor: Any, req: Any, *args: Any) -> None:
     """AROUND SchedulerBatchResultProcessor._handle_finish_state_updated_req: count a request's
     round.
 
     SGLang calls this for each row of a decode round, drafted or not. By then the row's end is
     determined, and no result of the row has been sent.
     """
+    _, result, row, _ = args  # batch, result, row, output of the logits
     tracked = plugin.requests.get(req.rid)
     if tracked is not None:
         done: RunningRound | None = getattr(result, ROUND, None)
@@ -177,7 +161,7 @@ def row_advanced(
         counts = (arm.drafted, taken, arm.shape.steps)
         tracked.sequence.count(arm.name, *counts, trained=arms.trained(arm))
 
-    original(processor, req, batch, result, row, logits_output)
+    original(processor, req, *args)
 
 
 def _plan(plugin: Any, batch: Any) -> arms.ChosenArm:
@@ -197,20 +181,14 @@ def _plan(plugin: Any, batch: Any) -> arms.ChosenArm:
 
 
 def _run(
-    plugin: Any,
-    plan: arms.ChosenArm,
-    original: Any,
-    worker: Any,
-    batch: Any,
-    *args: Any,
-    **kwargs: Any,
+    plugin: Any, plan: arms.ChosenArm, original: Any, worker: Any, *args: Any, **kwargs: Any
 ) -> Any:
     prepared: runtimes.Runtimes = getattr(worker, RUNTIMES)
-    clock = RoundClock(worker.device)
+    running = RunningRound(plan, worker.device)
     with prepared.serving(plan.arm), runtimes.swapped(plugin, "arm", plan.arm.name):
-        result = original(worker, batch, *args, **kwargs)
-    clock.stop()
-    setattr(result, ROUND, RunningRound(plan, clock))
+        result = original(worker, *args, **kwargs)
+    running.stop()
+    setattr(result, ROUND, running)
     return result
 
 

@@ -112,7 +112,6 @@ class SlotRows:
         positions: Tensor,
         version: int,
         hidden: Tensor,
-        *,
         unread: bool = False,
     ) -> None:
         """Store rows.
