@@ -25,6 +25,10 @@ class Capability(StrEnum):
     PROFILES = "profiles"  # a new set may have a different profile
 
 
+_STRUCTURED = (
+    "engine.kind=embedded or engine.kind=sglang, and a model directory with a tokenizer.json and "
+    "an eos_token_id"
+)
 SETTINGS = {
     Capability.RELEASE_MEMORY: "engine.kind=embedded, or engine.kind=sglang with "
     "engine.sglang.memory_saver=true on a GPU",
@@ -35,10 +39,8 @@ SETTINGS = {
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
     Capability.PROMPT_LOGPROBS: "engine.kind=embedded, or engine.kind=sglang without "
     "engine.sglang.arguments.enable_layernorm_sp",
-    Capability.JSON_SCHEMA: "engine.kind=embedded or engine.kind=sglang, and a model directory "
-    "with a tokenizer.json and an eos_token_id",
-    Capability.GRAMMARS: "engine.kind=embedded or engine.kind=sglang, and a model directory "
-    "with a tokenizer.json and an eos_token_id",
+    Capability.JSON_SCHEMA: _STRUCTURED,
+    Capability.GRAMMARS: _STRUCTURED,
     Capability.PROFILES: "engine.kind=embedded",
 }
 """The settings that enable each optional capability."""

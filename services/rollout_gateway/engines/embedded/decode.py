@@ -211,7 +211,8 @@ class Decoder:
         whole = path is None and nodes.kept is None
         states = one.hidden if whole else one.hidden[along.flatten()]
         store.keep_hidden(cells, states)
-        store.keep_tokens(cells, verdict.tokens)
+        # Each draw goes to the cell after its node's cell; draws not emitted are never read.
+        store.token_ids.view(-1).index_copy_(0, cells + 1, verdict.tokens.reshape(-1))
         if path is not None:
             store.keep_path(one.slots, one.roots, path)
 

@@ -44,16 +44,6 @@ class Kinds:
     directory: Path | None
     """Checkpoint of the configured kind; None: initialised from the seed."""
 
-    def of(self, directory: Path) -> str:
-        """The kind of a version. Without a config.json, as in spools of only tensors, it is the
-        configured kind.
-
-        Raises InvalidInput for a kind that this engine does not have.
-        """
-        if self.configured and not (directory / "config.json").is_file():
-            return self.configured
-        return kind_of_checkpoint(directory, self.trained.values()).name
-
 
 def engine_kinds(spec: EmbeddedSpec) -> Kinds:
     """The kinds named in the settings.
@@ -204,7 +194,10 @@ class Drafters:
     def _kind_of(self, path: Path) -> str:
         if not self.trainable:
             raise missing("embedded", Capability.DRAFTER_UPDATE)
-        kind = self._kinds.of(path)
+        # Spools of only tensors have no config.json; they are of the configured kind.
+        kind = self._kinds.configured
+        if not kind or (path / "config.json").is_file():
+            kind = kind_of_checkpoint(path, self._kinds.trained.values()).name
         if kind not in self._kinds.trained:
             raise WeightsError(
                 "no arm drafts with this kind", seen=kind, allowed=", ".join(self._kinds.trained)

@@ -87,12 +87,6 @@ class SlotStore:
         if self.hidden.shape[-1]:
             self.hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, cells, hidden)
 
-    def keep_tokens(self, cells: Tensor, tokens: Tensor) -> None:
-        """Store draws [B, P], each in the cell after its node's cell; draws that are not emitted
-        are never read.
-        """
-        self.token_ids.view(-1).index_copy_(0, cells + 1, tokens.reshape(-1))
-
     def keep_path(self, slots: Tensor, roots: Tensor, path: Tensor) -> None:
         """Move the cache entries of a path [B, P] of tree nodes to consecutive positions from roots
         [B], root first.

@@ -52,11 +52,12 @@ class GrammarTokens:
             ) from error
         found = tokenizer.token_bytes(self._within)
         lost = [] if kinds == ("ByteLevel",) else tokenizer.lost_at_front(self._within, found)
-        self._special = {
+        self.special = {
             token.content: token_id
             for token_id, token in self._within.get_added_tokens_decoder().items()
             if token.special
         }
+        """Special tokens by name."""
         self._within.encode_special_tokens = True  # the name of a special token is text here
         # A model's vocabulary is often padded beyond its tokenizer's.
         self.tokens = found + [b""] * (vocab_size - len(found))
@@ -67,17 +68,13 @@ class GrammarTokens:
         """[ceil(V / 8)] bitmask, lowest bit first: tokens that keep all bytes at the start of a
         response. Other tokens lose bytes there, mostly a space.
         """
-        self.special_token_ids = sorted({*self._special.values(), *eos_token_ids})
+        self.special_token_ids = sorted({*self.special.values(), *eos_token_ids})
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         self.guide: LLTokenizer = LLTokenizer(
             TokenizerWrapper(self), eos_token=list(eos_token_ids), slices=LLTokenizer.json_slices()
         )
         """The tokens for a matcher; llguidance calls `__call__` to tokenize a text."""
-
-    def special(self, text: str) -> int | None:
-        """The special token with this name, or None."""
-        return self._special.get(text)
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens of a UTF-8 text in the middle of another text, as the tokenizer splits it.

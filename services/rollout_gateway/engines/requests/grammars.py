@@ -140,7 +140,7 @@ class GrammarMasks:
                 self._tokens = grammar_judge.GrammarTokens(self._path, self._vocab, self._eos)
             except InvalidInput as error:
                 raise structure.refused(error) from error
-        grammar = structures.structure_grammar(structure, self._tokens.special(structure.after))
+        grammar = structures.structure_grammar(structure, self._tokens.special.get(structure.after))
         if fault := self._judged(structure, grammar):
             raise structures.GrammarFault(fault)
         return structures.build_matcher(self._tokens.guide, grammar)

@@ -8,6 +8,7 @@ because an engine without one of its hooks behaves differently.
 import os
 from collections.abc import Collection
 from functools import partial
+from pkgutil import resolve_name
 
 from paceline.errors import InternalError
 from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
@@ -20,20 +21,11 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from paceline.services.rollout_gateway.engines.sglang.plugin import (
-        capture,
-        commands,
-        rounded,
-        rounds,
-        sampling,
-    )
+    from paceline.services.rollout_gateway.engines.sglang.plugin.commands import SchedulerEngine
 
-    hooked = (commands, sampling, capture, rounds, rounded)
-    modules = {module.__name__.rpartition(".")[2]: module for module in hooked}
-    plugin = commands.SchedulerEngine(WorkerSpec.read())
+    plugin = SchedulerEngine(WorkerSpec.read())
     for point in HOOK_POINTS:
-        module, name = point.hook.split(".")
-        hook = getattr(modules[module], name)
+        hook = resolve_name(f"{__name__}.{point.hook}")
         HookRegistry.register(point.path, partial(hook, plugin), HookType[point.kind])
 
 

@@ -280,11 +280,6 @@ class ArmChooser:
             self.bandit.learn(reports)
 
     @property
-    def reads_states(self) -> bool:
-        """Whether a drafter here reads states of the target."""
-        return any(trained(arm) for arm in self.arms.values())
-
-    @property
     def _drafting(self) -> set[str]:
         return {arm.name for arm in self.arms.values() if arm.speculator}
 

@@ -22,6 +22,7 @@ from paceline.errors import ConfigError
 from paceline.models import inner_layers, loading
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.requests.draws import score_prompt
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import trained
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Gathered, SlotRows
 from paceline.telemetry import get_logger
 
@@ -82,7 +83,7 @@ def start(plugin: Any) -> None:
             "SGLang captures other layers than the rows declare", seen=captured, allowed=wanted
         )
 
-    if plugin.ring is None and not plugin.arms.reads_states:
+    if plugin.ring is None and not any(map(trained, plugin.arms.arms.values())):
         return
     pool = plugin.scheduler.token_to_kv_pool_allocator
     dtype, device = loading.DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
@@ -256,15 +257,6 @@ def drain(plugin: Any) -> None:
     stored = plugin.slot_rows
     while stored is not None and stored.leaving and stored.leaving[0][1].done:
         _write(plugin, *stored.leaving.popleft())
-
-
-def has_pending_rows(plugin: Any, request_id: int) -> bool:
-    """True while rows of this request are not in the ring yet.
-
-    The request's last chunk must not be sent before that.
-    """
-    stored = plugin.slot_rows
-    return stored is not None and any(one == request_id for one, _ in stored.leaving)
 
 
 def _write(plugin: Any, request_id: int, gathered: Gathered) -> None:

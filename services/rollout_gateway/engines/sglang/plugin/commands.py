@@ -118,7 +118,9 @@ class SchedulerEngine(Plugin):
                 self.resume()
 
         if Target.POLICY in changes:
-            self._mark(stale=not retract)
+            waiting = {req.rid for req in self.scheduler.waiting_queue}
+            for rid, tracked in self.requests.items():  # past the prefill, old keys and values stay
+                tracked.sequence.stale = not retract and rid not in waiting
         self._relabel()
         for target, new in changes.items():
             self.arms.renew(target, shift_over(new.shift, over))
@@ -183,12 +185,6 @@ class SchedulerEngine(Plugin):
             raise FailedPrecondition(
                 "SGLang did not flush its cache", seen=len(self.requests), allowed="no request"
             )
-
-    def _mark(self, *, stale: bool) -> None:
-        """Mark whether requests past their prefill keep keys and values of an earlier policy."""
-        waiting = {req.rid for req in self.scheduler.waiting_queue}
-        for rid, tracked in self.requests.items():
-            tracked.sequence.stale = stale and rid not in waiting
 
     def _relabel(self) -> None:
         """Update SGLang's version string, and the prefix namespace of requests that wait for
@@ -256,7 +252,10 @@ def finishing(plugin: SchedulerEngine, original: Any, req: Any, new_accepted_len
     else:
         tracked.sequence.end_scored()
         if tracked.sequence.finish is None:
-            plugin.confirm_tokens(tracked, req.output_ids)
+            before = len(tracked.sequence.tokens)
+            tracked.confirm(req.output_ids, strict=plugin.rank == 0)
+            if not tracked.request.probe:
+                plugin.tokens_emitted += len(tracked.sequence.tokens) - before
     finish = tracked.sequence.finish
     if finish is None:
         return

@@ -70,7 +70,7 @@ class Plugin:
         self._pending: list[sampling.PendingDraws] = []
         self._table = draws.DrawTable()
         self._penalties = draws.Penalties()
-        self._tokens_emitted = 0
+        self.tokens_emitted = 0
         self._ended = SpeculationStats()
         self._prompt_tokens = self._reused_tokens = 0
         self._busy_s = 0.0
@@ -204,13 +204,6 @@ class Plugin:
         key, shares = cache_key(self.versions), not self.requests[rid].sequence.scoring
         return key if self.reuses and shares else f"{key}/{rid}"
 
-    def confirm_tokens(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
-        """Confirm the tokens that SGLang has taken from a round."""
-        before = len(tracked.sequence.tokens)
-        tracked.confirm(output_ids, strict=self.rank == 0)
-        if not tracked.request.probe:
-            self._tokens_emitted += len(tracked.sequence.tokens) - before
-
     def end(self, rid: str, finish: nouns.Finish | None = None, error: str = "") -> None:
         """Send the last chunk of a request and forget the request.
 
@@ -231,7 +224,8 @@ class Plugin:
 
     def can_send(self, chunk: nouns.Chunk) -> bool:
         """False while hidden rows of an ended request are on their way to the ring."""
-        return chunk.finish is None or not capture.has_pending_rows(self, chunk.request_id)
+        leaving = self.slot_rows.leaving if self.slot_rows is not None else ()
+        return chunk.finish is None or all(one != chunk.request_id for one, _ in leaving)
 
     # ---- between two rounds
 
@@ -268,7 +262,7 @@ class Plugin:
         return pb.WorkerHealth(
             running=len(self.requests) - waiting,
             waiting=waiting,
-            tokens_emitted=self._tokens_emitted,
+            tokens_emitted=self.tokens_emitted,
             busy_s=self._busy_s,
             speculation=stats_to_proto(stats),
             arms=self.arms.bandit.reports(),

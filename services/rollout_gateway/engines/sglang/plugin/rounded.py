@@ -112,32 +112,23 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """
     record: Record = getattr(model, _RECORD)
     modules = dict(model.named_modules())
+    as_loaded = getattr(model, LOADABLE, iter)
     for layer, part in _by_layer(tensors).items():
-        own = _of_layer(record, layer)
+        own = {name: one for name, one in record.items() if _layer_of(f"{name}.") == layer}
         serving = {name: _parameters(modules[name]) for name in own}
-        _open(modules, own)
+        for name, loaded in own.items():
+            device = next(iter(serving[name].values())).device
+            for key, one in loaded.items():
+                one.fill(device)
+                modules[name]._parameters[key] = one.parameter
         try:
-            _load(model, part)
+            model.load_weights(list(as_loaded(part.items())))
         except WeightsError as error:  # too late to reject: earlier layers are new
             raise RuntimeError(str(error)) from error
         for name, loaded in own.items():
             _round(name, modules[name], serving[name])
             for one in loaded.values():
                 one.drop()
-
-
-def _open(modules: Mapping[str, nn.Module], own: Record) -> None:
-    """Replace serving parameters by parameters in loading layout."""
-    for name, loaded in own.items():
-        device = next(iter(_parameters(modules[name]).values())).device
-        for key, one in loaded.items():
-            one.fill(device)
-            modules[name]._parameters[key] = one.parameter
-
-
-def _load(model: Any, part: Mapping[str, Tensor]) -> None:
-    as_loaded = getattr(model, LOADABLE, None)
-    model.load_weights(list(as_loaded(part.items()) if as_loaded else part.items()))
 
 
 def _round(name: str, module: Any, serving: Mapping[str, nn.Parameter]) -> None:
@@ -165,10 +156,6 @@ def _rounding(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {key: one for key, one in module._parameters.items() if one is not None}
-
-
-def _of_layer(record: Record, layer: str) -> Record:
-    return {name: one for name, one in record.items() if _layer_of(f"{name}.") == layer}
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

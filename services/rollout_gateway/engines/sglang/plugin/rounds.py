@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.arm_names import OFF, ArmName
+from paceline.arm_names import OFF
 from paceline.services.rollout_gateway.engines.sglang.plugin import arms, runtimes
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import read_on
 
@@ -84,7 +84,11 @@ def eagle_round(
         read_on(plugin, worker, batch)
     elif plugin.slot_rows is not None:
         plugin.unread.leave(batch)
-    _narrow(batch.spec_info, plan.arm)
+    proposals, topk = batch.spec_info, plan.arm.shape.topk
+    if plan.arm.drafted and proposals.topk_p.shape[1] > topk:
+        # the arm's part of the initial proposals, [B, launch topk] by falling probability
+        proposals.topk_p = proposals.topk_p[:, :topk].contiguous()
+        proposals.topk_index = proposals.topk_index[:, :topk].contiguous()
     return _run(plugin, plan, original, worker, batch, *args, **kwargs)
 
 
@@ -190,14 +194,6 @@ def _run(
     running.stop()
     setattr(result, ROUND, running)
     return result
-
-
-def _narrow(draft_input: Any, arm: ArmName) -> None:
-    """Keep the arm's part of the initial proposals, [B, launch topk] by falling probability."""
-    topk = arm.shape.topk
-    if arm.drafted and draft_input.topk_p.shape[1] > topk:
-        draft_input.topk_p = draft_input.topk_p[:, :topk].contiguous()
-        draft_input.topk_index = draft_input.topk_index[:, :topk].contiguous()
 
 
 def _widen(draft_input: Any, width: int, launch: int) -> None:

@@ -158,20 +158,16 @@ def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     ConfigError when SGLang was launched with another number of draft tokens.
     """
     tokens = worker.draft_token_num
-    return _runtimes(
-        TreeSize(steps=tokens - 1, topk=1, draft_tokens=tokens),
-        arms,
-        _ngram_slots(worker),
-        lambda shape: _shape_ngram(worker, shape.draft_tokens),
-    )
-
-
-def _ngram_slots(worker: Any) -> list[Slot]:
     numbers = ("draft_token_num", "speculative_num_draft_tokens")
     lists = ("retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling")
     buffers = ("draft_tokens", "tree_mask", "positions", *lists)
     names = (*numbers, *buffers, *(f"{name}_batch" for name in buffers))
-    return [*((worker, name) for name in names), *_target_slots(worker)]
+    return _runtimes(
+        TreeSize(steps=tokens - 1, topk=1, draft_tokens=tokens),
+        arms,
+        [*((worker, name) for name in names), *_target_slots(worker)],
+        lambda shape: _shape_ngram(worker, shape.draft_tokens),
+    )
 
 
 def _shape_ngram(worker: Any, draft_tokens: int) -> None:

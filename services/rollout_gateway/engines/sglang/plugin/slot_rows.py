@@ -310,23 +310,14 @@ def _read(plugin: Any, worker: Any, batch: Any, slots: Tensor, reading: Reading)
     one.extend_logprob_start_lens = None
     one.chunked_req_next_prompt_token = None
     one.return_logprob = False
-    states = _entering(plugin, stored.hidden[mine])
-    nexts = _next_tokens(stored, batch, slots, one.seq_lens)
+    states = stored.hidden[mine].to(DTYPES[plugin.spec.dtype])
+    if plugin.rows.inner:  # the drafter reads no last state
+        states = states[:, : states.shape[1] * INNER_STATES // (INNER_STATES + 1)]
+    # behind each row's reading: a verified token, or the token drawn last
+    behind = slots.gather(1, one.seq_lens[:, None].long().clamp(max=slots.shape[1] - 1))[:, 0]
+    last = batch.spec_info.bonus_tokens.long()
+    nexts = torch.where(one.seq_lens < batch.seq_lens, stored.token[behind].long(), last)
     with drafting():
         proposals = worker.draft_worker._draft_extend_for_prefill(one, states, nexts)
     stored.mark_read(mine)
     return proposals
-
-
-def _entering(plugin: Any, rows: Tensor) -> Tensor:
-    """States that the drafter reads, from rows [n, width], which may also hold the last state."""
-    if plugin.rows.inner:
-        rows = rows[:, : rows.shape[1] * INNER_STATES // (INNER_STATES + 1)]
-    return rows.to(DTYPES[plugin.spec.dtype])
-
-
-def _next_tokens(stored: SlotRows, batch: Any, slots: Tensor, ends: Tensor) -> Tensor:
-    """Token behind each row's reading [B]: a verified token, or the token drawn last."""
-    behind = slots.gather(1, ends[:, None].long().clamp(max=slots.shape[1] - 1))[:, 0]
-    last = batch.spec_info.bonus_tokens.long()
-    return torch.where(ends < batch.seq_lens, stored.token[behind].long(), last)
