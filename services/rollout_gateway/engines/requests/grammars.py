@@ -95,17 +95,15 @@ class GrammarMasks:
 
         Returns False and sets the sequence's error when the response cannot continue.
         """
-        structure = structures.structure_of(sequence.request.sampling)
-        assert structure is not None
         followed = self._followed.pop(sequence, None)
         try:
-            followed = followed or self._begin(structure)
+            followed = followed or self._begin(_demand_of(sequence))
             now = [*sequence.tokens[followed.confirmed :], *ahead]
             if _move(followed.matcher, followed.ahead, now):
                 followed.allowed = self._allowed(followed.matcher)
         except structures.GrammarFault as fault:
             # The demand is at fault, so the reason is InvalidInput's.
-            sequence.error = f"{InvalidInput.reason}: {structure.refused(fault).message}"
+            sequence.error = f"{InvalidInput.reason}: {_demand_of(sequence).refused(fault).message}"
             return False
         followed.confirmed, followed.ahead = len(sequence.tokens), list(ahead)
         self._followed[sequence] = followed
@@ -220,7 +218,7 @@ class GrammarMasks:
                 # again if the draft is drawn.
                 del self._followed[sequence]
                 lost = [node for node in range(1, len(drafts)) if node not in found]
-                tokens[row, torch.tensor(lost, device=tokens.device)] = -1
+                tokens[row, torch.tensor(lost, dtype=torch.int64, device=tokens.device)] = -1
             places += [row * tokens.shape[1] + node for node in found]
             masks += found.values()
 
@@ -247,6 +245,12 @@ class GrammarMasks:
             self._descend(matcher, tokens, children, child, masks)
             if not matcher.rollback(1):
                 raise structures.GrammarFault(matcher.get_error())
+
+
+def _demand_of(sequence: RunningSequence) -> structures.Structure:
+    structure = structures.structure_of(sequence.request.sampling)
+    assert structure is not None
+    return structure
 
 
 def _holds(allowed: Allowed, token: int) -> bool:
