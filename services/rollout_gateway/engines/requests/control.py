@@ -162,14 +162,14 @@ class Admission:
 
     def sequence(self, request: Request) -> RunningSequence:
         """A sequence that waits for a slot. Raises InvalidInput naming the rejected value."""
-        prompt, sampling, said = request.prompt, request.sampling, request.response
+        prompt, sampling, response = request.prompt, request.sampling, request.response
         check_prompt(prompt, self._vocab_size, self.max_sequence_tokens)
         check_prompt(request.known, self._vocab_size, self.max_sequence_tokens)
         check_sampling(sampling, self._vocab_size)
         limit = min(sampling.max_tokens, self.max_sequence_tokens - len(prompt))
-        if said and len(said) >= limit:
+        if response and len(response) >= limit:
             raise InvalidInput(
-                "a response that has ended cannot go on", seen=len(said), allowed=limit - 1
+                "a response that has ended cannot go on", seen=len(response), allowed=limit - 1
             )
 
         eos = () if sampling.ignore_eos else self._eos
@@ -181,11 +181,11 @@ class Admission:
             token_limit=limit,
             stop_text=self._stop_text(sampling.stop) if sampling.stop else None,
             length=len(request.known),
-            tokens=list(said),
-            logprobs=[0.0] * len(said),
-            accepted_drafts=[False] * len(said),
-            alternatives=[()] * len(said),
-            reported=len(said),
+            tokens=list(response),
+            logprobs=[0.0] * len(response),
+            accepted_drafts=[False] * len(response),
+            alternatives=[()] * len(response),
+            reported=len(response),
         )
 
     def _check_room(self, sampling: Sampling, limit: int, stops: frozenset[int]) -> None:

@@ -120,8 +120,8 @@ class Penalties:
                 values = values.to(adjusted)
                 sampling.add_bias_(adjusted[row], ids.to(logits.device), values)
             if sequence.request.sampling.confined:
-                told = len(sequence.tokens) + len((ahead or {}).get(row, ()))
-                _forbid_(adjusted[row], sequence, depths[row] + told)
+                drawn_before = len(sequence.tokens) + len((ahead or {}).get(row, ()))
+                _forbid_(adjusted[row], sequence, depths[row] + drawn_before)
         return adjusted
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:

@@ -219,25 +219,25 @@ class RunningSequence:
 
     def chunk(self) -> nouns.Chunk:
         """Results since the last chunk."""
-        told, self.reported = self.reported, len(self.tokens)
-        ended, drawn = self.finish is not None, self._drawn(told)
+        reported, self.reported = self.reported, len(self.tokens)
+        ended, drawn = self.finish is not None, self._drawn(reported)
         scores = self._new_scores()
         return nouns.Chunk(
             request_id=self.request.request_id,
-            token_ids=tuple(self.tokens[told:]),
-            behavior_logprobs=tuple(self.logprobs[told:]),
+            token_ids=tuple(self.tokens[reported:]),
+            behavior_logprobs=tuple(self.logprobs[reported:]),
             version_spans=merged(VersionSpan(*at, one.policy_version) for at, one in drawn),
             draw_spans=merged(
                 DrawSpan(*at, one.arm, one.number_format, one.reused, one.stale)
                 for at, one in drawn
             ),
-            accepted_drafts=tuple(self.accepted_drafts[told:]),
+            accepted_drafts=tuple(self.accepted_drafts[reported:]),
             finish=self.finish,
             error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),
             cached_prompt_tokens=self.copied,
             smallest_gap=self.smallest_gap,
-            top_logprobs=tuple(self.alternatives[told:]),
+            top_logprobs=tuple(self.alternatives[reported:]),
             time_to_first_token_s=self.first_token_s,
             matched_stop=self.matched_stop,
             stages=self.stages.times(len(self.request.known) - self.copied) if ended else (),
@@ -262,13 +262,13 @@ class RunningSequence:
         self.prompt_scores = None
         return tuple(scores) if self.request.sampling.scored else ()
 
-    def _drawn(self, told: int) -> list[tuple[tuple[int, int], DrawnBy]]:
+    def _drawn(self, reported: int) -> list[tuple[tuple[int, int], DrawnBy]]:
         """(start, end) of the tokens from this index on, and their origin."""
         bounds = [*(start for start, _ in self.origins), len(self.tokens)]
         return [
-            ((max(start, told), end), origin)
+            ((max(start, reported), end), origin)
             for (start, end), (_, origin) in zip(pairwise(bounds), self.origins, strict=True)
-            if end > told
+            if end > reported
         ]
 
     @property

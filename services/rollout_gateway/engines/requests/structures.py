@@ -32,7 +32,7 @@ FORM: JsonCompileOptions = {
     "whitespace_pattern": rf"[ \t\r\n]{{1,{MAX_SPACE}}}",
 }
 """Options that keep the text JSON; they override a schema's own "x-guidance"."""
-_SAID_AT_MOST = 200
+_MOST_CHARACTERS = 200
 
 
 class GrammarFault(Exception):
@@ -41,8 +41,8 @@ class GrammarFault(Exception):
     It is wrong, a limit is reached, or no token may follow.
     """
 
-    def __init__(self, said: str) -> None:
-        super().__init__(" ".join(said.split())[:_SAID_AT_MOST])
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split())[:_MOST_CHARACTERS])
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

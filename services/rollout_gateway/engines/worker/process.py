@@ -132,7 +132,7 @@ class Peer:
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.connect(os.environ[SOCKET_VARIABLE])
         self._ring = ring
-        self._rows_told = ring.rows_written if ring else 0
+        self._rows_reported = ring.rows_written if ring else 0
         self.chunks: list[nouns.Chunk] = []
 
     def poll(self, wait_ms: int, others: Sequence[Any] = ()) -> bool:
@@ -184,13 +184,13 @@ class Peer:
         held: list[nouns.Chunk] = []
         for chunk in self.chunks:
             (ready if can_send(chunk) else held).append(chunk)
-        unread = ring.rows_written - self._rows_told if ring else 0
+        unread = ring.rows_written - self._rows_reported if ring else 0
         if not ready and (ring is None or unread < max(ring.capacity // 8, 1)):
             return
         self.chunks[:] = held
         tokens = pb.TokensEmitted(chunks=[wire.chunk_to(chunk) for chunk in ready])
         if ring is not None:
-            self._rows_told = tokens.rows_written = ring.rows_written
+            self._rows_reported = tokens.rows_written = ring.rows_written
             tokens.rows_dropped = ring.rows_dropped
         self.send(pb.WorkerEvent(tokens=tokens))
 

@@ -141,7 +141,7 @@ class RowRing:
         start = int(self._header[_READ])
         if rows_written - start > self.capacity or rows_written > self.rows_written:
             raise DataLoss(
-                "the ring was told of rows it does not hold",
+                "these rows are not in the ring",
                 seen=rows_written,
                 allowed=self.rows_written,
             )

@@ -176,9 +176,9 @@ def _plan(plugin: Any, batch: Any) -> arms.ChosenArm:
         plan = chooser.choose(chooser.forced, tracked, plugin.versions.drafter)
     if group is not None:
         names = tuple(chooser.arms)
-        told = torch.tensor([names.index(plan.arm.name) if plan else -1])
-        torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)
-        arm = chooser.arms[names[int(told)]]
+        choice = torch.tensor([names.index(plan.arm.name) if plan else -1])
+        torch.distributed.broadcast(choice, src=group.first_rank, group=group.cpu_group)
+        arm = chooser.arms[names[int(choice)]]
         plan = plan or arms.ChosenArm(arm, explored=False, teaches=False, era=0)
     assert plan is not None
     return plan

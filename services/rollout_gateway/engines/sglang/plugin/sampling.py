@@ -63,12 +63,12 @@ class TreeGrammars(grammars.GrammarMasks):
         rows = {
             row: one.sequence
             for row, one in enumerate(tracked)
-            if one is not None and asks(one) and self._stands(one, firsts[row])
+            if one is not None and asks(one) and self._advance_to(one, firsts[row])
         }
         above = torch.zeros_like(token_ids) if parents is None else parents
         self.mask_(rows, token_ids, above, logits)
 
-    def _stands(self, tracked: Tracked, first: int) -> bool:
+    def _advance_to(self, tracked: Tracked, first: int) -> bool:
         """Advance the matcher to the position of the draw; False when no draw there counts."""
         sequence, ahead = tracked.sequence, tracked.ahead(first)
         repeats = first - len(tracked.request.prompt) < len(sequence.tokens)
@@ -78,13 +78,13 @@ class TreeGrammars(grammars.GrammarMasks):
     def _judged(self, structure: structures.Structure, grammar: str) -> str:
         if self._tp_group is None:
             return super()._judged(structure, grammar)
-        told = torch.zeros(FAULT_BYTES, dtype=torch.uint8)
+        fault_bytes = torch.zeros(FAULT_BYTES, dtype=torch.uint8)
         if self._rank == 0:
             fault = super()._judged(structure, grammar).encode()[:FAULT_BYTES]
-            told[: len(fault)] = torch.tensor(list(fault), dtype=torch.uint8)
+            fault_bytes[: len(fault)] = torch.tensor(list(fault), dtype=torch.uint8)
         group = self._tp_group
-        torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)
-        return bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
+        torch.distributed.broadcast(fault_bytes, src=group.first_rank, group=group.cpu_group)
+        return bytes(fault_bytes.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def accepted_path(
@@ -163,10 +163,16 @@ class PendingDraws:
             tracked = self._rows[row]
             if tracked is None:
                 continue
-            told = self._alternatives.get(row, [()] * length)
+            alternatives = self._alternatives.get(row, [()] * length)
             for index in range(length):
                 drawn = Drawn(
-                    *(tokens[index], logprobs[index], gaps[index], self._origin, told[index]),
+                    *(
+                        tokens[index],
+                        logprobs[index],
+                        gaps[index],
+                        self._origin,
+                        alternatives[index],
+                    ),
                     accepted=index < length - 1,
                 )
                 tracked.record(first + index, drawn)

@@ -58,8 +58,8 @@ class TensorParallel:
     def agree(self, error: WeightsError | None) -> None:
         """Raises, on every rank, the error of the lowest rank that has an error."""
         own = (error.message, error.seen, error.allowed) if error is not None else None
-        told = from_all_ranks(own, self.group) if self.count > 1 else [own]
-        for one in told:
+        errors = from_all_ranks(own, self.group) if self.count > 1 else [own]
+        for one in errors:
             if one is not None:
                 message, seen, allowed = one
                 raise WeightsError(message, seen=seen, allowed=allowed) from error
