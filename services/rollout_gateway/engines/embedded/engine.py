@@ -124,9 +124,8 @@ class EmbeddedEngine:
             self._decoder.round(slots, [self._scheduler.running[slot] for slot in slots])
 
         self._write_rows()
-        ended = [sequence for sequence in rows if sequence.finish is not None]
         news = [s.chunk() for s in rows if s.request.stream or s.finish is not None]
-        self._release(ended)
+        self._release()
         self._busy.lap("step")
         return news
 
@@ -134,23 +133,21 @@ class EmbeddedEngine:
         running = self._scheduler.running
         self._store.write_rows(range(len(running)), running, self.versions.policy, least)
 
-    def _release(self, ended: Sequence[RunningSequence]) -> None:
-        if not ended:
+    def _release(self) -> None:
+        """Remove the running sequences that have ended."""
+        running = self._scheduler.running
+        slots = [slot for slot, one in enumerate(running) if one.finish is not None]
+        if not slots:
             return
-        slots = [
-            slot
-            for slot, sequence in enumerate(self._scheduler.running)
-            if sequence.finish is not None
-        ]
-        rows = [self._scheduler.running[slot] for slot in slots]
+        rows = [running[slot] for slot in slots]
         self._store.write_rows(slots, rows, self.versions.policy, least=1)
         batch = speculative.draft_batch(slots, rows, self._store, self.versions.policy)
         self._speculation.drafters.ended(batch)
-        self._decoder.changed(ended)
-        self._ended = sum((sequence.speculation for sequence in ended), self._ended)
+        self._decoder.changed(rows)
+        self._ended = sum((sequence.speculation for sequence in rows), self._ended)
         for slot, sequence in zip(slots, rows, strict=True):
             self._prefixes.retain(slot, sequence)
-        moves, freed = self._scheduler.remove(ended)
+        moves, freed = self._scheduler.remove(rows)
         for source, destination, sequence in moves:
             self._store.move(source, destination, sequence.length)
             self._speculation.drafters.move(source, destination, sequence.length)
@@ -180,7 +177,7 @@ class EmbeddedEngine:
         for sequence in (*running, *waiting):
             sequence.finish = nouns.Finish.ABORT
         with torch.inference_mode():
-            self._release(running)
+            self._release()
         return [sequence.chunk() for sequence in (*running, *waiting)]
 
     @property

@@ -62,14 +62,15 @@ class Speculation:
         self.arms = arms
         self.drafters = drafters
         self._barred: Set[str] = frozenset()
-        self.served = self._served()
         self.bandit = build_bandit(spec.bandit, tuple(arms), spec.seed)
         self.rejection = spec.verification == "rejection"
         # Omitting drafts after they are drawn would bias the emitted tokens.
         self.budget = Budget() if spec.verify_budget and not self.rejection else None
         self.forced = ""
 
-    def _served(self) -> tuple[str, ...]:
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Arms that may draft now."""
         return tuple(
             name
             for name, arm in self.arms.items()
@@ -81,7 +82,6 @@ class Speculation:
         allowed.
         """
         self._barred = arms - {OFF}
-        self.served = self._served()
 
     def check_arm(self, name: str) -> None:
         """Raises InvalidInput for an arm that does not exist or has no committed drafter; empty is
@@ -219,7 +219,6 @@ class Speculation:
         same_kind = version.kind == self.drafters.serving
         shift = shift_over(version.shift, over) if same_kind else None
         self.drafters.serve(version)
-        self.served = self._served()
         if self.budget is not None and shift is None:
             self.budget.forget(version.kind)
         self.bandit.renew(
