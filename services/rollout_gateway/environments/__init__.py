@@ -83,13 +83,11 @@ class Model(Protocol):
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Prompt ids of a text."""
-        ...
 
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         """Run one generation. `prompt` extends an earlier prompt and response, or starts a
         branch.
         """
-        ...
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -97,14 +95,12 @@ class Model(Protocol):
         """Return the next message of a conversation. A recorded history keeps the exact tokens of
         the model.
         """
-        ...
 
     def score(self, reward: float) -> None:
         """Set the reward of the model's last message. No rule then scores the episode.
 
         Raises InvalidInput for a value outside the range of rewards.
         """
-        ...
 
 
 class Environment(Protocol):
@@ -112,7 +108,6 @@ class Environment(Protocol):
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
         """Run a task to an episode. An episode with finish "abort" or "error" is not scored."""
-        ...
 
 
 @runtime_checkable
@@ -124,4 +119,3 @@ class PreparesTasks(Protocol):
 
         Raises ConfigError for a setting that can never work, Unavailable for a missing resource.
         """
-        ...

@@ -48,13 +48,11 @@ class ToolServer:
         if missing:
             seen, allowed = ", ".join(missing), ", ".join(listed) or "none: the server has no tools"
             raise ConfigError(f"{self._place}.tools", seen=seen, allowed=allowed)
-        found = [listed[name] for name in wanted]
-        return {
-            one.name: Tool(
-                one.name, one.description or "", one.input_schema, partial(self._call, one.name)
-            )
-            for one in found
-        }
+        tools: dict[str, Tool] = {}
+        for name in wanted:
+            about, answer = listed[name].description or "", partial(self._call, name)
+            tools[name] = Tool(name, about, listed[name].input_schema, answer)
+        return tools
 
     async def stop(self) -> None:
         """End the server's process or the connection."""
@@ -124,7 +122,7 @@ class ToolServer:
             if not isinstance(error, ConfigError):
                 fault = ConfigError if self._client is None else Unavailable
                 message = f"the tool server {self._name} cannot be used: {_first(error)}"
-                error = fault(message, seen=self._config.place)
+                error = fault(message, seen=self._config.url or " ".join(self._config.command))
             ready.set_exception(error)
 
     @asynccontextmanager

@@ -78,9 +78,8 @@ class TaskOffers:
         """Offers the task until an agent has brought it to an end. The session is open if the agent
         completed it.
         """
-        offer = Offer(
-            task, assignment, session_id, worker_index, asyncio.get_running_loop().create_future()
-        )
+        outcome: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        offer = Offer(task, assignment, session_id, worker_index, outcome)
         self._put(offer)
         try:
             return await offer.outcome
@@ -114,9 +113,8 @@ class TaskOffers:
 
         offer = self._waiting.popleft()
         try:
-            about = replace(offer.assignment, timeout_s=timeout_s)
-            if override is not None:
-                about = replace(about, override=override)
+            overrides = offer.assignment.override if override is None else override
+            about = replace(offer.assignment, timeout_s=timeout_s, override=overrides)
             session = self._open(about, offer.session_id)
         except BaseException:
             self._waiting.appendleft(offer)
@@ -151,13 +149,9 @@ class TaskOffers:
         if session.state is SessionState.FAILED and session.fail_reason is not None:
             reason = session.fail_reason
             offer.failures[reason] += 1
-            log.info(
-                "attempt failed",
-                task=offer.task.task_id,
-                reason=reason,
-                failures=offer.failures[reason],
-            )
-            if offer.failures[reason] < ATTEMPTS[reason]:
+            failures = offer.failures[reason]
+            log.info("attempt failed", task=offer.task.task_id, reason=reason, failures=failures)
+            if failures < ATTEMPTS[reason]:
                 self._put(offer)
                 return True
 
@@ -184,9 +178,8 @@ class Member:
     @property
     def scored(self) -> bool:
         """Whether it can be trained."""
-        return self.session.state is SessionState.FINAL and any(
-            one.reward is not None for one in self.samples
-        )
+        final = self.session.state is SessionState.FINAL
+        return final and any(one.reward is not None for one in self.samples)
 
 
 @dataclass(eq=False, slots=True)
@@ -214,8 +207,7 @@ class OpenGroups:
         self._gathering: dict[str, OpenGroup] = {}
         self._closed: OrderedDict[str, OpenGroup] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._any_closed = asyncio.Event()
-        self._listeners: set[asyncio.Event] = set()
+        self._close_event = asyncio.Event()  # of the next group; replaced when it is set
 
     @property
     def gathering(self) -> int:
@@ -225,12 +217,9 @@ class OpenGroups:
     def admit(self) -> None:
         """Raises ResourceExhausted while too much waits for a step."""
         if self._bytes > self._max_bytes:
-            raise ResourceExhausted(
-                "finished sessions wait for a training step; new ones are refused until one has "
-                "taken them",
-                seen=f"{self._bytes} bytes",
-                allowed=f"{self._max_bytes} bytes",
-            )
+            message = "finished sessions wait for a training step, which new sessions have to await"
+            seen, allowed = f"{self._bytes} bytes", f"{self._max_bytes} bytes"
+            raise ResourceExhausted(message, seen=seen, allowed=allowed)
 
     def add(self, session: Session) -> bool:
         """Adds an ended session.
@@ -258,31 +247,24 @@ class OpenGroups:
 
     async def closed(self) -> None:
         """Returns once there is a group for `pop`."""
-        await self._any_closed.wait()
+        while not self._closed:
+            await self._close_event.wait()
 
     async def waiting(self) -> AsyncGenerator[int]:
         """Number of groups for `pop`: at once if there are any, then whenever another
         group closes.
         """
-        more = asyncio.Event()
-        self._listeners.add(more)
-        try:
+        while True:
+            more = self._close_event
             if self._closed:
-                more.set()
-            while True:
-                await more.wait()
-                more.clear()
                 yield len(self._closed)
-        finally:
-            self._listeners.discard(more)
+            await more.wait()
 
     def pop(self) -> OpenGroup | None:
         """The group that closed first; None without one."""
         if not self._closed:
             return None
         group_id, group = self._closed.popitem(last=False)
-        if not self._closed:
-            self._any_closed.clear()
         self._bytes -= sum(_size(member) for member in group.members)
         self._gone[group_id] = None
         if len(self._gone) > CLOSED_REMEMBERED:
@@ -296,7 +278,6 @@ class OpenGroups:
             if group.alarm is not None:
                 group.alarm.cancel()
         self._closed.clear()
-        self._any_closed.clear()
         self._gathering.clear()
         self._bytes = 0
         return groups
@@ -307,8 +288,8 @@ class OpenGroups:
         if group.alarm is not None:
             group.alarm.cancel()
         self._closed[group.group_id] = group
-        for more in (self._any_closed, *self._listeners):
-            more.set()
+        self._close_event.set()
+        self._close_event = asyncio.Event()
 
 
 def _size(member: Member) -> int:

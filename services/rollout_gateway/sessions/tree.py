@@ -60,12 +60,7 @@ class Turn:
     @property
     def token_ids(self) -> list[int]:
         """[T] all tokens up to the end of this answer."""
-        return [
-            token
-            for turn in self.path
-            for ids in (turn.prompt_ids, turn.response_ids)
-            for token in ids
-        ]
+        return [one for turn in self.path for one in (*turn.prompt_ids, *turn.response_ids)]
 
     @property
     def tokens(self) -> int:

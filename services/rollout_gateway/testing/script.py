@@ -116,9 +116,8 @@ def read_script(path: Path) -> dict[str, Any]:
     Raises InvalidInput with the file's path.
     """
     try:
-        return ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8")).model_dump(
-            mode="json", exclude_unset=True
-        )
+        spec = ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8"))
+        return spec.model_dump(mode="json", exclude_unset=True)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"the script {path} cannot be used: {error}") from error
 
@@ -160,11 +159,8 @@ class Script:
         given = spec.tokenizer
         tokenizer = read_text(Path(given).parent).tokenizer() if given else None
         if spec.replies and tokenizer is None:
-            raise ConfigError(
-                "replies need the setting `tokenizer`",
-                seen="",
-                allowed="the path of a tokenizer.json",
-            )
+            allowed = "the path of a tokenizer.json"
+            raise ConfigError("replies need the setting `tokenizer`", seen="", allowed=allowed)
         self._spec = spec
         self._tokenizer = tokenizer
         self._prompts = {line.prompt for line in spec.script}
@@ -200,11 +196,8 @@ def _encoded(reply: Reply, spec: ScriptedSpec, tokenizer: Tokenizer) -> list[Scr
     for text in reply.texts:
         token_ids = (*tokenizer.encode(text, add_special_tokens=False).ids, spec.eos_token_id)
         if max(token_ids) >= spec.vocab_size:
-            raise InvalidInput(
-                f"a text of the reply {reply.pattern.pattern!r} has a token out of range",
-                seen=max(token_ids),
-                allowed=spec.vocab_size - 1,
-            )
+            message = f"a text of the reply {reply.pattern.pattern!r} has a token out of range"
+            raise InvalidInput(message, seen=max(token_ids), allowed=spec.vocab_size - 1)
         answers.append(ScriptedAnswer(token_ids, reply.tokens_per_round))
     return answers
 

@@ -44,15 +44,10 @@ log = get_logger(__name__)
 
 
 class Drafted(NamedTuple):
-    """The draft counts of a probe."""
+    """The accepted drafts of a probe, and their mean per round."""
 
     accepted: int
-    rounds: int
-
-    @property
-    def per_round(self) -> float:
-        """Accepted drafts per round."""
-        return self.accepted / self.rounds if self.rounds else 0.0
+    per_round: float
 
 
 class Canary:
@@ -125,26 +120,21 @@ class Canary:
             seat.withheld = []
             try:
                 await commit(process)
-                await self._check_set(seat, process, versions, before, arm)
+                await self._check_set(seat, process, versions, before)
             except PacelineError as error:
                 if error.reason == REFUSED or isinstance(error, DeadlineExceeded):
-                    await _replace(process)
+                    await process.replace()
                 raise
             finally:
                 if not process.lost.done():  # else the router places its requests again
                     self._router.deliver_withheld(seat)
 
     async def _check_set(
-        self,
-        seat: Seat,
-        process: WorkerProcess,
-        versions: VersionSet,
-        before: Drafted | None,
-        arm: str,
+        self, seat: Seat, process: WorkerProcess, versions: VersionSet, before: Drafted | None
     ) -> None:
         refusal = partial(_refusal, process, versions)
         try:
-            answer = (await self._probe(seat, OFF, FINITE_TOKENS, 1))[0]
+            (answer,) = await self._probe(seat, OFF, FINITE_TOKENS, 1)
         except DeadlineExceeded as error:
             raise refusal("an answer to the probe", str(error), "one in time") from error
         _still_there(process)
@@ -154,7 +144,7 @@ class Canary:
         taken = process.versions.drafter == versions.drafter
         if before is None or before.accepted < LEAST_ACCEPTED or not taken:
             return
-        after = await self._drafted(seat, arm)
+        after = await self._drafted(seat, self._arm(process, versions.drafter))
         _still_there(process)
         least = self._config.accepted * before.per_round
         if after is not None and after.per_round >= least:
@@ -171,7 +161,8 @@ class Canary:
             return None
         stats = [answer.speculation for answer in answers]
         rounds = sum(one.drafted_rounds for one in stats)
-        return Drafted(sum(one.accepted_tokens for one in stats), rounds) if rounds else None
+        accepted = sum(one.accepted_tokens for one in stats)
+        return Drafted(accepted, accepted / rounds) if rounds else None
 
     async def _probe(self, seat: Seat, arm: str, tokens: int, count: int) -> list[pb.TokenChunk]:
         """Answers to the newest prompts. Raises DeadlineExceeded."""
@@ -197,9 +188,8 @@ class Canary:
                 return answers.result()
         finally:
             answers.cancel()
-        raise DeadlineExceeded(
-            f"engine worker {seat.index} does not answer the canary's probe", seen=f"{seconds:g} s"
-        )
+        message = f"engine worker {seat.index} does not answer the canary's probe"
+        raise DeadlineExceeded(message, seen=f"{seconds:g} s")
 
     def _arm(self, process: WorkerProcess, drafter: int) -> str:
         """An arm that drafts with this drafter version; empty without any."""
@@ -219,16 +209,16 @@ class Canary:
         if not seat.lent:
             yield
             return
-        await self._router.lending.wake(process)
+        await process.restore_memory()
         try:
             yield
         finally:
             if seat.lent and not process.lost.done():
                 try:
-                    await self._router.lending.free(process)
+                    await process.release_memory()
                 except PacelineError as error:
                     log.error("a canary keeps a lent slot's memory", error=str(error))
-                    await _replace(process)
+                    await process.replace()
 
 
 def _refusal(
@@ -247,8 +237,3 @@ def _still_there(process: WorkerProcess) -> None:
     """Raises Unavailable when the worker has died: a lost worker gives no verdict."""
     if process.lost.done():
         raise Unavailable(f"{process.name} was lost", seen=process.lost.result())
-
-
-async def _replace(process: WorkerProcess) -> None:
-    process.kill()
-    await asyncio.shield(process.lost)
