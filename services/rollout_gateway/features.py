@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import redis.asyncio
+from redis.asyncio import Redis
 
 from paceline.errors import PacelineError
 from paceline.services.rollout_gateway import metrics
@@ -88,10 +88,7 @@ class FeaturePublisher:
     """
 
     def __init__(
-        self,
-        client: redis.asyncio.Redis | None,
-        config: FeaturesConfig,
-        head_hash: Callable[[int], str],
+        self, client: Redis | None, config: FeaturesConfig, head_hash: Callable[[int], str]
     ) -> None:
         """`head_hash`: hash of the head of a policy version."""
         self._client: Any = client

@@ -84,9 +84,8 @@ class Gateway:
         own, users = config.environments, config.interactions
         self.equipment = table.Equipment(self.sandbox, own, self.toolbox, users)
         self.aside = background.LargeRequests()
-        self.planner = planner.Planner(
-            config, self.codec, self.agents.sessions, lambda: self.router.ready, self.aside
-        )
+        sessions, ready = self.agents.sessions, lambda: self.router.ready
+        self.planner = planner.Planner(config, self.codec, sessions, ready, self.aside)
         self.activity = Activity("gateway")
         self.samples_left = 0  # of RunTasks calls
         self._request_ids = itertools.count(1)

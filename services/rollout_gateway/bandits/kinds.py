@@ -261,10 +261,8 @@ def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[s
         message = "beg maps each number of draft tokens to one batch-size group"
         allowed = f"{len(groups)} numbers, for the groups from {list(groups)} rows on"
         raise ConfigError(message, seen=f"draft tokens {descending}", allowed=allowed)
-    return {
-        group: tuple(arm for arm in arms if budgets.get(arm) == budget)
-        for group, budget in zip(groups, descending, strict=True)
-    }
+    pairs = zip(groups, descending, strict=True)
+    return {group: tuple(arm for arm in budgets if budgets[arm] == one) for group, one in pairs}
 
 
 def median_rate(arm: ArmWindow) -> float:

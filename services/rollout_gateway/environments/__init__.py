@@ -61,14 +61,12 @@ def checked_episode(found: object) -> Episode:
         seen = repr(found)[:80]
         raise InvalidInput("an environment returned no Episode", seen=seen, allowed="an Episode")
     messages = found.messages
+    whole = isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages)
     wrong = {
         "finish": (found.finish in FINISHES, ", ".join(FINISHES)),
         "text": (isinstance(found.text, str), "text"),
         "task": (isinstance(found.task, EpisodeTask), "an EpisodeTask"),
-        "messages": (
-            isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages),
-            "a tuple of Message",
-        ),
+        "messages": (whole, "a tuple of Message"),
         "reward": (found.reward is None or is_reward(found.reward), f"{REWARD_RANGE} or None"),
     }
     for name, (right, allowed) in wrong.items():

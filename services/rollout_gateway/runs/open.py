@@ -4,8 +4,6 @@ A repeated call for a step returns the same groups. No sample starts here; agent
 any time. In a run with several gateways, the coordinator assigns each gateway's groups to the step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
@@ -26,42 +24,37 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.trajectory_pb2 import CommandContext
 
 
-class IdleWorkers:
+@asynccontextmanager
+async def idle_workers(
+    router: Router, after_s: float
+) -> AsyncIterator[tuple[deque[int], asyncio.Event]]:
     """Inside the block, a worker without a request for `after_s` seconds is released and reported
-    once. A worker that another step has released is reported too.
+    once. A worker that another step has released is reported too. Yields the released workers,
+    which the caller removes, and an event that is set when another worker is released.
 
     The last serving worker is never released. At the start, released workers get requests again
     unless a trainer holds them.
     """
+    router.lending.keep_spare()
+    found, news = deque[int](), asyncio.Event()
 
-    def __init__(self, router: Router, after_s: float) -> None:
-        self._router = router
-        self._after_s = after_s
-        self.released: deque[int] = deque()
-        """Released workers, until the caller removes and reports them."""
-        self.news = asyncio.Event()
-        """Set when a worker is released."""
-        self._watchers: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> IdleWorkers:
-        self._router.lending.keep_spare()
-        places = range(len(self._router.seats))
-        self._watchers = [background(self._watch(one), f"idle worker {one}") for one in places]
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await cancel(*self._watchers)
-
-    async def _watch(self, index: int) -> None:
+    async def watch(index: int) -> None:
         # idle time before the block does not count
-        await asyncio.sleep(self._after_s)
-        await self._router.seats[index].idle_for(self._after_s)
-        released = [seat.released for seat in self._router.seats]
+        await asyncio.sleep(after_s)
+        await router.seats[index].idle_for(after_s)
+        released = [seat.released for seat in router.seats]
         if released[index] or released.count(False) > 1:
             if not released[index]:
-                self._router.lending.spare(index)
-            self.released.append(index)
-            self.news.set()
+                router.lending.spare(index)
+            found.append(index)
+            news.set()
+
+    places = range(len(router.seats))
+    watchers = [background(watch(index), f"idle worker {index}") for index in places]
+    try:
+        yield found, news
+    finally:
+        await cancel(*watchers)
 
 
 class Totals:
@@ -184,7 +177,7 @@ class OpenRuns:
         taken, told = await self._taken(request.context), 0
         async with (
             taken.turn,  # a repeated call waits until the previous call has ended
-            IdleWorkers(gateway.router, gateway.config.release_after_s) as idle,
+            idle_workers(gateway.router, gateway.config.release_after_s) as (idle, idle_news),
             self._collect(step),
         ):
             while True:
@@ -198,10 +191,10 @@ class OpenRuns:
                 if whole or (not assigned and told >= request.open_groups):
                     break
                 comes = self._group_comes(step, taken if assigned else None)
-                await first_of(comes, idle.news.wait(), gateway.weights.damaged())
-                idle.news.clear()
-                while idle.released:
-                    yield rpb.RunTasksResponse(share=totals.share(idle.released.popleft()))
+                await first_of(comes, idle_news.wait(), gateway.weights.damaged())
+                idle_news.clear()
+                while idle:
+                    yield rpb.RunTasksResponse(share=totals.share(idle.popleft()))
                 if not assigned and step == min(self._collecting):
                     self._take(taken, agents.groups.pop(), step)
 
@@ -261,10 +254,9 @@ class OpenRuns:
             samples = [replace(one, step=step) for one in member.samples]
             self._gateway.agents.put(member.session, samples)
         if group.scored:
-            outcomes = [
+            taken.groups[group.group_id] = [
                 sample_finished(one, one.worker_index or 0, AGENT, "stop") for one in sessions
             ]
-            taken.groups[group.group_id] = outcomes
         else:
             message = "a group closed without a reward"
             log.info(message, group=group.group_id, sessions=len(sessions))

@@ -174,9 +174,7 @@ class TaskRuns:
         Raises Unavailable as soon as a worker cannot start because the serving set is damaged. The
         trainer pushes that set again before the next call.
         """
-        ended: asyncio.Queue[tuple[sampled.Job, asyncio.Task[Any] | rpb.SampleFinished]] = (
-            asyncio.Queue()
-        )
+        ended = asyncio.Queue[tuple[sampled.Job, asyncio.Task[Any] | rpb.SampleFinished]]()
 
         def ends(job: sampled.Job, task: asyncio.Task[Any]) -> None:
             task.add_done_callback(lambda done: ended.put_nowait((job, done)))

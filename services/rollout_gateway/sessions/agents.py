@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import redis.asyncio
+from redis.asyncio import Redis
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.rpc import scope_of
@@ -42,11 +42,7 @@ class Agents:
     """All sessions of one gateway, and their samples until these are sent."""
 
     def __init__(
-        self,
-        config: GatewayConfig,
-        outbox: Outbox,
-        client: redis.asyncio.Redis | None,
-        names: GatewayNames,
+        self, config: GatewayConfig, outbox: Outbox, client: Redis | None, names: GatewayNames
     ) -> None:
         """`client`: the durable Redis; None keeps no records."""
         self._config = config

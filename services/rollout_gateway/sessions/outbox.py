@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
+from redis.asyncio import Redis
 
 from paceline.errors import PacelineError, ResourceExhausted
 from paceline.services.rollout_gateway.background import background, cancel
@@ -32,7 +32,7 @@ class _Parcel:
     unpublished: str  # reason that it never enters the stream; empty if it does
     fields: dict[str, str]
     payload: bytes = field(repr=False)
-    sent: Callable[[], None] | None = field(repr=False)  # called when Redis has it
+    sent: Callable[[], None] = field(repr=False)  # called when Redis has it
     session: str  # traceparent of its session's span; empty without one
 
 
@@ -42,7 +42,7 @@ class Outbox:
     `client` None: nothing is kept (no Redis configured).
     """
 
-    def __init__(self, client: redis.asyncio.Redis | None, max_unsent_bytes: int) -> None:
+    def __init__(self, client: Redis | None, max_unsent_bytes: int) -> None:
         self._client: Any = client
         self._max_unsent_bytes = max_unsent_bytes
         self._parcels: deque[_Parcel] = deque()
@@ -80,21 +80,16 @@ class Outbox:
         await cancel(self._task)
 
     def put(
-        self,
-        trajectory: Trajectory,
-        unpublished: str = "",
-        sent: Callable[[], None] | None = None,
-        session: str = "",
+        self, trajectory: Trajectory, unpublished: str, sent: Callable[[], None], session: str
     ) -> None:
         """Queues a finished branch. `unpublished`: the reason that it only gets a note in the
-        ledger.
+        ledger; empty if it enters the stream.
 
         `sent` is called when Redis has it, or at once if nothing is kept. `session` is the
         traceparent that the append links.
         """
         if self._client is None:
-            if sent is not None:
-                sent()
+            sent()
             return
         fields, payload = encode_trajectory(trajectory)
         self._parcels.append(_Parcel(trajectory, unpublished, fields, payload, sent, session))
@@ -142,6 +137,5 @@ class Outbox:
             log.warning("branch not sent; it is tried again", branch=branch, error=str(error))
             return False
 
-        if parcel.sent is not None:
-            parcel.sent()
+        parcel.sent()
         return True

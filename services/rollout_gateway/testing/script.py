@@ -59,9 +59,7 @@ class ScriptedSpec(settings.BatchSettings, settings.RunValues):
     response_tokens: tuple[int, int] = (4, 32)  # bounds of unscripted responses, eos included
     tokenizer: str = ""  # tokenizer.json; needed only for stop strings and replies
     arms: tuple[str, ...] = ("off", "eagle:3_1_4", "ngram:4_1_5")
-    accept_lengths: dict[str, float] = Field(
-        default_factory=lambda: {"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5}
-    )
+    accept_lengths: dict[str, float] = Field(default={"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5})
     costs_s: dict[str, dict[int, float]] = Field(
         default_factory=lambda: {"off": {1: 1e-3, 8: 2e-3}, "eagle:3_1_4": {1: 1.2e-3, 8: 3e-3}}
     )  # arm -> batch size -> seconds of a round; the largest size not above the batch counts
@@ -236,10 +234,8 @@ class ScriptedRun:
         logprobs = [
             math.nan if nan or one == self.nan_token else scripted_logprob(one) for one in tokens
         ]
-        drafted = origin.arm != OFF
-        taken = sequence.append_tokens(
-            tokens, logprobs, [1.0] * count, origin, count - 1 if drafted else 0
-        )
+        accepted = count - 1 if origin.arm != OFF else 0
+        taken = sequence.append_tokens(tokens, logprobs, [1.0] * count, origin, accepted)
         asked = self.request.sampling.top_logprobs
         sequence.alternatives += [_alternatives(token, asked) for token in tokens[:taken]]
         if sequence.finish is None and not endless and len(sequence.tokens) == len(script):

@@ -40,6 +40,9 @@ by chance have almost none.
 _MADE_UP = list(range(2, 18))  # token ids of a prompt before the first request
 _UNTRAINED = ("", "ngram")
 
+Commit = Callable[[WorkerProcess], Awaitable[None]]
+"""Has one worker serve a set."""
+
 log = get_logger(__name__)
 
 
@@ -59,24 +62,20 @@ class Canary:
         self._config = config
         self._numbers = itertools.count(1 << 62)  # requests of agents are counted from 1
 
-    async def first(
-        self,
-        processes: Sequence[WorkerProcess],
-        served: VersionSet,
-        versions: VersionSet,
-        commit: Callable[[WorkerProcess], Awaitable[None]],
+    async def test_set(
+        self, able: list[WorkerProcess], served: VersionSet, versions: VersionSet, commit: Commit
     ) -> WorkerProcess | None:
         """Commit the set on a canary and judge it there.
 
         Returns the canary, which now serves the set; None without a candidate, or when canaries are
-        disabled. `processes`: candidates without a lease. Raises WeightsError with the check and
+        disabled. `able`: candidates without a lease. Raises WeightsError with the check and
         the value when the set is refused, or when all workers died under it. Raises the error of
         `commit` when it failed on all.
         """
-        if not self._config.enabled or not processes:
+        if not self._config.enabled or not able:
             return None
         failures: list[PacelineError] = []
-        for process in self._order(processes):
+        for process in self._order(able):
             number = self._router.seats[process.index].number
             about = {names.WORKER: number, names.SET_SEQ: versions.seq}
             try:
@@ -103,11 +102,7 @@ class Canary:
         return sorted(there, key=lambda one: (seats[one.index].lent, len(seats[one.index].live)))
 
     async def _judge(
-        self,
-        process: WorkerProcess,
-        served: VersionSet,
-        versions: VersionSet,
-        commit: Callable[[WorkerProcess], Awaitable[None]],
+        self, process: WorkerProcess, served: VersionSet, versions: VersionSet, commit: Commit
     ) -> None:
         """Raises WeightsError with the reason REFUSED when the set fails a check on this worker. A
         worker that failed is replaced by a worker with the former set.
@@ -137,7 +132,7 @@ class Canary:
             (answer,) = await self._probe(seat, OFF, FINITE_TOKENS, 1)
         except DeadlineExceeded as error:
             raise refusal("an answer to the probe", str(error), "one in time") from error
-        _still_there(process)
+        process.require_alive()  # a lost worker gives no verdict
         if answer.error:
             raise refusal("finite log-probs", answer.error, "finite numbers")
         # a worker leaves out a damaged drafter
@@ -145,7 +140,7 @@ class Canary:
         if before is None or before.accepted < LEAST_ACCEPTED or not taken:
             return
         after = await self._drafted(seat, self._arm(process, versions.drafter))
-        _still_there(process)
+        process.require_alive()
         least = self._config.accepted * before.per_round
         if after is not None and after.per_round >= least:
             return
@@ -231,9 +226,3 @@ def _refusal(
     worker = f"{process.name}, the canary"
     message = f"{worker}, refused set {versions.seq} ({versions}): {check}"
     return WeightsError(message, seen=seen, allowed=allowed, reason=REFUSED)
-
-
-def _still_there(process: WorkerProcess) -> None:
-    """Raises Unavailable when the worker has died: a lost worker gives no verdict."""
-    if process.lost.done():
-        raise Unavailable(f"{process.name} was lost", seen=process.lost.result())

@@ -31,6 +31,8 @@ OUTLASTS_S = 30.0
 MOST_OUTLASTS_S = 7 * 86_400.0
 LENDING_EPOCHS = f"lending_{EPOCHS}"
 
+Place = Callable[[Generation], None]
+
 log = get_logger(__name__)
 
 
@@ -42,11 +44,7 @@ class Lending:
     """
 
     def __init__(
-        self,
-        seats: Sequence[Seat],
-        traffic: WaitingRequests,
-        config: GatewayConfig,
-        place: Callable[[Generation], None],
+        self, seats: Sequence[Seat], traffic: WaitingRequests, config: GatewayConfig, place: Place
     ) -> None:
         """place: finds a worker for a request."""
         self._seats = seats
@@ -93,11 +91,7 @@ class Lending:
         self._renew()
 
     async def grant(
-        self,
-        context: CommandContext,
-        workers: Iterable[int],
-        drain_s: float = DRAIN_S,
-        outlasts_s: float = OUTLASTS_S,
+        self, context: CommandContext, workers: Iterable[int], drain_s: float, outlasts_s: float
     ) -> dict[int, int]:
         """Lend workers under a new lease of their slots; returns the released bytes by worker.
 

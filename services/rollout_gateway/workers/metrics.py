@@ -70,9 +70,8 @@ class EngineMetrics:
         stats = generation.speculation
         if stats.drafted_rounds:
             metrics.ACCEPT_LENGTH.record(stats.accept_length, engine=engine)
-        for position, (proposed, taken) in enumerate(
-            zip(stats.proposed_at, stats.accepted_at, strict=True), 1
-        ):
+        pairs = zip(stats.proposed_at, stats.accepted_at, strict=True)
+        for position, (proposed, taken) in enumerate(pairs, 1):
             metrics.DRAFTS_PROPOSED.record(proposed, engine=engine, position=position)
             metrics.DRAFTS_ACCEPTED.record(taken, engine=engine, position=position)
 

@@ -142,15 +142,12 @@ def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
     there = [seat for seat in seats if not seat.released]
     kept = [seat for seat in there if seat.process is not None] or there
     held = next((seat for seat in kept if seat.index == prefer), None)
-    if held is not None and not _overloaded(held, kept):
-        return held
+    if held is not None:
+        others = [len(seat.live) for seat in kept if seat is not held]
+        mean = sum(others) / max(len(others), 1)
+        if not others or len(held.live) <= STICKY_FACTOR * mean + STICKY_SLACK:
+            return held
     return min(kept, key=lambda seat: len(seat.live), default=None)
-
-
-def _overloaded(held: Seat, kept: Sequence[Seat]) -> bool:
-    others = [len(seat.live) for seat in kept if seat is not held]
-    mean = sum(others) / max(len(others), 1)
-    return bool(others) and len(held.live) > STICKY_FACTOR * mean + STICKY_SLACK
 
 
 class WaitingRequests:

@@ -128,8 +128,7 @@ class WorkerProcess:
 
         Raises the error of CommandFailed, Unavailable on loss, DeadlineExceeded.
         """
-        if self.lost.done():
-            raise Unavailable(f"{self.name} is lost", seen=self.lost.result())
+        self.require_alive()
         command.command_id = next(_numbers)
         answer: asyncio.Future[pb.WorkerEvent] = asyncio.get_running_loop().create_future()
         self._answers[command.command_id] = answer
@@ -146,14 +145,18 @@ class WorkerProcess:
             self._clocks = [one for one in self._clocks if one is not clock]
 
         if not answer.done():
-            if self.lost.done():
-                raise Unavailable(f"{self.name} was lost", seen=self.lost.result())
+            self.require_alive()
             kind = command.WhichOneof("command")
             raise DeadlineExceeded(f"{self.name} did not answer {kind}", seen=f"{deadline_s} s")
         event = answer.result()
         if event.HasField("failed"):
             raise wire.error_from(event.failed, f"{self.name}: ")
         return event
+
+    def require_alive(self) -> None:
+        """Raises Unavailable once the process has ended."""
+        if self.lost.done():
+            raise Unavailable(f"{self.name} was lost", seen=self.lost.result())
 
     async def release_memory(self) -> int:
         """Have the worker release its memory; returns the bytes, 0 if the engine cannot release

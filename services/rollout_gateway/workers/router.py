@@ -117,8 +117,7 @@ class Router:
             return
         seat.moving.pop(request_id, None)
         if generation in seat.unsent or seat.process is None:
-            if generation in seat.unsent:
-                seat.unsent.remove(generation)
+            seat.unsent = [one for one in seat.unsent if one is not generation]
             self._deliver(seat, ended)
         else:
             seat.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))

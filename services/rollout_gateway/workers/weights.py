@@ -120,7 +120,7 @@ class WorkerWeights:
                 first = None
                 if judged:
                     able = [one for one in self._router.processes() if one.index not in leased]
-                    first = await self._canary.first(able, self.versions, versions, commit)
+                    first = await self._canary.test_set(able, self.versions, versions, commit)
                 processes = [one for one in self._router.processes() if one is not first]
                 answers = await asyncio.gather(*map(commit, processes), return_exceptions=True)
                 failures = [answer for answer in answers if isinstance(answer, BaseException)]

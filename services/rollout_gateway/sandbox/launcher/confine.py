@@ -106,8 +106,7 @@ def replace_process() -> None:
     """Never returns. Raises OSError when the interpreter cannot be started."""
     here = os.getcwd()
     environment = {
-        "HOME": here,
-        "TMPDIR": here,
+        **dict.fromkeys(("HOME", "TMPDIR"), here),
         "PATH": "",
         "LANG": "C.UTF-8",
         "PYTHONUTF8": "1",

@@ -27,10 +27,8 @@ to the code's own processes. ARGUMENTS: refused with some arguments.
 UNKNOWN = 470
 """Numbers from here on are newer than the table: refused as by a kernel without them."""
 # Read before the first fork: the confined process cannot open the file.
-_COLUMNS, *_CALLS = [
-    line.split(",")
-    for line in Path(__file__).with_name("system_calls.csv").read_text("ascii").split()
-]
+_TABLE = Path(__file__).with_name("system_calls.csv").read_text("ascii")
+_COLUMNS, *_CALLS = [line.split(",") for line in _TABLE.split()]
 
 
 def numbers(machine: str, *groups: str) -> dict[str, int]:
