@@ -40,8 +40,8 @@ async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProg
         "requests_waiting": queue.waiting,
         "samples_left": gateway.samples_left,
         "open_sessions": len(agents.sessions),
-        "offers": agents.offers.waiting,
-        "open_groups": agents.groups.gathering,
+        "offers": len(agents.offers.waiting),
+        "open_groups": len(agents.groups.gathering),
         "unsent_bytes": gateway.outbox.unsent_bytes,
     }
     busy = [worker for worker in workers if worker.doing]

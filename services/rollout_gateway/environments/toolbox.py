@@ -198,21 +198,18 @@ class Toolbox:
     async def tools(self) -> Mapping[str, Tool]:
         """All tools by name. Raises ConfigError for a setting that can never work, Unavailable."""
         async with self._turn:
-            if self._tools is None:
-                self._tools = await self._opened()
+            if self._tools is not None:
+                return self._tools
+            found = [] if self.sandbox is None else [python(self.sandbox)]
+            found += [own_tool(name, path) for name, path in self._own.items()]
+            for server in self._servers:
+                found += (await server.tools()).values()
+            names = [tool.name for tool in found]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ConfigError("two tools have the same name", seen=", ".join(twice))
+            self._tools = {tool.name: tool for tool in found}
             return self._tools
 
     async def stop(self) -> None:
         """End the servers."""
         await asyncio.gather(*(server.stop() for server in self._servers))
-
-    async def _opened(self) -> Mapping[str, Tool]:
-        found = [] if self.sandbox is None else [python(self.sandbox)]
-        found += [own_tool(name, path) for name, path in self._own.items()]
-        for server in self._servers:
-            found += (await server.tools()).values()
-        names = [tool.name for tool in found]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError("two tools have the same name", seen=", ".join(twice))
-        return {tool.name: tool for tool in found}

@@ -112,7 +112,10 @@ class CodeTests(RewardRule):
             return None
         try:
             asked = _asked(episode.task)
-            self._check_room(asked)
+            room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
+            if asked.test_count > room:
+                limit = "rewards.sandbox.output_bytes"
+                raise ValueError(f"{asked.test_count} tests, not {room} ({limit})")
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             # Python's parsers raise the last two for deep nesting.
             log.warning("unusable tests", task=episode.task.task_id, error=repr(error))
@@ -121,11 +124,6 @@ class CodeTests(RewardRule):
         passed = await self._tests_passed(code, asked) + await self._cases_passed(code, asked)
         total = asked.test_count + len(asked.cases)
         return float(passed == total) if asked.scoring == "all" else passed / total
-
-    def _check_room(self, asked: _Asked) -> None:
-        room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
-        if asked.test_count > room:
-            raise ValueError(f"{asked.test_count} tests, not {room} (rewards.sandbox.output_bytes)")
 
     async def _tests_passed(self, code: str, asked: _Asked) -> int:
         if not asked.test_count:

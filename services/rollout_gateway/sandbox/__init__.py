@@ -187,8 +187,7 @@ def _python() -> str:
     """The interpreter itself instead of a virtual environment's, whose packages are not for the
     code.
     """
-    interpreter: str = getattr(sys, "_base_executable", sys.executable)
-    return os.path.realpath(interpreter)
+    return os.path.realpath(str(getattr(sys, "_base_executable", sys.executable)))
 
 
 def checked_files(files: Mapping[str, str]) -> dict[str, str]:

@@ -52,15 +52,10 @@ class TaskOffers:
         self._open = open_session
         self._refusal = refusal
         self._offers_tasks = False
-        self._waiting: deque[Offer] = deque()
+        self.waiting: deque[Offer] = deque()  # unclaimed
         self._news = asyncio.Event()
         self._stopping = False
         self._claimed: dict[str, Offer] = {}  # by session id
-
-    @property
-    def waiting(self) -> int:
-        """Number of unclaimed tasks."""
-        return len(self._waiting)
 
     def record_offers(self) -> None:
         """Records that a run offers tasks, from now on and between its steps."""
@@ -84,8 +79,8 @@ class TaskOffers:
         try:
             return await offer.outcome
         except asyncio.CancelledError:
-            if offer in self._waiting:
-                self._waiting.remove(offer)
+            if offer in self.waiting:
+                self.waiting.remove(offer)
             self._claimed.pop(session_id, None)
             raise
 
@@ -101,7 +96,7 @@ class TaskOffers:
         """
         try:
             async with asyncio.timeout(wait_s):
-                while not self._waiting:
+                while not self.waiting:
                     if self._stopping:
                         raise Unavailable("the gateway is stopping")
                     if self._refusal:
@@ -111,13 +106,13 @@ class TaskOffers:
         except TimeoutError:
             return None
 
-        offer = self._waiting.popleft()
+        offer = self.waiting.popleft()
         try:
             overrides = offer.assignment.override if override is None else override
             about = replace(offer.assignment, timeout_s=timeout_s, override=overrides)
             session = self._open(about, offer.session_id)
         except BaseException:
-            self._waiting.appendleft(offer)
+            self.waiting.appendleft(offer)
             raise
 
         session.worker_index = offer.worker_index
@@ -159,7 +154,7 @@ class TaskOffers:
         return False
 
     def _put(self, offer: Offer) -> None:
-        self._waiting.append(offer)
+        self.waiting.append(offer)
         self._news.set()
 
 
@@ -204,15 +199,10 @@ class OpenGroups:
         self._deadline_s = deadline_s
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._gathering: dict[str, OpenGroup] = {}
+        self.gathering: dict[str, OpenGroup] = {}  # groups that wait for siblings
         self._closed: OrderedDict[str, OpenGroup] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._close_event = asyncio.Event()  # of the next group; replaced when it is set
-
-    @property
-    def gathering(self) -> int:
-        """Number of groups that wait for siblings."""
-        return len(self._gathering)
 
     def admit(self) -> None:
         """Raises ResourceExhausted while too much waits for a step."""
@@ -230,9 +220,9 @@ class OpenGroups:
         group_id = session.group_id
         if group_id in self._gone:
             return False
-        group = self._gathering.get(group_id) or self._closed.get(group_id)
+        group = self.gathering.get(group_id) or self._closed.get(group_id)
         if group is None:
-            group = self._gathering[group_id] = OpenGroup(group_id, about.group_size)
+            group = self.gathering[group_id] = OpenGroup(group_id, about.group_size)
             loop = asyncio.get_running_loop()
             group.alarm = loop.call_later(self._deadline_s, self._close, group)
 
@@ -273,17 +263,17 @@ class OpenGroups:
 
     def give_up(self) -> list[OpenGroup]:
         """All groups not taken by a step, at the end of the process."""
-        groups = [*self._closed.values(), *self._gathering.values()]
+        groups = [*self._closed.values(), *self.gathering.values()]
         for group in groups:
             if group.alarm is not None:
                 group.alarm.cancel()
         self._closed.clear()
-        self._gathering.clear()
+        self.gathering.clear()
         self._bytes = 0
         return groups
 
     def _close(self, group: OpenGroup) -> None:
-        if self._gathering.pop(group.group_id, None) is None:
+        if self.gathering.pop(group.group_id, None) is None:
             return
         if group.alarm is not None:
             group.alarm.cancel()

@@ -61,12 +61,11 @@ def samples_json(session: Session) -> dict[str, Any]:
 
 
 def _turn_json(turn: Turn) -> dict[str, Any]:
+    lists = ("prompt_ids", "response_ids", "behavior_logprobs")
     return {
         "completion_id": turn.completion_id,
         "parent": None if turn.parent is None else turn.parent.completion_id,
-        "prompt_ids": list(turn.prompt_ids),
-        "response_ids": list(turn.response_ids),
-        "behavior_logprobs": list(turn.behavior_logprobs),
+        **{name: list(getattr(turn, name)) for name in lists},
         "version_spans": _listed(turn.version_spans),
         "draw_spans": _listed(turn.draw_spans),
         "finish_reason": turn.finish,

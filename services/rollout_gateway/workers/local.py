@@ -49,6 +49,9 @@ log = get_logger(__name__)
 class Routing(Protocol):
     """Callbacks for the requests as workers start and end."""
 
+    ready: pb.WorkerReady
+    """The engine's properties, from the worker that became ready last."""
+
     async def equip_worker(self, seat: Seat, process: WorkerProcess) -> None:
         """Prepare a ready worker before its first request; an exception ends the worker."""
 
@@ -97,7 +100,7 @@ class LocalWorkers:
         """
         found = await asyncio.gather(*(self._start_first(seat) for seat in self._seats))
         late = [error for error in found if error is not None]
-        if late and len(late) == len(found):
+        if late and not self._routing.ready.ListFields():  # no worker became ready
             raise late[0]
         for seat in self._seats:
             self._keepers.append(background(self._keep(seat), f"keeper of worker {seat.index}"))
@@ -140,6 +143,7 @@ class LocalWorkers:
             if layout is not None and declared != layout:
                 message = "the engine's rows do not fit their ring"
                 raise ConfigError(message, seen=declared, allowed=layout)
+            self._routing.ready = process.ready
             await self._routing.equip_worker(seat, process)
         except BaseException:
             await process.close()

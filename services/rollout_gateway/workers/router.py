@@ -46,7 +46,7 @@ class Router:
         self.seats = [Seat(i, first=first) for i in range(config.worker_count)]
         """Places of the workers, by index."""
         self.ready = pb.WorkerReady()
-        """The engine's properties, from the worker that became ready last."""
+        """See Routing."""
         self.keeper = LocalWorkers(config, self.seats, self, forker)
         self._flushing = False
         wait_s, at_once = config.queue.wait_s, config.engine.max_batch
@@ -206,7 +206,6 @@ class Router:
         """See Routing. Repeats until no order has changed meanwhile. While the seat is lent, the
         worker releases its memory.
         """
-        self.ready = process.ready
         given, away = object(), False
         while given != (now := (self.orders(), seat.lent)):
             given = now
